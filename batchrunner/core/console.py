@@ -145,6 +145,26 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def duration(seconds: float) -> str:
+    """Format a duration for people: 4.2 s, 3 min 20 s, 2 h 5 min."""
+    if seconds < 60:  # noqa: PLR2004
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:  # noqa: PLR2004
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"
+
+
+def background_line(background: Mapping[str, Any]) -> str:
+    """Summarise the engine's use in a background run: our share, its users' share, preempted rows."""
+    our_share, users_share = background["our_share"], background["users_share"]
+    line = f"engine {our_share:.0%} ours, {users_share:.0%} its users'"
+    if rows := background["rows_given_back"]:
+        line += f", {counted(rows, 'row')} given back ({background['tokens_lost']:,} tokens lost)"
+    return line
+
+
 SOURCE_TREE = "from a source tree"
 """Stands for the version where this package is not installed."""
 

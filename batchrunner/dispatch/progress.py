@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from batchrunner.core.console import background_line, duration
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.dispatch.concurrency.background import BackgroundController
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
@@ -18,7 +19,6 @@ from batchrunner.job.tasks import GENERATE
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.resume import DoneRows
-from batchrunner.report.report import background_line, duration
 from batchrunner.tuning.signals import Corner
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The protocol that every engine follows."""
+"""The protocol of an engine."""
 
 import time
 from abc import ABC, abstractmethod
@@ -11,20 +11,20 @@ from batchrunner.core.errors import BundleRefusedError, RequestError
 from batchrunner.core.types import Completion, Request
 
 RowEnded: TypeAlias = Callable[[int, Completion | RequestError], None]
-"""Takes the answer to the row of a bundle with an index, or why it has none."""
+"""Called with the index of a request in a bundle, and its answer or error."""
 
 
 class Engine(Protocol):
     """One SGLang engine, wherever it runs. All methods are called from one event loop."""
 
     async def open(self) -> EngineInfo:
-        """Make the engine ready for requests; raises EngineStartError, with what to do, where it cannot."""
+        """Make the engine ready for requests; raises EngineStartError with a hint where that fails."""
 
     async def generate(self, request: Request, route: str) -> Completion:
-        """Send one request once, on one of the routes of `EngineInfo`, and wait for the whole answer.
+        """Send a request once, on one of the routes of `EngineInfo`, and return the complete answer.
 
-        Raises RowRefusedError, AttemptFailedError or EngineBusyError; EngineLostError where there is
-        no engine left to ask.
+        Raises RowRefusedError, AttemptFailedError or EngineBusyError, and EngineLostError where no server
+        remains.
         """
 
     async def generate_many(
@@ -33,11 +33,12 @@ class Engine(Protocol):
         route: str,  # noqa: ARG002
         ended: RowEnded,  # noqa: ARG002
     ) -> None:
-        """Send several requests at once, each one time, and return when none will be answered any more.
+        """Send several requests as a bundle, each once, and return when all answers have arrived.
 
-        Each must be one of token ids, for one sample. `ended` gets what `generate` returns or raises for
-        each, when it ends. Those left out should be sent in smaller requests. Raises BundleRefusedError where
-        the engine refused them all, or what `generate` raises, which holds for all that are left.
+        Each has token ids and asks for one sample. `ended` is called with the answer or error of each request
+        as soon as it has one. Requests for which it was not called should be sent again in smaller bundles.
+        Raises BundleRefusedError where the engine refuses the whole bundle, or an error of `generate`, which
+        applies to all requests without an answer.
         """
         raise BundleRefusedError("the engine takes one row in a request")
 
@@ -47,70 +48,68 @@ class Engine(Protocol):
         *,
         special: bool = True,  # noqa: ARG002
     ) -> list[int] | None:
-        """Return the tokens that the engine makes of a prompt, or None where it cannot.
+        """Return the token ids of a prompt, with `special` those that begin and end it; None if unsupported.
 
-        With `special` the tokens that begin and end a prompt are there too.
-
-        Raises as `generate` does where the prompt is refused, or asking failed.
+        Raises the errors of `generate`.
         """
         return None
 
     async def loads(self) -> Sequence[SchedulerLoad]:
-        """Return the load of each scheduler now; empty where the engine does not report it.
+        """Return a load sample of each scheduler; empty if the engine reports no load.
 
-        A poll that fails raises nothing: the schedulers that it was for are left out.
+        Schedulers whose poll fails are left out; nothing is raised.
         """
 
     def give_back(self, route: str, kept: int) -> None:  # noqa: ARG002 - for engines with users
-        """Take the youngest rows of a route from the engine until so many are left.
+        """Preempt the youngest rows of a route until only `kept` remain.
 
         Each ends with a GivenBackError, or with its answer if that was faster.
         """
         return
 
     def incidents(self) -> list[Incident]:
-        """Return what happened to the engine's servers since the last call, oldest first."""
+        """Return the incidents of the engine's servers since the last call, oldest first."""
         return []
 
     async def close(self) -> None:
-        """Release everything. May be called twice, and after a failed open."""
+        """Release all resources. May be called twice, and after a failed `open`."""
 
 
 @dataclass(eq=False)
-class HeardEngine(ABC):
-    """An open engine that hears of each answer on its way."""
+class ObservedEngine(ABC):
+    """An open engine whose answers a subclass observes."""
 
     _engine: Engine
-    first_at: float | None = field(default=None, init=False)
-    """When the first request was sent; None before."""
+    first_sent_at: float | None = field(default=None, init=False)
+    """Time of the first request by `time.monotonic`; None before it."""
 
     @abstractmethod
-    def heard(self, request: Request, completion: Completion, route: str, sent_at: float) -> None:
-        """Hear of the answer to a request."""
+    def observe(self, request: Request, completion: Completion, route: str, sent_at: float) -> None:
+        """Process the answer to a request that was sent at `sent_at`."""
 
     def __getattr__(self, name: str) -> Any:
-        """Leave all else to the engine."""
+        """Delegate all other methods to the engine."""
         return getattr(self._engine, name)
 
     async def generate(self, request: Request, route: str) -> Completion:
         """Send a request; see `Engine.generate`."""
         sent_at = self._now()
         completion = await self._engine.generate(request, route)
-        self.heard(request, completion, route, sent_at)
+        self.observe(request, completion, route, sent_at)
         return completion
 
     async def generate_many(self, requests: Sequence[Request], route: str, ended: RowEnded) -> None:
         """Send several requests; see `Engine.generate_many`."""
         sent_at = self._now()
 
-        def hear(index: int, result: Completion | RequestError) -> None:
+        def observe_and_pass_on(index: int, result: Completion | RequestError) -> None:
             if isinstance(result, Completion):
-                self.heard(requests[index], result, route, sent_at)
+                self.observe(requests[index], result, route, sent_at)
             ended(index, result)
 
-        await self._engine.generate_many(requests, route, hear)
+        await self._engine.generate_many(requests, route, observe_and_pass_on)
 
     def _now(self) -> float:
         now = time.monotonic()
-        self.first_at = self.first_at or now
+        self.first_sent_at = self.first_sent_at or now
         return now

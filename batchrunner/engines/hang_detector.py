@@ -1,13 +1,13 @@
-"""The hang detector: a server hangs if it has rows and does nothing for longer than they can explain. Pure.
+"""Hang detection: a server hangs if it makes no progress for longer than its rows can explain. Pure.
 
-Progress is a forward pass or an answer, not a reply to a poll: SGLang's HTTP process goes on reporting the
+Progress is a forward pass or an answer. A reply to a poll is none: SGLang's HTTP process keeps reporting the
 last load of a scheduler that stands still. The longest silence allowed is learned from the server: a multiple
-of its longest silence so far, and never less than `limits.hang`. It is several times as long while the server
-is new, or was restarted: kernels are compiled when they are first needed.
+of its longest silence so far, and never less than `limits.hang`. It is several times as long for a server
+that was just started, because kernels are compiled when they are first needed.
 
-SGLang has a watchdog of its own (`--watchdog-timeout`, 300 s), which ends a server whose forward pass takes
-longer. It stays on. It does not see a process that is stopped, a scheduler that waits for ever between two
-passes, or a tokenizer or detokenizer that hangs.
+SGLang has its own watchdog (`--watchdog-timeout`, 300 s), which ends a server whose forward pass takes
+longer. It stays on. It cannot see a suspended process, a scheduler that waits for ever between two passes, or
+a hanging tokenizer or detokenizer.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,12 +16,12 @@ from typing import NamedTuple
 from batchrunner.core.engine_info import SchedulerLoad
 
 TIMES_LONGEST = 5.0
-"""A silence that is this many times as long as the longest one that ended by itself is a hang."""
+"""Multiple of the longest silence that ended by itself, beyond which a silence is a hang."""
 WARM_UP = 5.0
-"""Multiple of `limits.hang` that a server must have worked before `limits.hang` itself is the limit; until
-then the limit is this multiple too. With the default of 60 s it is 300 s, as SGLang's own watchdog."""
+"""Multiple of `limits.hang` that a server must have worked before `limits.hang` itself is the limit. Until
+then the limit is this multiple too: 300 s by default, the same as SGLang's watchdog."""
 LONGEST_GAP_S = 5.0
-"""Most seconds that count between two polls: nobody knows what a server did while nobody polled it."""
+"""Most seconds between two polls that count: nobody knows what a server did while it was not polled."""
 
 
 class Hang(NamedTuple):
@@ -29,14 +29,14 @@ class Hang(NamedTuple):
 
     silent_s: float
     why: str
-    """A sentence without its subject, which is the server's name."""
+    """A clause that follows the server's name."""
 
 
 class SilenceTimer:
     """Measures how long a server, or one of its schedulers, has been silent while it had work."""
 
     def __init__(self, least_s: float) -> None:
-        """Never call a silence a hang that is shorter than `least_s`, which is `limits.hang`."""
+        """Start without history. A silence shorter than `least_s` (`limits.hang`) is never a hang."""
         self._least_s = least_s
         self._progress: object = None
         self._polled_at: float | None = None
@@ -47,8 +47,8 @@ class SilenceTimer:
     def poll(self, now: float, progress: object, *, busy: bool) -> Hang | None:
         """Record a poll; return the silence if it is a hang.
 
-        `progress` differs from the last poll's if something was done in between. `busy` is whether there is
-        work.
+        `progress` is any value that differs from the last poll's if work was done in between. `busy` says
+        whether there is work.
         """
         passed_s = 0.0 if self._polled_at is None else min(now - self._polled_at, LONGEST_GAP_S)
         self._polled_at = now
@@ -63,15 +63,15 @@ class SilenceTimer:
         least_s = self._least_s if self._worked_s >= warm_up_s else warm_up_s
         if self._silent_s <= max(least_s, TIMES_LONGEST * self._longest_s):
             return None
-        before = f"at most {self._longest_s:.3g} s before" if self._worked_s else "and never anything before"
-        return Hang(self._silent_s, f"did nothing for {self._silent_s:.3g} s with rows in flight ({before})")
+        history = f"at most {self._longest_s:.3g} s before" if self._worked_s else "and never anything before"
+        return Hang(self._silent_s, f"did nothing for {self._silent_s:.3g} s with rows in flight ({history})")
 
 
 class HangDetector:
-    """A silence timer for one server, and one for each of its schedulers if it has several (DP ranks)."""
+    """Silence timers of a server and, if it has several (DP ranks), of each scheduler."""
 
     def __init__(self, least_s: float) -> None:
-        """Take `limits.hang`."""
+        """`least_s` is `limits.hang`."""
         self._least_s = least_s
         self._timers: dict[str, SilenceTimer] = {}
         self._progress: dict[str, object] = {}
@@ -79,11 +79,11 @@ class HangDetector:
     def poll(
         self, now: float, loads: Sequence[SchedulerLoad], *, in_flight: int, answers: int = 0
     ) -> Hang | None:
-        """Record a poll of the server, empty if it failed; return the silence if it is a hang.
+        """Record a poll of the server, with no loads if it failed; return the silence if it is a hang.
 
-        `in_flight` counts the rows that may be there, `answers` those that have come back so far. A server
-        that never reported its load is not judged: without answers it may be busy with long rows. After a
-        hang the server counts as new.
+        `in_flight` is the number of rows that may be there, `answers` the number of answers so far. A server
+        that never reported a load is not judged, as it may be busy with long rows. After a hang the server
+        counts as new.
         """
         progress = progress_of(loads)
         self._progress |= progress
@@ -98,7 +98,7 @@ class HangDetector:
         return hang
 
     def restarted(self) -> None:
-        """Forget the server's work so far: it was started again."""
+        """Forget the server's work before its restart."""
         self._timers.clear()
 
     def _timer(self, scheduler: str) -> SilenceTimer:
@@ -106,8 +106,8 @@ class HangDetector:
 
 
 def progress_of(loads: Iterable[SchedulerLoad]) -> dict[str, object]:
-    """Return, by scheduler, the part of a load that only a forward pass changes.
+    """Return the values of each scheduler's load that only a forward pass changes.
 
-    Its queue is left out, which arrivals change, and the time at which it was read.
+    The queue is not among them, because arrivals change it, nor the time of the load sample.
     """
-    return {s.scheduler: (s.running, s.used_tokens, s.token_usage, s.work) for s in loads}
+    return {load.scheduler: (load.running, load.used_tokens, load.token_usage, load.work) for load in loads}

@@ -1,4 +1,4 @@
-"""The job's `engine` → an Engine; an engine's imports are made only when a job asks for it."""
+"""Makes the engine that a job names. The modules of an engine are imported only for jobs that use it."""
 
 import os
 from pathlib import Path
@@ -28,10 +28,10 @@ def make_engine(
     task: TaskName = GENERATE,
     shape: str | None = None,
 ) -> Engine:
-    """Make the engine that the spec describes, not yet open; a launched one logs into `log_dir`.
+    """Return the engine that the spec describes, not yet open. A launched one logs to `log_dir`.
 
-    An engine that loads the model does so for the `task`; any other must have a model for it. With the
-    `shape` of a job, the flags of launched servers are adapted to it.
+    Launched servers load the model for the `task`; attached ones must already serve it. With the `shape` of a
+    job, the flags of launched servers are tuned during the run and remembered for such jobs.
     """
     spec = for_task(spec, task)
     match spec:
@@ -39,13 +39,15 @@ def make_engine(
             from batchrunner.engines.http.client import AttachedServers  # noqa: PLC0415
 
             urls, gateway = ((), spec.url) if isinstance(spec, GatewayEngine) else (spec.urls, None)
-            key = _key_in(spec.api_key_file) if spec.api_key_file else os.environ.get(spec.api_key_env)
-            kind = AttachedServers
+            api_key = os.environ.get(spec.api_key_env)
+            if spec.api_key_file:
+                api_key = _read_key(spec.api_key_file)
+            engine_class = AttachedServers
             if spec.background:
                 from batchrunner.engines.http.background import BackgroundServers  # noqa: PLC0415
 
-                kind = BackgroundServers
-            return kind(urls, gateway=gateway, api_key=key or None, limits=limits, task=task)
+                engine_class = BackgroundServers
+            return engine_class(urls, gateway=gateway, api_key=api_key or None, limits=limits, task=task)
         case ServerEngine():
             from batchrunner.engines.launched.fleet import LaunchedFleet  # noqa: PLC0415
 
@@ -58,8 +60,8 @@ def make_engine(
             assert_never(spec)
 
 
-def _key_in(file: str) -> str:
-    """Return the API key in a file; raises EngineStartError where it cannot be read."""
+def _read_key(file: str) -> str:
+    """Read an API key from a file; raises EngineStartError."""
     try:
         return Path(file).expanduser().read_text().strip()
     except (OSError, ValueError) as failure:
@@ -67,19 +69,22 @@ def _key_in(file: str) -> str:
 
 
 def for_task(spec: EngineSpec, task: TaskName) -> EngineSpec:
-    """Return the engine with the arguments that a model which it loads needs for a task, below the job's."""
-    kind, model = TASKS.get(task), launched_model(spec)
-    if kind is None or model is None or not isinstance(spec, ServerEngine):
+    """Add the arguments and variables that a launched server needs for a task; the job's own take precedence.
+
+    Raises EngineStartError if the model's architecture does not support the task.
+    """
+    forward_task = TASKS.get(task)
+    if forward_task is None or not isinstance(spec, ServerEngine):
         return spec
-    config = read_config(model)
-    check_architecture(task, config.get("architectures"), f"engine.model: {model}")
-    pooling = {} if kind.by_generation else pooling_args(config, cpu=on_cpu(spec.device))
-    env = MEAN_POOLING | spec.env if takes_mean(model) else spec.env
+    config = read_config(spec.model)
+    check_architecture(task, config.get("architectures"), f"engine.model: {spec.model}")
+    pooling = {} if forward_task.by_generation else pooling_args(config, cpu=on_cpu(spec.device))
+    env = MEAN_POOLING | spec.env if takes_mean(spec.model) else spec.env
     return spec.model_copy(update={"args": pooling | spec.args, "env": env})
 
 
 def model_of(spec: EngineSpec) -> str | None:
-    """Return the identity of the engine's model, or None where only the engine knows it."""
+    """Return the identity of the engine's model; None if only a running engine can tell."""
     model = launched_model(spec)
     if model is not None:
         return model_identity(model)
@@ -87,5 +92,5 @@ def model_of(spec: EngineSpec) -> str | None:
 
 
 def launched_model(spec: EngineSpec) -> str | None:
-    """Return the model that the run loads itself, by the job's name for it; None if it loads none."""
+    """Return the model that the run's own servers load, as the job names it; None for other engines."""
     return spec.model if isinstance(spec, ServerEngine) else None

@@ -1,4 +1,4 @@
-"""Which requests SGLang 0.5.23 refuses by their fields alone, so that it is known without a server."""
+"""Checks by which SGLang 0.5.23 refuses a request for its fields alone, made here without a server."""
 
 from typing import Annotated, Any, Literal
 
@@ -37,7 +37,7 @@ class _Format(BaseModel):
 
 
 class _Generating(SamplingSpec, extra="ignore"):
-    """Sampling parameters of a job, with the names, and the other types, of OpenAI's endpoints."""
+    """Sampling parameters of a job under the names, and with the types, of OpenAI's endpoints."""
 
     min_new_tokens: Annotated[int, Field(ge=0, alias="min_tokens")] = 0
     frequency_penalty: _Penalty = 0
@@ -71,7 +71,7 @@ _BODIES = {CHAT_PATH: _Chat, COMPLETIONS_PATH: _TextCompletion, EMBEDDINGS_PATH:
 
 
 def refuse_invalid(request: Request) -> None:
-    """Raise RowRefusedError, with SGLang's status, for a request that it refuses by its fields alone."""
+    """Raise RowRefusedError, with SGLang's status, for a request that SGLang refuses for its fields."""
     try:
         if isinstance(request.prompt, RequestBody):
             validated(_BODIES[request.prompt.path], orjson.loads(request.prompt.content), "400")

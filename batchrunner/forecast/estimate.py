@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import msgspec
 from pyroaring import BitMap64
 
-from batchrunner.core.console import counted
+from batchrunner.core.console import counted, duration
 from batchrunner.core.engine_info import EngineInfo, TokenizerInfo
 from batchrunner.core.errors import BatchrunError, CannotTokenizeError, JobError
 from batchrunner.core.types import Completion, Outcome, Request, RequestBody
 from batchrunner.dispatch.concurrency.law import BYTES_A_TOKEN, UNKNOWN_ENGINE_WINDOW
 from batchrunner.dispatch.tokenize import make_encoder
-from batchrunner.engines.base import HeardEngine
+from batchrunner.engines.base import ObservedEngine
 from batchrunner.engines.http.server_info import limit_of
 from batchrunner.engines.registry import launched_model, model_of
 from batchrunner.engines.simulation.scheduler import CLIP_TOKENS, SchedulerConfig
@@ -42,7 +42,6 @@ from batchrunner.output.files import write_json
 from batchrunner.output.resume import read_done
 from batchrunner.output.run_dir import ESTIMATE
 from batchrunner.output.task_lock import hold_task
-from batchrunner.report.report import duration
 from batchrunner.runner.control import Control
 from batchrunner.runner.open_engine import cancelled_once, open_portal
 from batchrunner.runner.prepare import PreparedJob, check_resumes, prepare
@@ -170,14 +169,14 @@ def _shown(figure: Interval, form: Callable[[float], str]) -> str:
 
 
 @dataclass(eq=False)
-class SampledEngine(HeardEngine):
+class SampledEngine(ObservedEngine):
     """Notes when which answer came, and what it took."""
 
     rows: dict[int, JobRow]
     """Rows of the sample, as they were read."""
     attempts: list[Attempt] = field(default_factory=list)
 
-    def heard(self, request: Request, completion: Completion, route: str, began: float) -> None:
+    def observe(self, request: Request, completion: Completion, route: str, began: float) -> None:
         """Note an answer."""
         row = self.rows[request.ref.row]
         prompt, cached = completion.prompt_tokens or row.prompt, completion.cached_tokens or 0

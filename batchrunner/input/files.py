@@ -1,19 +1,17 @@
 """The files of `input.path`: which they are, what is in them, and whether they are still the same."""
 
 import contextlib
-import fcntl
 import glob
 import hashlib
 import logging
 import os
 import re
 import secrets
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path, PurePath, PurePosixPath
-from typing import IO, Any
+from typing import Any
 from urllib.parse import unquote
 
 import msgspec
@@ -29,7 +27,6 @@ from batchrunner.core.errors import (
     or_away,
 )
 from batchrunner.core.files import COMPRESSIONS, ENDINGS, FileFormat, format_of, is_special, known_format
-from batchrunner.core.timing import TIMING
 from batchrunner.input.compression import (
     DECOMPRESSION_ERRORS,
     HEAD_BYTES,
@@ -42,10 +39,9 @@ from batchrunner.input.parquet_copy import NOTES, PROBLEM, first_line, write_par
 from batchrunner.job.output import StorageSpec
 from batchrunner.job.spec import InputSpec
 from batchrunner.output.addresses import check_client, store_address
-from batchrunner.output.files import make_directory, whole_file, writing
-from batchrunner.output.resume import done_by_all
+from batchrunner.output.files import make_directory, one_process_at_a_time, whole_file, writing
 from batchrunner.output.run_dir import look_at_run
-from batchrunner.output.run_json import holds_run, require_run_json
+from batchrunner.output.run_json import holds_run
 
 log = logging.getLogger(__name__)
 
@@ -139,19 +135,9 @@ def results_of(given: str, storage: StorageSpec) -> str:
         is_run = "://" not in given and holds_run(Path(given))
     if not is_run:
         return given
-    from batchrunner.output.merge import merge, merged_rows  # noqa: PLC0415 - only for such an input
+    from batchrunner.output.merge import merge_finished_run  # noqa: PLC0415 - only for such an input
 
-    run_dir = look_at_run(given, storage)
-    done, total = len(done_by_all(run_dir)), require_run_json(run_dir)["rows_total"]
-    if done < total:
-        raise InputError(
-            f"{given}: this run is not done: {done:,} of {total:,} rows",
-            hint=f"run it again, or take what is there: {given}/parts",
-        )
-    if merged_rows(run_dir) < total:
-        with _only_one(run_dir.path / ".merging", unfinished=".merge-*/**/*"):
-            if merged_rows(run_dir) < total > merge(run_dir).rows:
-                raise InputError(f"{given}: this run is still at work", hint="try again when it has ended")
+    merge_finished_run(look_at_run(given, storage), given)
     return f"{given}/merged"
 
 
@@ -483,7 +469,7 @@ class SourceFile:
         """Make the Parquet copy. One of several processes makes it, where the file system has locks."""
         with writing(copy):
             make_directory(copy.parent)
-        with _only_one(copy.with_suffix(".lock"), unfinished=f".{copy.name}*"):
+        with one_process_at_a_time(copy.with_suffix(".lock"), unfinished=f".{copy.name}*"):
             if not copy.exists():
                 self.digest = self.digest or self._digest_of(self._size)  # of what an earlier copy has
                 with writing(copy), whole_file(copy, secrets.token_hex(4)) as temporary:
@@ -549,43 +535,6 @@ def _open_parquet(fs: pafs.FileSystem, path: str) -> pq.ParquetFile:
     return pq.ParquetFile(
         fs.open_input_file(path), pre_buffer=not is_local, buffer_size=READ_BUFFER_BYTES if is_local else 0
     )
-
-
-@contextlib.contextmanager
-def _only_one(lock: Path, *, unfinished: str) -> Iterator[None]:
-    """Wait while another process is in this block with the same lock; a killed one is in none.
-
-    What several processes make at once is alike, and appears whole. So a process whose `unfinished` files, a
-    pattern beside the lock, do not change for `TIMING.silent_copy` is not waited for: its machine sleeps.
-    """
-    with writing(lock), lock.open("wb") as file:
-        size, changed_at = -1, time.monotonic()
-        while _is_locked_elsewhere(file) and time.monotonic() - changed_at < TIMING.silent_copy:
-            time.sleep(TIMING.launch_poll)
-            size_now = _bytes_of_files(lock.parent, unfinished)
-            if size_now != size:
-                size, changed_at = size_now, time.monotonic()
-        yield
-
-
-def _is_locked_elsewhere(file: IO[bytes]) -> bool:
-    """Lock a file; tell whether another process has locked it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks: several processes may do the same
-        return False
-    return False
-
-
-def _bytes_of_files(directory: Path, pattern: str) -> int:
-    """Return the bytes of the files that a pattern names."""
-    size = 0
-    for file in directory.glob(pattern):
-        with contextlib.suppress(FileNotFoundError):  # it was renamed just now
-            size += file.stat().st_size
-    return size
 
 
 def size_of(footer: pq.FileMetaData, columns: Iterable[str], group: int) -> int:

@@ -4,6 +4,6 @@ Layout: run_dir (`RunDir`, `open_run`), files (atomic writes), run_json (the job
 Stores: store (`Store`: a file system or an object store), objects (requests, by obstore), addresses (URIs).
 Tasks: task_lock (`hold_task`), holder (who holds a task), liveness (whether that process runs).
 Results: writer (`ResultWriter`), parts (and journals), columns, arrow_arrays; resume (`read_done`: which rows
-are done); counts; merge (all results as one dataset, file or batch file);
+are done); counts; merge (all results in input order), export (file formats), batch_results (OpenAI's lines);
 buckets (external bucket sort). Others: events (`EventLog`).
 """

@@ -1,4 +1,4 @@
-"""Arrow arrays of Python values, and Python values of Arrow's."""
+"""Conversion of Python values to Arrow arrays, and back."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -8,19 +8,19 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 UNREADABLE = (ValueError, OverflowError, pa.ArrowException)
-"""What Arrow raises for a value that Python cannot represent: a time zone that is in no database here, a date
-out of range, bad UTF-8 (UnicodeDecodeError is a ValueError)."""
+"""Errors of Arrow for a value that Python cannot represent: a time zone that no local database has, a date
+out of range, invalid UTF-8 (UnicodeDecodeError is a ValueError)."""
 _UTC = "+00:00"
-"""UTC as a zone that needs no database."""
+"""UTC as an offset, which needs no database of time zones."""
 _VECTORS = {pa.list_(pa.float16()): 2, pa.list_(pa.float32()): 4}
-"""Types of vectors, with the bytes of a number."""
+"""Types of vectors, with the bytes of each number."""
 
 
 def arrow_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """Return values as `pa.array` does.
+    """Convert values to an array like `pa.array`.
 
-    A list of 16- or 32-bit numbers is a vector: the bytes of its numbers. Lone surrogates, which UTF-8 and so
-    Parquet cannot carry, become question marks.
+    Values of a vector type are given as the bytes of their numbers. Lone surrogates, which UTF-8 and so
+    Parquet lack, become question marks.
     """
     if kind in _VECTORS:
         return _vectors(values, kind)
@@ -31,9 +31,10 @@ def arrow_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
 
 
 def shown_values(column: pa.Array) -> list[Any]:
-    """Return a column as Python values; what Python cannot represent is replaced by what shows it.
+    """Return a column as Python values, with substitutes for values that Python cannot represent.
 
-    That is a time in UTC, the text of a date, or a text with a question mark for each bad byte.
+    A time of an unknown zone is given in UTC, a date out of range as text, and invalid UTF-8 with a
+    replacement character for each bad byte.
     """
     try:
         return list(column.to_pylist())
@@ -74,15 +75,15 @@ def _shown_plain(scalar: Any) -> Any:
 
 
 def _vectors(values: Sequence[bytes | None], kind: pa.DataType) -> pa.Array:
-    known, width = [value or b"" for value in values], _VECTORS[kind]
-    ends = [*accumulate((len(vector) // width for vector in known), initial=0)]
-    numbers = pa.Array.from_buffers(kind.value_type, ends[-1], [None, pa.py_buffer(b"".join(known))])
+    vectors, width = [value or b"" for value in values], _VECTORS[kind]
+    ends = [*accumulate((len(vector) // width for vector in vectors), initial=0)]
+    numbers = pa.Array.from_buffers(kind.value_type, ends[-1], [None, pa.py_buffer(b"".join(vectors))])
     nulls = pa.array([value is None for value in values], pa.bool_())
     return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), numbers, kind, mask=nulls)
 
 
 def _encodable(value: Any) -> Any:
-    """Return a value without lone surrogates."""
+    """Return a value with question marks for lone surrogates."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""External bucket sort: rows are partitioned by a numeric column into files, which are sorted one by one."""
+"""External bucket sort: rows are partitioned by an integer column into files, which are sorted one by one."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
@@ -14,26 +14,26 @@ _LZ4 = pa.ipc.IpcWriteOptions(compression="lz4")
 
 @dataclass(slots=True)
 class Buckets:
-    """Sorts rows by a column of whole numbers; one bucket has to fit into memory."""
+    """Sorts rows by a column of integers; one bucket at a time is in memory."""
 
     directory: Path
-    """Where the files are written."""
+    """Directory of the bucket files."""
     column: str
     ends: Sequence[int]
-    """Bucket i holds numbers below ends[i] and from ends[i-1] on; the last is above all in the column."""
+    """Bucket i holds the numbers from ends[i-1] up to but not including ends[i]; the last end exceeds all."""
     buffer_bytes: int = BUFFER_BYTES
     _buffer: list[pa.Table] = field(default_factory=list, init=False)
     _bytes: int = field(default=0, init=False)
 
     def put(self, table: pa.Table) -> None:
-        """Add rows. Raises OSError."""
+        """Add rows in any order. Raises OSError."""
         self._buffer.append(table)
         self._bytes += table.nbytes
         if self._bytes >= self.buffer_bytes:
             self._partition()
 
     def take(self) -> Iterator[pa.Table]:
-        """Yield the sorted rows of each bucket in turn, and delete its file. Raises OSError."""
+        """Yield the sorted rows of each bucket in turn, and delete its file after that. Raises OSError."""
         self._partition()
         for path in sorted(self.directory.glob("bucket-*.arrows")):
             yield _sorted_rows(path, self.column)
@@ -55,14 +55,14 @@ class Buckets:
         release_unused()
 
     def _append(self, bucket: int, rows: pa.Table) -> None:
-        """Append an Arrow stream of its own to the file, so that no file stays open between calls."""
+        """Append the rows to a bucket's file as a separate Arrow stream, so that no file stays open."""
         path = self.directory / f"bucket-{bucket:06d}.arrows"
         with path.open("ab") as file, pa.ipc.new_stream(file, rows.schema, options=_LZ4) as stream:
             stream.write_table(rows)
 
 
 def release_unused() -> None:
-    """Give the memory that Arrow keeps for later, often more than it uses, back to the operating system."""
+    """Return memory that Arrow keeps for later, often more than it uses, to the operating system."""
     pa.default_memory_pool().release_unused()
 
 

@@ -26,7 +26,7 @@ from batchrunner.output.arrow_arrays import arrow_array
 log = logging.getLogger(__name__)
 
 NO_ANSWER = Completion([None], [None], [None], None, None)  # type: ignore[list-item]
-"""Stands for the answer of a row without one."""
+"""Placeholder for the answer of a row that has none."""
 _TOKEN = pa.struct([("id", pa.int32()), ("token", pa.string()), ("logprob", pa.float32())])
 _FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
 ANSWER_TYPES: dict[str, pa.DataType] = {
@@ -44,30 +44,31 @@ ANSWER_TYPES: dict[str, pa.DataType] = {
     "conversation": pa.string(),
     RETURNED: pa.string(),
 }
-"""Types of the columns that a job can ask for, or that come by themselves, of one output."""
+"""Types of the optional result columns, for one output."""
 TASK = "task"
-"""Key of a part's metadata that names a task without decoding: a carried column may be called `output`."""
+"""Key of a part's metadata with the name of a task without decoding. Such a part has no columns of texts, and
+a carried column may be called `output`."""
 OF_THE_PROMPT = {"prompt_logprobs"}
-"""Those of ANSWER_TYPES that all outputs of a row have in common."""
+"""Columns of ANSWER_TYPES that have one value for all outputs of a row."""
 
 
 def schema_of_run(carried: pa.Schema, plan: AnswerPlan) -> pa.Schema:
     """Return the schema of the parts that this start of a run writes: `row`, carried columns, results.
 
-    With several samples some of all these are lists, with one value for each. A task without decoding has no
-    columns of texts.
+    With several samples a row, columns of outputs are lists with a value for each sample. A task without
+    decoding has no columns of texts.
     """
 
-    def each(kind: pa.DataType) -> pa.DataType:
+    def per_sample(kind: pa.DataType) -> pa.DataType:
         return kind if plan.samples == 1 else pa.list_(kind)
 
     types: dict[str, pa.DataType] = {
         "row": pa.int64(),
-        "output": each(pa.string()),
-        "finish_reason": each(pa.string()),
+        "output": per_sample(pa.string()),
+        "finish_reason": per_sample(pa.string()),
         "prompt_tokens": pa.int32(),
         "cached_tokens": pa.int32(),
-        "completion_tokens": each(pa.int32()),
+        "completion_tokens": per_sample(pa.int32()),
         "latency_s": pa.float64(),
         "attempts": pa.int32(),
         "error": pa.string(),
@@ -82,24 +83,24 @@ def schema_of_run(carried: pa.Schema, plan: AnswerPlan) -> pa.Schema:
         kind = ANSWER_TYPES[name]
         if name == PARSED and plan.schema is not None:
             kind = arrow_type(kind_of_schema(plan.schema))
-        fields.append(pa.field(name, kind if name in OF_THE_PROMPT else each(kind)))
-    fields += [pa.field(name, each(arrow_type(kind))) for name, kind in plan.parsed]
+        fields.append(pa.field(name, kind if name in OF_THE_PROMPT else per_sample(kind)))
+    fields += [pa.field(name, per_sample(arrow_type(kind))) for name, kind in plan.parsed]
     return pa.schema(fields, metadata={} if plan.task is None else {TASK: plan.task.name})
 
 
 def has_texts(schema: pa.Schema) -> bool:
-    """Tell whether a part has the columns of texts."""
+    """Whether a part has the columns of texts."""
     return TASK.encode() not in (schema.metadata or {})
 
 
 def rows_made(outcome: Outcome) -> list[Outcome]:
-    """Return an outcome for each row that a rollout has made; another outcome alone."""
+    """Return an outcome for each row that a rollout returned; for any other outcome only itself."""
     completion = outcome.completion
-    made = completion.columns.get(MADE_ROWS) if completion is not None else None
-    if completion is None or not made:
+    values_of_rows = completion.columns.get(MADE_ROWS) if completion is not None else None
+    if completion is None or not values_of_rows:
         return [outcome]
     rows = []
-    for number, values in enumerate(made):
+    for number, values in enumerate(values_of_rows):
         columns = {
             **completion.columns,
             RETURNED: [msgspec.json.encode(values).decode()],
@@ -111,16 +112,16 @@ def rows_made(outcome: Outcome) -> list[Outcome]:
 
 
 def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -> pa.Table:
-    """Return outcomes as a table of the schema of a part, in the given order."""
+    """Convert outcomes, in their order, to a table with the schema of a part."""
     if plan.asked is not None:
         outcomes = [*chain.from_iterable(map(rows_made, outcomes))]
     is_single = plan.samples == 1
-    # transposed: to take each value from each row takes four times as long
+    # Transposed at once: access to each field of each outcome takes four times as long.
     refs, completions, errors, latencies, attempts = zip(*outcomes, strict=True)
     answers = [NO_ANSWER if completion is None else completion for completion in completions]
     texts, reasons, counts, prompt_tokens, cached_tokens, *_ = zip(*answers, strict=True)
 
-    def per_sample(values: Sequence[Any]) -> list[Any]:
+    def of_samples(values: Sequence[Any]) -> list[Any]:
         if is_single:
             return [value[0] for value in values]
         return [value if completion else None for value, completion in zip(values, completions, strict=True)]
@@ -134,20 +135,23 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
         "error": errors,
     }
     if has_texts(schema):
-        for name, given in (("output", texts), ("finish_reason", reasons), ("completion_tokens", counts)):
-            values[name] = per_sample(given)
+        values["output"] = of_samples(texts)
+        values["finish_reason"] = of_samples(reasons)
+        values["completion_tokens"] = of_samples(counts)
         if None in values["finish_reason"]:
             left_out = LEFT_OUT if is_single else [LEFT_OUT] * plan.samples
-            told = zip(outcomes, values["finish_reason"], strict=True)
             values["finish_reason"] = [
-                left_out if outcome.is_left_out else reason for outcome, reason in told
+                left_out if outcome.is_left_out else reason
+                for outcome, reason in zip(outcomes, values["finish_reason"], strict=True)
             ]
     if REQUEST_DIGEST in schema.names:
         values[REQUEST_DIGEST] = [ref.digests and ref.digests[ref.position] for ref in refs]
     for name in plan.names:
-        found = [answer.columns.get(name) for answer in answers]
-        is_one = is_single or name in OF_THE_PROMPT
-        values[name] = [each[0] if each is not None and is_one else each for each in found]
+        lists = [answer.columns.get(name) for answer in answers]
+        if is_single or name in OF_THE_PROMPT:
+            values[name] = [outputs if outputs is None else outputs[0] for outputs in lists]
+        else:
+            values[name] = lists
     carried = _carried(refs) if {*schema.names} - values.keys() else pa.table({})
     arrays = [
         arrow_array(values[field.name], field.type) if field.name in values else carried.column(field.name)
@@ -157,18 +161,18 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
 
 
 def kinds_returned(tables: Iterable[pa.Table]) -> dict[str, ColumnKind]:
-    """Return the columns of all that a function without annotation returned, by its values in tables.
+    """Infer the columns and types of the values that a rollout function without annotation returned.
 
-    A column of texts beside other values holds JSON, in which texts are quoted: a warning says so.
+    A column with texts and other values becomes JSON, in which texts are quoted: a warning says so.
     """
-    found: defaultdict[str, set[ColumnKind]] = defaultdict(set)
+    kinds_of: defaultdict[str, set[ColumnKind]] = defaultdict(set)
     for table in tables:
         for row in _returned(table):
             for name, value in row.items():
-                found[name].update(kinds_of_value(value))
-    columns = {name: common_kind(kinds) for name, kinds in found.items()}
+                kinds_of[name].update(kinds_of_value(value))
+    columns = {name: common_kind(kinds) for name, kinds in kinds_of.items()}
     for name, kind in columns.items():
-        if _innermost(kind) == "json" and "string" in map(_innermost, found[name]):
+        if _innermost(kind) == "json" and "string" in map(_innermost, kinds_of[name]):
             log.warning(
                 "column %r of what the rollouts returned holds texts and other values: each is JSON, with "
                 "texts in quotes. To have one type, annotate what the function returns",
@@ -178,17 +182,17 @@ def kinds_returned(tables: Iterable[pa.Table]) -> dict[str, ColumnKind]:
 
 
 def _innermost(kind: ColumnKind) -> ColumnKind:
-    """Return the kind of the items of a list, or of lists in it; another kind as it is."""
+    """Return the kind of the items of a list, however deeply nested; any other kind unchanged."""
     return kind if isinstance(kind, str) else _innermost(kind[1])
 
 
 def with_returned(table: pa.Table, kinds: Mapping[str, ColumnKind]) -> pa.Table:
-    """Return a table with what the function returned as columns, in place of others of their names."""
+    """Return a table with the values that the rollout returned as columns, in place of carried ones."""
     rows = _returned(table)
     table = table.drop_columns([*{RETURNED, *kinds}.intersection(table.column_names)])
     for name, kind in kinds.items():
-        fitted = [fit(row.get(name), kind) for row in rows]
-        table = table.append_column(name, arrow_array(fitted, arrow_type(kind)))
+        values = [fit(row.get(name), kind) for row in rows]
+        table = table.append_column(name, arrow_array(values, arrow_type(kind)))
     return table
 
 
@@ -197,14 +201,15 @@ def _returned(table: pa.Table) -> list[dict[str, Any]]:
 
 
 def _carried(refs: Sequence[RowRef]) -> pa.Table:
-    """Return the carried columns of these rows, in their order, from the batches that hold them."""
+    """Collect the carried columns of these rows, in their order, from the batches that hold them."""
     groups: dict[int, tuple[pa.RecordBatch, list[int], list[int]]] = {}
     for at, ref in enumerate(refs):
         _, positions, indices = groups.setdefault(id(ref.carried), (ref.carried, [], []))
         positions.append(ref.position)
         indices.append(at)
-    taken = [batch.take(arrow_array(positions, pa.int64())) for batch, positions, _ in groups.values()]
-    table = pa.Table.from_batches(taken)
+    table = pa.Table.from_batches(
+        [batch.take(arrow_array(positions, pa.int64())) for batch, positions, _ in groups.values()]
+    )
     inverse = [0] * len(refs)
     for at, index in enumerate(chain.from_iterable(indices for _, _, indices in groups.values())):
         inverse[index] = at

@@ -1,6 +1,6 @@
 """Counts of finished rows in bounded memory: how they ended, why some failed, what rejected answers cost.
 
-The metadata of a part, and of a table of a journal, has the counts of its rows.
+Each part, and each table of a journal, has the counts of its rows in its metadata.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from batchrunner.core.types import LEFT_OUT, Completion, Outcome
 from batchrunner.job.output import CUT
 
 NOT_REPORTED = "not reported"
-"""Stands for the finish reason of an answer whose server reports none."""
+"""Finish reason of an answer whose server reports none."""
 NO_REQUEST = "no request"
-"""Stands for the finish reason of a rollout that asked nothing."""
+"""Finish reason of a rollout that sent no request."""
 MOST_GROUPS = 50
-"""Failure groups that are kept; further ones are counted as OTHER."""
+"""Most groups of failures or finish reasons; further ones are counted as OTHER."""
 OTHER = "other reasons"
 ASKED_AGAIN = "asked_again"
-"""Name under which an answer brings an AskedAgain; no column of a result."""
+"""Key of a Completion's columns with its AskedAgain records; it is no result column."""
 Counts = TypeVar("Counts", "RowCounts", "CheckCounts")
 _DIGITS = re.compile(r"\d+")
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
@@ -33,17 +33,18 @@ _COUNTS = b"batchrunner_counts"
 """Key of the metadata with a table's TableCounts."""
 
 
-def _sum(one: Counts, other: Counts) -> Counts:
-    return type(one)(*(getattr(one, each.name) + getattr(other, each.name) for each in fields(one)))
+def _sum(a: Counts, b: Counts) -> Counts:
+    return type(a)(*(getattr(a, field.name) + getattr(b, field.name) for field in fields(a)))
 
 
 @dataclass(slots=True)
 class Failures:
-    """Failed rows grouped by reason: messages that differ only in numbers and quoted words are one group."""
+    """Failed rows by reason. Messages that differ only in numbers and quoted words form one group."""
 
     rows: dict[str, int] = field(default_factory=dict)
+    """Number of rows of each group."""
     examples: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """The first row of each group, with its own message."""
+    """The first row of each group, with its message."""
 
     def add(self, row: int, error: str) -> None:
         """Count one failed row."""
@@ -57,65 +58,66 @@ class Failures:
         self.examples.setdefault(group, example)
 
     def __add__(self, other: Failures) -> Failures:
-        """Return both together."""
-        both = Failures()
-        for each in (self, other):
-            for group, count in each.rows.items():
-                both._count(group, count, each.examples[group])
-        return both
+        """Return the sum of two."""
+        total = Failures()
+        for failures in (self, other):
+            for group, count in failures.rows.items():
+                total._count(group, count, failures.examples[group])
+        return total
 
     def summary(self) -> list[dict[str, object]]:
-        """Return the groups, largest first, as report.json has them."""
+        """Return the groups for report.json, the largest first."""
         return [
             {"rows": self.rows[group], "example_row": row, "example": example}
-            for group, (row, example) in sorted(self.examples.items(), key=lambda each: -self.rows[each[0]])
+            for group, (row, example) in sorted(self.examples.items(), key=lambda item: -self.rows[item[0]])
         ]
 
 
 class Rejected(NamedTuple):
-    """An answer that was not good."""
+    """An answer that failed the job's checks."""
 
     complaint: str
     output_tokens: int
 
 
 class AskedAgain(NamedTuple):
-    """How often a row was asked, and what became of its answers."""
+    """The answers to a request whose first answer was rejected."""
 
     asks: int
-    """Times that it was asked, without tries that had no answer."""
+    """Number of answers."""
     rejected: tuple[Rejected, ...]
     is_good: bool | None
-    """Whether the last answer is good; None where the row ended without a further one."""
+    """Whether the last answer is good; None if the row ended without a further answer."""
     prompt_tokens: int
-    """Those of the last answer."""
+    """Prompt tokens of the last answer."""
 
 
 @dataclass(slots=True)
 class CheckCounts:
-    """Counts of rejected answers over rows that ended."""
+    """Counts of rejected answers over finished rows."""
 
     rows_asked_again: int = 0
+    """Rows that were sent again after a rejected answer."""
     asked_again: int = 0
-    """Further asks."""
+    """Repeated requests."""
     rows_mended: int = 0
-    """Rows that were asked again and then had a good answer."""
+    """Rows with a good answer after a rejected one."""
     rows_failed: int = 0
-    """Rows that failed with their last answer."""
+    """Rows whose last answer was rejected too."""
     output_tokens: int = 0
-    """Tokens of the answers that were rejected."""
+    """Tokens of the rejected answers."""
     prompt_tokens: int = 0
-    """Tokens of the prompts of the further asks, those in the engine's cache included."""
+    """Prompt tokens of the repeated requests, prefix cache hits included."""
     causes: Failures = field(default_factory=Failures)
 
     def add(self, outcome: Outcome) -> int:
-        """Count the end of a row, if its answers were checked and one was not good at once.
+        """Count the rejected answers of a finished row.
 
-        Return the output tokens of its rejected answers, without those that it keeps.
+        Return the output tokens of those that are not in its result.
         """
-        lost = 0
+        discarded_tokens = 0
         columns = outcome.completion.columns if outcome.completion is not None else {}
-        for asks, rejected, is_good, prompt_tokens in columns.get(ASKED_AGAIN, ()):  # of each turn
+        for asks, rejected, is_good, prompt_tokens in columns.get(ASKED_AGAIN, ()):  # one for each turn
             self.rows_asked_again += asks > 1
             self.asked_again += asks - 1
             self.rows_mended += is_good is True and asks > 1
@@ -124,15 +126,16 @@ class CheckCounts:
             for complaint, tokens in rejected:
                 self.causes.add(outcome.ref.row, complaint)
                 self.output_tokens += tokens
-            lost += sum(tokens for _, tokens in (rejected if is_good else rejected[:-1]))
-        return lost
+            # a row that fails keeps its last answer
+            discarded_tokens += sum(tokens for _, tokens in (rejected if is_good else rejected[:-1]))
+        return discarded_tokens
 
     def __add__(self, other: CheckCounts) -> CheckCounts:
-        """Return both together."""
+        """Return the sum of two."""
         return _sum(self, other)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return report.json's `checks`; empty where no answer was rejected."""
+        """Return `checks` of report.json; empty if no answer was rejected."""
         if not (self.asked_again or self.rows_failed):
             return {}
         return {**msgspec.to_builtins(self), "causes": self.causes.summary()}
@@ -145,36 +148,35 @@ class RowCounts:
     ok: int = 0
     failed: int = 0
     cut: int = 0
-    """Rows with an answer, of which an output was cut at `max_new_tokens`."""
+    """Rows of `ok` with an output that was truncated at `max_new_tokens`."""
     output_tokens: int = 0
-    """Tokens that the engine computed, rejected ones too; rows with a duplicate's answer add none, here
-    and below."""
+    """Tokens that the engine generated, rejected answers included. Duplicates add none, here and below."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     duplicates: int = 0
-    """Rows that have the answer of an equal row; they were not sent."""
+    """Rows that were not sent because they have the answer of an equal row."""
     reused: int = 0
-    """Rows that have the answer of an equal request of another run; they add no tokens."""
+    """Rows with the answer of an equal request of another run; they add no tokens."""
     left_out: int = 0
-    """Rows that `prompt.python` left out; they count as `ok`."""
+    """Rows of `ok` that `prompt.python` left out."""
     retries: int = 0
     finish_reasons: Counter[str] = field(default_factory=Counter)
     failures: Failures = field(default_factory=Failures)
     checks: CheckCounts = field(default_factory=CheckCounts)
-    """Answers that were not good."""
+    """Rejected answers."""
 
     @property
     def done(self) -> int:
-        """Rows that came to an end."""
+        """Rows with an answer or an error."""
         return self.ok + self.failed
 
     @property
     def own(self) -> int:
-        """Rows that came to an end by an answer of this run."""
+        """Rows of `done` without those whose answer is another run's."""
         return self.done - self.reused
 
     def add(self, outcome: Outcome) -> None:
-        """Count the end of one row."""
+        """Count a finished row."""
         ref, completion, error, _, attempts = outcome
         if attempts > 1:
             self.retries += attempts - 1
@@ -186,7 +188,7 @@ class RowCounts:
             reasons = _finish_reasons(completion)
             for reason in reasons:
                 is_new = reason not in self.finish_reasons
-                # a server that makes up ever new reasons does not fill the memory
+                # Memory is bounded: a server may invent endless reasons.
                 group = OTHER if is_new and len(self.finish_reasons) >= MOST_GROUPS else reason
                 self.finish_reasons[group] += 1
             if completion is None:
@@ -200,16 +202,16 @@ class RowCounts:
         self.output_tokens += completion.output_tokens
         self.prompt_tokens += completion.prompt_tokens or 0
         self.cached_tokens += completion.cached_tokens or 0
-        if attempts > 1 or error is not None:  # else no answer was rejected
+        if attempts > 1 or error is not None:  # otherwise no answer was rejected
             self.output_tokens += self.checks.add(outcome)
 
     def __add__(self, other: RowCounts) -> RowCounts:
-        """Return the counts of both together."""
+        """Return the sum of two."""
         return _sum(self, other)
 
 
 def _finish_reasons(completion: Completion | None) -> Sequence[str]:
-    """Return why each output of a row ended, or why the row has none."""
+    """Return the finish reason of each output of a row, or why the row has no output."""
     if completion is None:
         return (LEFT_OUT,)
     missing = NO_REQUEST if None in completion.texts else NOT_REPORTED
@@ -217,14 +219,15 @@ def _finish_reasons(completion: Completion | None) -> Sequence[str]:
 
 
 class TableCounts(NamedTuple):
-    """The counts of the rows of a part, or of a table of a journal; its metadata has them."""
+    """The counts in the metadata of a part or of a journal's table."""
 
     ok: RowCounts
-    """Those of rows that succeeded."""
+    """Counts of the rows that succeeded."""
     failed: RowCounts
+    """Counts of the rows that failed."""
 
 
-# A module makes its decoders: msgspec inspects a type at its first use, and crashes where two threads do so.
+# Made once, at import: msgspec inspects a type at its first use, and crashes if two threads do so at once.
 _read_counts = msgspec.json.Decoder(TableCounts, dec_hook=lambda kind, value: kind(value))
 
 
@@ -237,7 +240,7 @@ def count(outcomes: Iterable[Outcome]) -> TableCounts:
 
 
 def counts_in(schema: pa.Schema) -> TableCounts:
-    """Return the counts in the metadata of a table; all 0 where it has none."""
+    """Return the counts in the metadata of a table; all 0 if it has none."""
     content = (schema.metadata or {}).get(_COUNTS)
     if content is None:
         return TableCounts(RowCounts(), RowCounts())
@@ -245,12 +248,13 @@ def counts_in(schema: pa.Schema) -> TableCounts:
 
 
 def sum_of(counts: Sequence[TableCounts]) -> TableCounts:
-    """Return the counts of several tables together."""
-    return TableCounts(*(sum(each, start=RowCounts()) for each in zip(*counts, strict=True)))
+    """Return the sum of the counts of several tables."""
+    ok, failed = zip(*counts, strict=True)
+    return TableCounts(sum(ok, start=RowCounts()), sum(failed, start=RowCounts()))
 
 
 def with_counts(table: pa.Table, counts: TableCounts | None) -> pa.Table:
-    """Return a table with these counts in its metadata, or none, in place of others."""
+    """Return a table whose metadata has these counts, or none, in place of its own."""
     metadata = {**(table.schema.metadata or {})}
     metadata.pop(_COUNTS, None)
     if counts is not None:

@@ -1,11 +1,10 @@
 """Discards results: those of a whole run (`--fresh`), or its failed rows (`--retry-failed`).
 
-A process that sleeps for long loses its task to another one, whose results it would delete when it wakes. So
-the lock is verified before each deletion, as it is before each write.
+A process that sleeps for long loses its task to another process, whose results it would delete when it wakes.
+So the lock is verified before each deletion, as it is before each write.
 
-A run that is half discarded is none: its leases could say that rows are done whose parts are gone. While a
-run is discarded it has the file `discarding`. A start that finds it discards the rest before it does anything
-else.
+A half-discarded run must not be used: its leases may say that rows are done whose parts are gone. So a run
+has the file `discarding` while it is discarded. A start that finds this file first discards the rest.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ from batchrunner.output.task_lock import TaskLock, hold_task
 log = logging.getLogger(__name__)
 
 Sleep = Callable[[float], None]
-"""Sleeps for some seconds; may raise to end the wait."""
+"""A function that sleeps for some seconds; it may raise to end the wait."""
 
 
 def check_nobody_works(run_dir: RunDir, sleep: Sleep) -> None:
-    """Raise TaskHeldError if another task is at work: what it writes may not be discarded."""
+    """Raise TaskHeldError if another task is at work, whose results must not be discarded."""
     for task in run_dir.other_tasks():
         with hold_task(task, sleep):
             pass
 
 
 def discard_run(run_dir: RunDir, lock: TaskLock, sleep: Sleep) -> None:
-    """Delete all that earlier starts wrote; `lock` is that of the main task, which the caller holds.
+    """Delete the files of earlier starts; the caller holds `lock`, the lock of the main task.
 
-    Raises TaskHeldError where another task is at work, and TaskLockLostError; then nothing more is deleted.
-    Raises StorageError.
+    Raises TaskHeldError where another task is at work, TaskLockLostError, after which nothing more is
+    deleted, and StorageError.
     """
     with writing(run_dir.path):
         lock.verify()
         create_file(run_dir.discarding, b"{}", lock.token, run_dir.store.add)
         try:
-            # Not earlier: a task that takes its lock after this look finds the mark.
+            # The mark comes first, so that a task which takes its lock after this check finds it.
             check_nobody_works(run_dir, sleep)
         except BaseException:
             run_dir.store.remove(run_dir.discarding)
@@ -58,13 +57,13 @@ def discard_run(run_dir: RunDir, lock: TaskLock, sleep: Sleep) -> None:
 
 def _discard_rest(run_dir: RunDir, lock: TaskLock) -> None:
     run_dir.discard(before_each=lock.verify)
-    lock.replaced = None  # what the holder before left is gone
+    lock.forget_predecessor()
     run_dir.store.remove(run_dir.discarding)
 
 
 @contextlib.contextmanager
 def hold_own_task(run_dir: RunDir, sleep: Sleep) -> Iterator[TaskLock]:
-    """Hold the task's lock (`hold_task`) in a run that nobody discards: what an earlier start left is done.
+    """Hold the task's lock (`hold_task`) in a run that nobody discards; finish an interrupted discard first.
 
     Raises TaskHeldError where a running process holds the task, OutputError or StorageError where nothing can
     be written.
@@ -78,13 +77,13 @@ def hold_own_task(run_dir: RunDir, sleep: Sleep) -> Iterator[TaskLock]:
 
 
 def _finish_discarding(run_dir: RunDir, sleep: Sleep) -> None:
-    """Discard what a start that died left of a run, or wait for another start that does."""
+    """Finish the discard of a start that died, or wait for another process that does."""
     main = run_dir.of_task()
     while run_dir.is_being_discarded():
         try:
             with hold_task(main, sleep) as lock, writing(run_dir.path):
                 if main.is_being_discarded():
-                    log.warning("%s: discards what an earlier start with --fresh left", run_dir.name)
+                    log.warning("%s: discards the rest of what an earlier --fresh left", run_dir.name)
                     check_nobody_works(main, sleep)
                     _discard_rest(main, lock)
         except TaskHeldError:
@@ -92,7 +91,7 @@ def _finish_discarding(run_dir: RunDir, sleep: Sleep) -> None:
 
 
 def discard_failed_rows(run_dir: RunDir, lock: TaskLock) -> None:
-    """Rewrite the parts of the task of `run_dir` without their failed rows, each atomically.
+    """Rewrite each part of this task atomically without its failed rows.
 
     Raises ResumeError where a part is damaged, StorageError where one cannot be written, TaskLockLostError.
     """
@@ -102,7 +101,7 @@ def discard_failed_rows(run_dir: RunDir, lock: TaskLock) -> None:
             if errors.null_count == len(errors):
                 continue
             counts = counts_in(part.schema_arrow)._replace(failed=RowCounts())
-            kept = with_counts(part.read().filter(pc.is_null(errors)), counts)
+            rows_without_error = with_counts(part.read().filter(pc.is_null(errors)), counts)
         with writing(path), whole_file(path, publish=run_dir.store.replace) as temporary:
-            pq.write_table(kept, temporary, compression="zstd")
+            pq.write_table(rows_without_error, temporary, compression="zstd")
             lock.verify()

@@ -1,6 +1,6 @@
-"""The event log of a task, as JSON lines: starts, samples of the engine's load, decisions, the end.
+"""The event log of a task, in JSON Lines: starts, load samples, decisions, the end.
 
-docs/reference/events.md has all events. A run in an object store publishes its logs whole, again and again.
+docs/reference/events.md lists all events. A run in an object store uploads its complete logs now and then.
 """
 
 import contextlib
@@ -22,17 +22,17 @@ from batchrunner.output.run_dir import RunDir
 log = logging.getLogger(__name__)
 
 TAIL_BYTES = 1 << 20
-"""Bytes at the end of a log that are read to find its newest events."""
+"""Bytes at the end of a log in which its newest events are looked for."""
 UPLOADED_PER_S = 256 << 10
-"""Most bytes of a log that are published a second: one of 100 MB is published every seven minutes."""
+"""Mean bytes per second that uploads of a log may take: one of 100 MB is uploaded every seven minutes."""
 _HEAD = re.compile(rb'{"time":(\d+(?:\.\d+)?),"elapsed_s":[\d.]+,"event":"([a-z]+)"')
 _NO_LOG = (FileNotFoundError, IsADirectoryError)
 
 
 class EventLog:
-    """Appends events. Each has `time` (seconds since the epoch), `elapsed_s` (of the attempt) and `event`.
+    """Appends events. Each has `time` (seconds since the epoch), `elapsed_s` (since `open`) and `event`.
 
-    Events that come before the log is opened are written after its first event.
+    Events from before the log was opened follow its first event, which is `start`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,23 +43,20 @@ class EventLog:
         self._lost = 0
 
     def open(self) -> None:
-        """Open the file for appending and begin to count `elapsed_s`; raises StorageError."""
+        """Open the file for appending, and start `elapsed_s` at 0; raises StorageError."""
         with writing(self._path):
             self._file = self._path.open("ab", buffering=0)
         self._began = time.monotonic()
 
     def write(self, event: str, **values: Any) -> None:
-        """Append one event; one that cannot be written is dropped and counted in the next `events_lost`.
-
-        The first event of an attempt is `start`; events from before the log was opened follow it.
-        """
+        """Append an event. One that cannot be written is dropped, and counted in the next `events_lost`."""
         if self._file is None:
             self._early.append((event, values))
             return
         self._append(self._file, event, values)
-        early, self._early = self._early, []
-        for name, known in early:
-            self._append(self._file, name, known)
+        for early_event, early_values in self._early:
+            self._append(self._file, early_event, early_values)
+        self._early = []
 
     def _append(self, file: FileIO, event: str, values: dict[str, Any]) -> None:
         line: dict[str, Any] = {
@@ -70,7 +67,7 @@ class EventLog:
         }
         begin = b""
         if self._lost:
-            line["events_lost"], begin = self._lost, b"\n"  # the event before may lack its end
+            line["events_lost"], begin = self._lost, b"\n"  # the lost event may be torn
         frame = begin + json_line(line, default=str)
         try:
             self._lost = 0 if file.write(frame) == len(frame) else self._lost + 1
@@ -78,14 +75,14 @@ class EventLog:
             self._lost += 1
 
     def close(self) -> None:
-        """Close the file; later events are not written."""
+        """Close the file; later events are dropped."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a log in order; skips lines that a crash has torn. No log means no events."""
+    """Yield the events of a log in order, without lines that a crash has torn; none for a missing log."""
     return _events_in(_lines(path))
 
 
@@ -95,9 +92,9 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def attempt_spans(path: Path) -> list[tuple[float, float]]:
-    """Return when each attempt in a log began, and when its last event was, in seconds since the epoch.
+    """Return the times of the first and the last event of each attempt, in seconds since the epoch.
 
-    Only the head of each line is parsed, since the log of a day has about 100 MB.
+    It parses only the head of each line: the log of a day has about 100 MB.
     """
     spans: list[tuple[float, float]] = []
     for line in _lines(path):
@@ -111,20 +108,20 @@ def attempt_spans(path: Path) -> list[tuple[float, float]]:
 
 def union_s(spans: Iterable[tuple[float, float]]) -> float:
     """Return the seconds that lie in at least one of these spans of time."""
-    total, until = 0.0, float("-inf")
-    for began, ended in sorted(spans):
-        total += max(0.0, ended - max(began, until))
-        until = max(until, ended)
-    return total
+    total_s, covered_until = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total_s += max(0.0, end - max(begin, covered_until))
+        covered_until = max(covered_until, end)
+    return total_s
 
 
 def last_sample(path: Path) -> dict[str, Any] | None:
-    """Return the newest `sample` event of a log; None where its end holds none."""
+    """Return the newest `sample` event near the end of a log; None without any."""
     return next((event for event in _last_events(path) if event["event"] == "sample"), None)
 
 
 def last_reason(path: Path) -> str | None:
-    """Return why the newest attempt of a log ended; None where it goes on or was killed."""
+    """Return why the newest attempt of a log ended; None if it runs or was killed."""
     ends = (event for event in _last_events(path) if event["event"] in {"start", "end"})
     return next((event.get("reason") or None for event in ends), None)
 
@@ -148,39 +145,39 @@ def _events_in(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def uploading_logs(run_dir: RunDir) -> Iterator[None]:
-    """Publish the event log and the engines' logs of a task during the block, and at its end.
+    """Upload the event log and the engine logs of a task during the block and at its end.
 
-    A failure is logged: the rows are what matters. On a local file system nothing is done.
+    A failure is only logged, because rows matter more. A run on a file system uploads nothing.
     """
     if run_dir.store.objects is None:
         yield
         return
-    published: dict[Path, tuple[int, float]] = {}  # size, and when
-    ended = threading.Event()
+    uploads: dict[Path, tuple[int, float]] = {}  # size and time of the last upload
+    is_over = threading.Event()
 
-    def keep_publishing() -> None:
-        while not ended.wait(TIMING.log_upload):
-            _publish_logs(run_dir, published)
+    def keep_uploading() -> None:
+        while not is_over.wait(TIMING.log_upload):
+            _upload_logs(run_dir, uploads)
 
-    thread = threading.Thread(target=keep_publishing, name="logs", daemon=True)
+    thread = threading.Thread(target=keep_uploading, name="logs", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        ended.set()
+        is_over.set()
         thread.join()
-        _publish_logs(run_dir, published, at_end=True)
+        _upload_logs(run_dir, uploads, at_end=True)
 
 
-def _publish_logs(run_dir: RunDir, published: dict[Path, tuple[int, float]], *, at_end: bool = False) -> None:
-    """Publish the logs that have grown, a long one not each time."""
+def _upload_logs(run_dir: RunDir, uploads: dict[Path, tuple[int, float]], *, at_end: bool = False) -> None:
+    """Upload the logs that have grown, long ones less often."""
     for path in (run_dir.events, *sorted(run_dir.log_directory.glob("*.log"))):
         with contextlib.suppress(FileNotFoundError):
             size, now = path.stat().st_size, time.monotonic()
-            before, at = published.get(path, (0, float("-inf")))
-            if size != before and (at_end or now - at >= size / UPLOADED_PER_S):
+            last_size, last_at = uploads.get(path, (0, float("-inf")))
+            if size != last_size and (at_end or now - last_at >= size / UPLOADED_PER_S):
                 try:
                     run_dir.store.publish(path)
-                    published[path] = size, now
+                    uploads[path] = size, now
                 except OSError as failure:
                     log.warning("%s: was not uploaded: %s", path.name, failure)

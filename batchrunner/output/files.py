@@ -2,16 +2,19 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import orjson
 
 from batchrunner.core.errors import BatchrunError, OutputError, StorageError, StoreRequestError, or_away
 from batchrunner.core.files import is_uri
+from batchrunner.core.timing import TIMING
 from batchrunner.job.fields import user_path
 
 TEMPORARY = ".tmp"
@@ -24,11 +27,11 @@ NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 def whole_file(
     path: Path, writer: str = "", publish: Callable[[Path, Path], object] = Path.replace
 ) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success sync the file and publish it under `path`.
+    """Yield a temporary path beside `path`; on success sync the file and publish it as `path`.
 
-    On failure the temporary file is removed. `writer` is part of the temporary name: give it where several
-    processes may write the same file at once. `publish(temporary, path)` gives the file its final name. The
-    default replaces an existing file; `link_new` and `link_part` raise FileExistsError.
+    On failure the temporary file is deleted. `writer` distinguishes the temporary names of processes that may
+    write the same file at once. `publish(temporary, path)` gives the file its final name. The default
+    replaces an existing file; `link_new` and `link_part` raise FileExistsError.
     """
     temporary = path.with_name(f".{path.name}{writer and '.'}{writer}{TEMPORARY}")
     temporary.unlink(missing_ok=True)  # it may be a symbolic link, or a second name of a part
@@ -43,9 +46,9 @@ def whole_file(
 
 
 def link_new(temporary: Path, path: Path) -> None:
-    """Give a file a name that no file has; raises FileExistsError where another process was first.
+    """Give a file a name that no file has; raises FileExistsError where another process was faster.
 
-    Uses a hard link, which an NFS server creates once. Where the server's reply is lost and the client
+    It uses a hard link, which an NFS server creates once. If the server's reply is lost and the client
     repeats the call, the number of links shows that the first call succeeded.
     """
     try:
@@ -56,9 +59,10 @@ def link_new(temporary: Path, path: Path) -> None:
 
 
 def link_part(temporary: Path, path: Path) -> None:
-    """Give a part its name like `link_new`, also on a file system without hard links.
+    """Do the same as `link_new`, also on a file system without hard links.
 
-    There the name is checked and then taken, which is safe because only one task writes a part's name.
+    There the name is first checked, then taken, which is safe because only one task writes under a part's
+    name.
     """
     try:
         link_new(temporary, path)
@@ -75,8 +79,8 @@ def create_file(
 ) -> bool:
     """Create a file unless it exists; return whether this call created it. Raises OSError.
 
-    Exactly one of several concurrent calls returns True. `writer` names the caller; `publish` raises
-    FileExistsError; see `whole_file`.
+    Exactly one of several concurrent calls returns True. `publish` raises FileExistsError for an existing
+    file; see `whole_file` for it and `writer`.
     """
     try:
         with whole_file(path, writer, publish) as temporary:
@@ -87,11 +91,11 @@ def create_file(
 
 
 _LINE_BREAKS = {b"\xc2\x85": b"\\u0085", b"\xe2\x80\xa8": b"\\u2028", b"\xe2\x80\xa9": b"\\u2029"}
-"""Characters that JSON allows unescaped, and at which `str.splitlines`, and so httpx, ends a line."""
+"""Characters that JSON allows unescaped, although `str.splitlines` (and so httpx) ends a line there."""
 
 
 def json_line(value: Any, default: Callable[[Any], Any] | None = None, option: int = 0) -> bytes:
-    """Return a value as one line of JSON Lines, its end included, which no reader takes for two.
+    """Return a value as a line of JSON Lines with its line end, which no reader mistakes for two lines.
 
     `default` and `option` are those of `orjson.dumps`.
     """
@@ -128,9 +132,9 @@ def sync_directory(path: Path) -> None:
 
 
 def refresh_listing(directory: Path) -> None:
-    """Make an NFS client read a directory again, whose listing it may cache for a minute.
+    """Make an NFS client list a directory anew: it may cache a listing for a minute.
 
-    Creating a file in the directory invalidates the cache. A directory that is read-only is left alone.
+    Creating a file in the directory invalidates the cache. A read-only directory is left as it is.
     """
     marker = directory / f".look-{secrets.token_hex(4)}"
     with contextlib.suppress(OSError):
@@ -139,8 +143,46 @@ def refresh_listing(directory: Path) -> None:
 
 
 @contextlib.contextmanager
+def one_process_at_a_time(lock: Path, *, unfinished: str) -> Iterator[None]:
+    """Hold the lock of a file during the block; the kernel releases that of a killed process.
+
+    It guards work that may be done twice, at a cost: results are alike and appear whole. So a process whose
+    `unfinished` files (a pattern beside the lock) do not change for `TIMING.silent_copy` is not waited for:
+    its machine may sleep. A file system without locks lets every process pass. Raises StorageError.
+    """
+    with writing(lock), lock.open("wb") as file:
+        size, changed_at = -1, time.monotonic()
+        while _is_locked_elsewhere(file) and time.monotonic() - changed_at < TIMING.silent_copy:
+            time.sleep(TIMING.launch_poll)
+            size_now = _bytes_of_files(lock.parent, unfinished)
+            if size_now != size:
+                size, changed_at = size_now, time.monotonic()
+        yield
+
+
+def _is_locked_elsewhere(file: IO[bytes]) -> bool:
+    """Lock a file; tell whether another process has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    return False
+
+
+def _bytes_of_files(directory: Path, pattern: str) -> int:
+    """Return the bytes of the files that a pattern names."""
+    size = 0
+    for file in directory.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):  # it was renamed just now
+            size += file.stat().st_size
+    return size
+
+
+@contextlib.contextmanager
 def using_run(name: str) -> Iterator[None]:
-    """Turn an OSError of the block into an error about a run, which says whether its store is only away."""
+    """Turn an OSError of the block into an OutputError of the run, or StoreAwayError if its store is away."""
     try:
         yield
     except (OSError, ValueError) as failure:  # ValueError: a null byte in the path
@@ -150,7 +192,7 @@ def using_run(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(path: Path, kind: type[BatchrunError] = StorageError) -> Iterator[None]:
-    """Turn an OSError of the block, which writes `path`, into an error; that of a run is a StorageError."""
+    """Turn an OSError of the block, which writes `path`, into an error of this kind."""
     try:
         yield
     except OSError as failure:
@@ -172,19 +214,19 @@ def cannot_write(path: Path, failure: OSError, kind: type[BatchrunError] = Stora
     return error if kind is StorageError else kind(error.message, hint=error.hint)
 
 
-def file_to_write(given: str, what: str = "", *, force: bool = True) -> Path:
-    """Return the path of a file that a user names for a result; raises OutputError, which begins with `what`.
+def file_to_write(name: str, what: str = "", *, force: bool = True) -> Path:
+    """Return the path of a result file that the user names; raises OutputError, which begins with `what`.
 
-    The file may exist with `force` only.
+    Without `force` the file must not exist.
     """
-    what = what or given
-    if is_uri(given):
+    what = what or name
+    if is_uri(name):
         raise OutputError(
             f"{what}: is a URI, and this is written to a file on this machine",
             hint="give a path, and copy the file from there",
         )
     try:
-        path = Path(user_path(given))
+        path = Path(user_path(name))
         if path.is_dir():
             raise OutputError(f"{what}: is a directory", hint="give a file")
         if path.exists() and not path.is_file():

@@ -1,4 +1,4 @@
-"""Which process holds a task, by the file or object `owner`, and whether it has ended, where it ran here."""
+"""The process that holds a task, as `owner` names it, and whether it has ended if it ran on this machine."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from pathlib import Path
 import orjson
 
 OWNER = "owner"
-"""Name of the file in a task directory, or of the object, that names the task's holder."""
+"""Last part of the name of the file or object that names the holder of a task."""
 HEARTBEAT = "heartbeat"
-"""Name of the file in a task directory with a counter that the holder increases."""
+"""Name of the file in a task directory with a counter that the holder increments."""
 ABANDONED_PID = 0
-"""Process ID in `owner` of a task that its holder gave up without finishing it."""
+"""Process ID in the `owner` of a task that its holder abandoned before the task was done."""
 HELD_HERE: set[str] = set()
 """Tokens of the locks that this process holds."""
 _ENDED_STATES = {"Z", "X", "x"}
-"""States in /proc/PID/stat of a process that has ended: a zombie, or about to be removed."""
+"""States in /proc/PID/stat of a process that has ended: zombie and dead."""
 
 
 @dataclass(frozen=True, slots=True)
 class LockHolder:
-    """A process, described so that processes on this and other machines can tell whether it runs."""
+    """Identity of a process by which processes on any machine can tell whether it runs."""
 
     host: str
     machine: str
     """/etc/machine-id. Like `boot` and `namespace` it is "" where it cannot be read."""
     boot: str
-    """The kernel's ID of the machine's current boot."""
+    """The kernel's ID of the boot during which the process runs."""
     namespace: str
-    """The kernel's ID of the namespace that the process ID belongs to."""
+    """The kernel's ID of the PID namespace that `pid` belongs to."""
     pid: int
     started: str
-    """Start time of the process in kernel ticks: process IDs are reused."""
+    """Start time of the process in kernel ticks; distinguishes processes that had the same ID."""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Random name of this holder, part of the names of its files."""
+    """Random name of this holder, which is part of the names of its files."""
     beats: int = 0
-    """Heartbeats, where the lock is an object, which has no file `heartbeat`."""
+    """Count of heartbeats, if the lock is an object, which has no file `heartbeat`."""
     is_clean: bool = False
-    """Whether an object's holder gave the task up when all that it had was written."""
+    """Whether the holder of an object had written all its rows when it released the task."""
 
     def __str__(self) -> str:
         """Name it for a person."""
         return f"batchrun with pid {self.pid} on {self.host}"
 
     def is_dead(self, observer: LockHolder) -> bool | None:
-        """Return whether the process has ended; None where the process `observer` cannot tell.
+        """Return whether the process has ended; None where the `observer` cannot tell.
 
-        This process counts as dead under the token of a lock that it could not release.
+        A token of this process that it no longer holds counts as dead: it could not release that lock.
         """
         if self.pid == ABANDONED_PID:
             return True
@@ -61,12 +61,12 @@ class LockHolder:
             return True if self.machine else None
         if self.namespace != observer.namespace:
             return None
-        started = _start_time(self.pid)
-        return started != self.started or (self.pid == os.getpid() and self.token not in HELD_HERE)
+        is_other_process = _start_time(self.pid) != self.started
+        return is_other_process or (self.pid == os.getpid() and self.token not in HELD_HERE)
 
 
 def this_process() -> LockHolder:
-    """Describe the current process, with a new token."""
+    """Return the current process as a holder with a new token."""
     return LockHolder(
         host=socket.gethostname(),
         machine=_text("/etc/machine-id"),
@@ -78,27 +78,27 @@ def this_process() -> LockHolder:
 
 
 def parse_holder(content: bytes) -> LockHolder | None:
-    """Return the holder that `owner` names; None where the content is no whole name."""
+    """Return the holder that the content of `owner` names; None where it is incomplete."""
     try:
-        found = orjson.loads(content)
-        return LockHolder(**{each.name: found[each.name] for each in fields(LockHolder)})
+        values = orjson.loads(content)
+        return LockHolder(**{field.name: values[field.name] for field in fields(LockHolder)})
     except (ValueError, TypeError, KeyError):
         return None
 
 
 def _start_time(pid: int) -> str:
-    """Return the start time of a process that runs, "" where there is none (field 22 of /proc/PID/stat).
+    """Return the start time of a running process (field 22 of /proc/PID/stat), "" if it does not run.
 
-    A process that has ended stays in /proc as a zombie until its parent asks for its exit status, which the
-    first process of a container may never do. Where only its main thread has ended, the others still run.
+    A process that has ended stays in /proc as a zombie until its parent reads its exit status, which the
+    first process of a container may never do. If only its main thread has ended, its other threads run on.
     """
     try:
-        # after the name in brackets: field 3 is the state, field 20 the number of threads
+        # After the name in brackets come field 3, the state; field 20, the threads; field 22, the start time.
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        state, threads, started = stat[0], int(stat[17]), stat[19]
+        state, threads, start_time = stat[0], int(stat[17]), stat[19]
     except (OSError, IndexError, ValueError):
         return ""
-    return "" if state in _ENDED_STATES and threads <= 1 else started
+    return "" if state in _ENDED_STATES and threads <= 1 else start_time
 
 
 def _text(path: str) -> str:

@@ -1,8 +1,9 @@
-"""Is a task alive? Which process holds it, whether that still runs, and what it does before its first row.
+"""Liveness of a task: which process holds it, whether it still runs, and its step before the first row.
 
-`owner` of a task, a file or an object, names its holder. A process on the same machine is looked up in /proc.
-One on another machine counts as dead when its heartbeat (a counter in the file `heartbeat`, or in the object
-`owner`) has stood still for DEAD_AFTER_S of the observer's clock: no two clocks are compared.
+The file or object `owner` of a task names its holder. A process on the same machine is looked up in /proc.
+A process on another machine counts as dead when its heartbeat has stood still for DEAD_AFTER_S by the
+observer's clock, so no two clocks are compared. The heartbeat is a counter in the file `heartbeat`, or in the
+object `owner`.
 """
 
 import contextlib
@@ -19,22 +20,22 @@ from batchrunner.output.run_dir import ENGINE_STARTING, RunDir
 DEAD_AFTER_S = 75.0
 """Seconds without a heartbeat after which a holder counts as dead; NFS may show an old file for 60 s."""
 UNNAMED_AFTER_S = 5.0
-"""Seconds after which an `owner` without a whole name counts as left by a process that died writing it."""
+"""Seconds after which an incomplete `owner` counts as one whose process died while writing it."""
 POLL_S = 1.0
-"""Pause between two polls of another task's holder."""
+"""Seconds between two polls of another task's holder."""
 SHORT_POLL_S = 0.2
-"""Pause where a change is expected at once."""
+"""Seconds between two polls when a change is expected at once."""
 LOOK_S = 5.0
-"""Shortest time between two reads of an object that is watched: 720 requests an hour."""
+"""Least seconds between two reads of a watched object: 720 requests an hour."""
 FRESH_S, STORE_FRESH_S = 15.0, 40.0
-"""Seconds after its last heartbeat, of a file or an object, during which a holder is known to run."""
+"""Seconds after a heartbeat, of a file and of an object, during which the holder certainly runs."""
 SILENT_S = 300.0
-"""Age from which a sample says nothing of a task elsewhere: it ended, or its clock is wrong. A sample
-that is older although the task runs here is from an earlier attempt."""
+"""Age in seconds from which a load sample says nothing about a task on another machine: the task has ended,
+or that machine's clock is wrong. A task on this machine may still have one from an earlier attempt."""
 
 
 class LivenessMonitor:
-    """Observes a task's holder from outside; for one on another machine that takes up to DEAD_AFTER_S."""
+    """Observes the holder of a task; needs up to DEAD_AFTER_S to judge one on another machine."""
 
     def __init__(
         self,
@@ -45,10 +46,10 @@ class LivenessMonitor:
         fresh_s: float = FRESH_S,
         pause_s: float = 0.0,
     ) -> None:
-        """`look` returns the content of `owner` and what changes with each heartbeat; `me` is the observer.
+        """`look` returns the content of `owner`, and bytes that change with each heartbeat.
 
-        `fresh_s` are the seconds after a heartbeat during which the holder is known to run, `pause_s` those
-        between two looks at least.
+        `me` is the observer. A holder certainly runs for `fresh_s` after a heartbeat. Two looks are at least
+        `pause_s` apart.
         """
         self._look = look
         self._me = me or this_process()
@@ -66,13 +67,13 @@ class LivenessMonitor:
 
     @property
     def holder(self) -> LockHolder | None:
-        """The holder at the last poll; None where there was none, or no whole name."""
+        """The holder at the last poll; None where there was none, or its name was incomplete."""
         return parse_holder(self.owner_content)
 
     def poll(self) -> bool | None:
-        """Look again and return whether the holder runs; None while that is not known yet.
+        """Look again and return whether the holder runs; None while that is not clear yet.
 
-        A holder that released the task, or whose name is not whole after UNNAMED_AFTER_S, does not run.
+        There is none if it released the task, or if its name is still incomplete after UNNAMED_AFTER_S.
         Raises OSError where the run's store does not answer.
         """
         before, now = self._last_seen, self._clock()
@@ -86,12 +87,12 @@ class LivenessMonitor:
             return not dead
         if now - self._changed_at > (DEAD_AFTER_S if self.holder else UNNAMED_AFTER_S):
             return False
-        # between its last heartbeat and the time when it counts as dead nobody knows
-        return True if self._has_beaten and now - self._changed_at <= self._fresh_s else None
+        is_fresh = self._has_beaten and now - self._changed_at <= self._fresh_s
+        return True if is_fresh else None
 
 
 def monitor_of(run_dir: RunDir) -> LivenessMonitor:
-    """Return a monitor of the task's holder."""
+    """Return a monitor of the holder of this task."""
     objects = run_dir.store.objects
     if objects is None:
         return LivenessMonitor(lambda: look_at_files(run_dir.task_directory))
@@ -99,19 +100,19 @@ def monitor_of(run_dir: RunDir) -> LivenessMonitor:
 
 
 def look_at_files(directory: Path) -> tuple[bytes, bytes]:
-    """Return the content of `owner` and `heartbeat` in a task directory, b"" of a file that is not there."""
+    """Return the contents of `owner` and `heartbeat` in a task directory; b"" stands for a missing file."""
     return read_bytes(directory / OWNER), read_bytes(directory / HEARTBEAT)
 
 
 def holders_of(
     tasks: Sequence[tuple[RunDir, dict[str, Any] | None]], *, watch: bool = True
 ) -> list[str | None]:
-    """Return the process that holds each task, or None; a task comes with the newest sample of its event log.
+    """Return the name of the process that holds each task, or None.
 
-    A process on another machine runs if it has just written a sample. Where the sample is old, or its clock
-    is another one, the heartbeat tells: those of all such tasks are watched for TIMING.other_heartbeat. Such
-    tasks count as ended without `watch`, and in a run in an object store, whose heartbeats are rare. Raises
-    OutputError or StoreAwayError where the store does not answer.
+    Each task comes with the newest load sample in its event log. A process on another machine runs if that
+    sample is recent. If it is old, or from a machine whose clock is wrong, the heartbeats of all such tasks
+    are watched for TIMING.other_heartbeat. Without `watch` such tasks count as ended, and always in an object
+    store, where heartbeats are rare. Raises OutputError or StoreAwayError where the store does not answer.
     """
     monitors = [monitor_of(run_dir) for run_dir, _ in tasks]
     with using_run(tasks[0][0].name if tasks else ""):
@@ -133,48 +134,48 @@ def holders_of(
 
 
 def is_recent(sample: dict[str, Any]) -> bool:
-    """Return whether a sample is of the last minutes, by this machine's clock."""
+    """Whether a load sample is younger than SILENT_S by this machine's clock."""
     return bool(abs(time.time() - sample["time"]) < SILENT_S)
 
 
 @contextlib.contextmanager
 def engine_starting(run_dir: RunDir) -> Iterator[None]:
-    """Let others know during the block that the engine is starting; a full disk is ignored."""
-    file = run_dir.task_directory / ENGINE_STARTING
+    """Show other processes during the block that the engine is starting; a full disk is ignored."""
+    mark = run_dir.task_directory / ENGINE_STARTING
     with contextlib.suppress(OSError):
-        file.unlink(missing_ok=True)
-        file.touch()
+        mark.unlink(missing_ok=True)
+        mark.touch()
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
-            file.unlink(missing_ok=True)
+            mark.unlink(missing_ok=True)
 
 
 def starting_of(run_dir: RunDir) -> dict[str, Any] | None:
-    """Return the step of a task that is held before its first row, `what`, and `since_s`; None afterwards.
+    """Return the step of a held task before its first row (`what`) and its age in seconds (`since_s`).
 
-    It is "input" while the input is read and sorted, then "engine" while the engine starts. The times of its
-    files tell, all of one file system, so no two clocks are compared.
+    The step is "input" while the input is read and sorted, "engine" while the engine starts; None afterwards.
+    It follows from the times of files on one file system, so no two clocks are compared.
     """
-    held = _time_of(run_dir.task_directory / OWNER)
-    if not held or _time_of(run_dir.events) > held:
+    lock_time = _modification_time(run_dir.task_directory / OWNER)
+    if not lock_time or _modification_time(run_dir.events) > lock_time:
         return None
-    engine = _time_of(run_dir.task_directory / ENGINE_STARTING)
-    began = max(held, engine)  # a killed attempt may have left an older file
-    since_s = round(max(0.0, time.time() - began), 1)
-    return {"what": "engine" if engine >= held else "input", "since_s": since_s}
+    mark_time = _modification_time(run_dir.task_directory / ENGINE_STARTING)
+    is_engine = mark_time >= lock_time  # an older mark is from an attempt that was killed
+    since_s = round(max(0.0, time.time() - max(lock_time, mark_time)), 1)
+    return {"what": "engine" if is_engine else "input", "since_s": since_s}
 
 
-def _time_of(path: Path) -> float:
-    """Return when a file was last written, in seconds since the epoch; 0 where there is none."""
+def _modification_time(path: Path) -> float:
+    """Return when a file was last written, in seconds since the epoch; 0 for a missing file."""
     with contextlib.suppress(OSError):
         return path.stat().st_mtime
     return 0.0
 
 
 def read_bytes(path: Path, *, strict: bool = False) -> bytes:
-    """Return a file's content, b"" where it does not exist; with `strict` raise any other OSError."""
+    """Return the content of a file, b"" for a missing one; with `strict` raise other errors than that."""
     try:
         return path.read_bytes()
     except OSError as failure:

@@ -1,4 +1,4 @@
-"""Objects of a store by obstore: a bucket is opened, a condition makes a write exclusive, errors say why."""
+"""Requests to an object store by obstore: conditional writes, repeated reads, and reasons of failures."""
 
 import contextlib
 import errno
@@ -21,16 +21,16 @@ from batchrunner.job.output import StorageSpec
 from batchrunner.output.addresses import StoreAddress, endpoint_of
 
 STORE_ERRORS = (BaseError, FileNotFoundError, ValueError)
-"""What a request raises: obstore's own errors, one for an object that is not there, a missing credential."""
+"""Errors of a request: obstore's own, FileNotFoundError for a missing object, ValueError for a credential."""
 Answer = TypeVar("Answer")
 READ_TRIES = 5
-"""Requests for bytes whose answers are cut short, until the read fails."""
+"""Tries of a read whose answer is truncated each time."""
 PIECE_BYTES = 4 << 20
-"""Least bytes of an object that are in memory while it is downloaded."""
+"""Bytes of an object that a download holds in memory, at least."""
 _ENDPOINTS = {"s3": "endpoint", "gs": "base_url", "az": "endpoint"}
-"""Name of the option for the address of a store, by scheme."""
+"""obstore's option for the address of a store, by scheme."""
 _SECRETS = {"session_token": "token", "sas_token": "sas_key"}
-"""obstore's names of credentials that have another one here."""
+"""obstore's names of credentials that the job file names differently."""
 _ANSWER = re.compile(r"<Code>(?P<code>\w+)</Code>\s*<Message>(?P<message>[^<\n]*)", re.DOTALL)
 _STATUS = re.compile(r"non-2xx status code: (\d{3}[^:\n]*)")
 _AWAY = re.compile(r"error sending request|body error|non-2xx status code: (429|50[0234])")
@@ -51,8 +51,8 @@ _WORDS = {
     "body error": "its answers are cut short",
     "error sending request": "the store does not answer",
 }
-"""What words in the text of an error mean: codes of answers, addresses of a cloud's credentials, the client's
-own words."""
+"""Reasons for failures, by text in the error: a code of the store, the address of a cloud's credentials
+service, or obstore's own words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +69,14 @@ class RunObjects:
     """The objects below a URI. Methods may be called from several threads, and raise OSError."""
 
     def __init__(self, address: StoreAddress, storage: StorageSpec) -> None:
-        """Send nothing; raises JobError."""
+        """Open the bucket without a request; raises JobError."""
         self.address = address
         self._bucket = open_bucket(address, storage)
 
     def create(self, name: str, content: bytes) -> str | None:
-        """Create an object and return its e_tag; None where another one has the name.
+        """Create an object and return its e_tag; None where the name is taken.
 
-        Where the reply to a first try was lost, the object is there, with this content: then it is ours.
+        An object that already has this content is ours: the reply to an earlier try of the client was lost.
         """
         with self._request(name):
             try:
@@ -85,93 +85,93 @@ class RunObjects:
                 return self._e_tag_if(name, content)
 
     def swap(self, name: str, content: bytes, e_tag: str) -> str | None:
-        """Replace an object that still has this e_tag; return the new one, None where it has another.
+        """Replace an object that still has this e_tag; return the new e_tag, None where it has another.
 
         A lost reply is recognised as in `create`.
         """
         with self._request(name):
             try:
-                mode: Any = {"e_tag": e_tag}
-                if self.address.scheme == "gs":  # its conditions name a generation, which no listing tells
-                    found = obstore.head(self._bucket, self._key(name))
-                    if _tag(found) != e_tag:
+                condition: Any = {"e_tag": e_tag}
+                if self.address.scheme == "gs":  # it takes a generation, which listings lack
+                    metadata = obstore.head(self._bucket, self._key(name))
+                    if _tag(metadata) != e_tag:
                         return self._e_tag_if(name, content)
-                    mode = {"version": found["version"]}
-                return _tag(obstore.put(self._bucket, self._key(name), content, mode=mode))
+                    condition = {"version": metadata["version"]}
+                return _tag(obstore.put(self._bucket, self._key(name), content, mode=condition))
             except (PreconditionError, AlreadyExistsError, FileNotFoundError):
                 return self._e_tag_if(name, content)
 
     def _e_tag_if(self, name: str, content: bytes) -> str | None:
-        """Return the e_tag of an object that has this content."""
-        found = self.read(name)
-        return found[1] if found is not None and found[0] == content else None
+        """Return the e_tag of an object if it has this content."""
+        stored, e_tag = self.read(name) or (None, None)
+        return e_tag if stored == content else None
 
     def put(self, name: str, content: bytes | Path) -> str:
-        """Write an object, also in place of another; return its e_tag."""
+        """Write or replace an object; return its e_tag."""
         with self._request(name):
             return _tag(obstore.put(self._bucket, self._key(name), content))
 
     def read(self, name: str) -> tuple[bytes, str] | None:
         """Return an object's content and e_tag; None where there is none."""
 
-        def read() -> tuple[bytes, str]:
-            found = obstore.get(self._bucket, self._key(name))
-            return bytes(found.bytes()), _tag(found.meta)
+        def get() -> tuple[bytes, str]:
+            answer = obstore.get(self._bucket, self._key(name))
+            return bytes(answer.bytes()), _tag(answer.meta)
 
         with contextlib.suppress(FileNotFoundError), self._request(name):
-            return read_whole(read)
+            return read_whole(get)
         return None
 
     def look(self, name: str) -> tuple[bytes, bytes]:
-        """Return an object's content and e_tag as bytes, which are empty where there is none."""
+        """Return an object's content and e_tag, both as bytes; empty for a missing object."""
         content, e_tag = self.read(name) or (b"", "")
         return content, e_tag.encode()
 
     def download(self, name: str, file: Path) -> str:
         """Write an object's content to a file, piece by piece; return its e_tag.
 
-        Raises FileNotFoundError where there is none.
+        Raises FileNotFoundError for a missing object.
         """
 
         def fetch() -> str:
-            found = obstore.get(self._bucket, self._key(name))
+            answer = obstore.get(self._bucket, self._key(name))
             with file.open("wb") as sink:
-                for piece in found.stream(min_chunk_size=PIECE_BYTES):
+                for piece in answer.stream(min_chunk_size=PIECE_BYTES):
                     sink.write(piece)
-            return _tag(found.meta)
+            return _tag(answer.meta)
 
         with self._request(name):
             return read_whole(fetch)
 
     def below(self, prefix: str = "") -> list[StoredObject]:
-        """Return the objects whose names begin so."""
-        directory = prefix.rpartition("/")[0]  # a client of a store lists whole directories
+        """Return the objects whose names have this prefix."""
+        directory = prefix.rpartition("/")[0]  # obstore lists whole directories
         key = self._key(directory) if directory else self.address.key
         begin = len(self.address.key) + 1 if self.address.key else 0
         with self._request(""):
             pages = read_whole(lambda: list(obstore.list(self._bucket, key or None)))
-        every = [
-            StoredObject(found["path"][begin:], _tag(found), found["size"])
+        objects = [
+            StoredObject(metadata["path"][begin:], _tag(metadata), metadata["size"])
             for page in pages
-            for found in page
+            for metadata in page
         ]
-        return [each for each in every if each.name and each.name.startswith(prefix)]
+        return [obj for obj in objects if obj.name and obj.name.startswith(prefix)]
 
     def delete(self, names: Collection[str]) -> None:
-        """Delete objects, where they are there."""
+        """Delete objects; ignore missing ones."""
         keys = [self._key(name) for name in names]
         with self._request(""):
             try:
                 if keys:
                     obstore.delete(self._bucket, keys)
-            except FileNotFoundError:  # Google and Azure stop at one that is not there
+            except FileNotFoundError:  # Google and Azure stop at a missing object
                 for key in keys:
                     with contextlib.suppress(FileNotFoundError):
                         obstore.delete(self._bucket, key)
 
     @contextlib.contextmanager
     def _request(self, name: str) -> Iterator[None]:
-        """Turn errors of a request about an object into OSError; those of files on this machine pass."""
+        """Turn errors of a request about an object into OSError; errors of local files pass unchanged."""
         try:
             yield
         except STORE_ERRORS as failure:
@@ -182,7 +182,7 @@ class RunObjects:
 
 
 def open_bucket(address: StoreAddress, storage: StorageSpec) -> Any:
-    """Return obstore's store of the whole bucket; sends nothing. Raises JobError."""
+    """Return obstore's client of the whole bucket, without a request. Raises JobError."""
     config: dict[str, Any] = {}
     endpoint = endpoint_of(address, storage)
     if endpoint:
@@ -218,9 +218,9 @@ def open_bucket(address: StoreAddress, storage: StorageSpec) -> Any:
 
 
 def _aws_credentials() -> dict[str, Any]:
-    """Return the options for the credentials that AWS's own tools find: variables, profiles, roles, SSO.
+    """Return the options for credentials that AWS's own tools find: variables, profiles, roles, SSO.
 
-    Where boto3 is missing, obstore finds those of variables and roles by itself.
+    Without boto3 obstore itself finds those of variables and roles.
     """
     if find_spec("boto3") is None:
         return {}
@@ -237,39 +237,39 @@ def _aws_credentials() -> dict[str, Any]:
         ) from None
 
 
-def e_tag_of(found: Mapping[str, Any]) -> str | None:
-    """Return the e_tag of an object in quotes, as conditions take it; None where the store has none.
+def e_tag_of(metadata: Mapping[str, Any]) -> str | None:
+    """Return the e_tag in obstore's metadata of an object, in quotes as conditions need it.
 
-    `found` is what obstore tells of an object. In a listing of Azure the quotes are missing.
+    None if the store has no e_tags. Azure's listings omit the quotes.
     """
-    e_tag = found["e_tag"]
+    e_tag = metadata["e_tag"]
     return f'"{e_tag}"' if e_tag and not e_tag.endswith('"') else e_tag
 
 
-def _tag(found: Any) -> str:
-    return e_tag_of(found) or ""
+def _tag(metadata: Any) -> str:
+    return e_tag_of(metadata) or ""
 
 
-def read_whole(read: Callable[[], Answer]) -> Answer:
-    """Return what a request reads; one whose answer was cut short is sent again.
+def read_whole(request: Callable[[], Answer]) -> Answer:
+    """Send a read request, and repeat it while its answer is truncated.
 
-    The client itself repeats requests that are refused, or that get no answer.
+    obstore itself repeats requests that are refused or get no answer.
     """
-    again = Retrying(
-        retry=retry_if_exception(_is_cut),
+    retry = Retrying(
+        retry=retry_if_exception(_is_truncated),
         stop=stop_after_attempt(READ_TRIES),
         wait=wait_exponential(multiplier=0.2),
         reraise=True,
     )
-    return again(read)
+    return retry(request)
 
 
-def _is_cut(failure: BaseException) -> bool:
+def _is_truncated(failure: BaseException) -> bool:
     return isinstance(failure, BaseError) and "body error" in str(failure)
 
 
 def reason_of(failure: BaseException) -> str:
-    """Return why a request failed, in a few words; obstore's own text has many lines."""
+    """Summarise why a request failed; obstore's own text has many lines."""
     text = str(failure)
     answer = _ANSWER.search(text)
     meaning = next((meaning for words, meaning in _WORDS.items() if words in text), None)
@@ -279,12 +279,12 @@ def reason_of(failure: BaseException) -> str:
         return meaning
     if status := _STATUS.search(text):
         return f"the store answered {status[1].strip()}"
-    first = text.strip().partition("\n")[0]
-    return first.removeprefix("Generic ").strip() or type(failure).__name__
+    first_line = text.strip().partition("\n")[0]
+    return first_line.removeprefix("Generic ").strip() or type(failure).__name__
 
 
 def as_os_error(failure: BaseException, name: str) -> OSError:
-    """Return the OSError for a failed request about an object: FileNotFoundError where it is not there."""
+    """Return the OSError for a failed request about an object; FileNotFoundError for a missing object."""
     if isinstance(failure, FileNotFoundError) and not any(code in str(failure) for code in _NO_BUCKET):
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
     error = StoreRequestError(errno.EIO, reason_of(failure), name)

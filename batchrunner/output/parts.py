@@ -1,8 +1,9 @@
-"""Parts: Parquet files of finished rows, whole when they appear. Before, rows are in journals.
+"""Parts, which are complete Parquet files of finished rows, and the journals that hold the rows before.
 
-To a journal rows are appended and synced, long before their part is written. A frame is three little-endian
-32-bit numbers (bytes of the payload, its CRC-32, its rows) and the payload, an Arrow IPC stream with its own
-schema. A write that a crash or a full disk interrupts leaves a torn last frame; readers stop there.
+Rows are appended to a journal and synced long before their part is written. A frame of it is three
+little-endian 32-bit numbers (bytes of the payload, its CRC-32, its rows) and the payload, an Arrow IPC stream
+with its own schema. A write that a crash or a full disk interrupts leaves a torn last frame, at which readers
+stop.
 """
 
 import contextlib
@@ -30,12 +31,12 @@ _HEADER = struct.Struct("<III")
 
 
 class Journal:
-    """A new journal. Every method raises OSError; after that the same call may be repeated."""
+    """A new journal. Each method may raise OSError, and may be repeated after that."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        self._end = 0  # bytes of the whole frames, which are on disk
+        self._end = 0  # bytes of complete frames on disk
         try:
             sync_directory(path.parent)
         except OSError:
@@ -50,7 +51,7 @@ class Journal:
         payload = sink.getvalue()
         frame = memoryview(_HEADER.pack(payload.size, zlib.crc32(payload), table.num_rows) + payload)
         written = 0
-        while written < len(frame):  # after the last whole frame: overwrites what a failed try left
+        while written < len(frame):  # at the end of the complete frames, over the rest of a failed try
             written += os.pwrite(self._file, frame[written:], self._end + written)
         os.fsync(self._file)
         self._end += len(frame)
@@ -67,7 +68,7 @@ def read_journal(path: Path) -> Iterator[pa.Table]:
         while remaining >= _HEADER.size:
             size, checksum, _ = _HEADER.unpack(file.read(_HEADER.size))
             remaining -= _HEADER.size + size
-            # zeros: after a power failure a file may be longer than what was written to it
+            # A size of 0 is no frame: after a power failure a file may end in zeros that nobody wrote.
             if size == 0 or remaining < 0 or zlib.crc32(payload := file.read(size)) != checksum:
                 return
             with pa.ipc.open_stream(payload) as reader:
@@ -76,7 +77,7 @@ def read_journal(path: Path) -> Iterator[pa.Table]:
 
 @contextlib.contextmanager
 def open_part(path: Path) -> Iterator[pq.ParquetFile]:
-    """Open a part for reading; raises ResumeError where it is damaged, FileNotFoundError where it is gone."""
+    """Open a part for reading; raises ResumeError for a damaged part, FileNotFoundError for a missing one."""
     try:
         with pq.ParquetFile(path) as part:
             yield part
@@ -92,31 +93,31 @@ def open_part(path: Path) -> Iterator[pq.ParquetFile]:
 def write_part(run_dir: RunDir, first: int, tables: Sequence[pa.Table], lock: TaskLock) -> int:
     """Write rows in input order as a part, under the first free number from `first` on; return the number.
 
-    An existing part is kept, and rows that it holds are not written again: it may be missing in a stale
-    listing, or come from a try of this call that failed after writing it. Raises OSError or
-    TaskLockLostError, and then leaves no file behind.
+    An existing part is kept, and its rows are not written again. It may be missing from a stale listing, or
+    come from a try of this call that failed after the write. Raises OSError or TaskLockLostError, and leaves
+    no file behind then.
     """
-    left = [*tables]
+    remaining = [*tables]
     for number in count(first):
         path = run_dir.part(number)
         try:
             with whole_file(path, lock.token, run_dir.store.add) as temporary:
-                counts = sum_of([counts_in(table.schema) for table in left])
-                rows = with_counts(pa.concat_tables(left).sort_by("row"), counts)
+                counts = sum_of([counts_in(table.schema) for table in remaining])
+                rows = with_counts(pa.concat_tables(remaining).sort_by("row"), counts)
                 pq.write_table(rows, temporary, compression="zstd", row_group_size=1 << 17)
                 lock.verify()
             break
         except FileExistsError:
-            left = [rows for table in left if (rows := _without(table, path)).num_rows]
-            if not left:
-                sync_directory(path.parent)  # the earlier try may have failed here
+            remaining = [rows for table in remaining if (rows := _without(table, path)).num_rows]
+            if not remaining:
+                sync_directory(path.parent)  # the earlier try may have failed before this
                 break
             log.warning("%s: was written by another attempt: it is kept, and the next number is used", path)
     return number
 
 
 def _without(table: pa.Table, path: Path) -> pa.Table:
-    """Return the rows that a part does not hold; an unreadable or deleted part holds none."""
+    """Return the rows of a table that a part lacks; an unreadable or deleted part has none."""
     try:
         with pq.ParquetFile(path) as part:
             existing = part.read(["row"]).column("row").cast(pa.int64()).combine_chunks()
@@ -126,42 +127,42 @@ def _without(table: pa.Table, path: Path) -> pa.Table:
 
 
 def recover(run_dir: RunDir, lock: TaskLock, schema: pa.Schema | None = None) -> None:
-    """Finish what an interrupted attempt of this task left: delete torn parts, turn journals into parts.
+    """Recover the task after an interrupted attempt: delete torn parts, turn journals into parts.
 
-    The caller holds `lock`, the lock of the task; `schema` is that of results, where it is known. Raises
+    The caller holds `lock`, the lock of the task. `schema` is that of the results, if it is known. Raises
     OSError or TaskLockLostError.
     """
     next_number = run_dir.next_number()
-    before = lock.replaced
+    predecessor = lock.predecessor
     lock.verify()
-    for torn in run_dir.parts.glob(f".part-{run_dir.task}-*{TEMPORARY}"):
-        torn.unlink(missing_ok=True)
-    for path in run_dir.journals(before.token if before else None):
+    for torn_part in run_dir.parts.glob(f".part-{run_dir.task}-*{TEMPORARY}"):
+        torn_part.unlink(missing_ok=True)
+    for path in run_dir.journals(predecessor.token if predecessor else None):
         if tables := list(read_journal(path)):
             make_directory(run_dir.parts)
             write_part(run_dir, number_of(path), tables, lock)
             schema = schema or tables[0].schema
         lock.verify()
         path.unlink(missing_ok=True)
-    for other in run_dir.task_directory.glob("journal-*"):  # another machine has done its rows since
+    for outdated in run_dir.task_directory.glob("journal-*"):  # its rows were done on another machine since
         lock.verify()
-        other.unlink(missing_ok=True)
-    # without a run.json the holder before wrote no part, and a part alone would be taken for a strange run
-    if before is not None and not before.is_clean and run_dir.run_json.exists():
+        outdated.unlink(missing_ok=True)
+    # Without a run.json the predecessor wrote no part, and a part alone would look like a damaged run.
+    if predecessor is not None and not predecessor.is_clean and run_dir.run_json.exists():
         if schema is None:
             return
-        _take_name(run_dir, next_number, schema, lock)
-    lock.replaced = None
+        _block_late_part(run_dir, next_number, schema, lock)
+    lock.forget_predecessor()
 
 
-def _take_name(run_dir: RunDir, number: int, schema: pa.Schema, lock: TaskLock) -> None:
-    """Give a part of no rows the name that the holder before may still be writing: so that write fails.
+def _block_late_part(run_dir: RunDir, number: int, schema: pa.Schema, lock: TaskLock) -> None:
+    """Write an empty part under the name that the predecessor would use next, so that its write fails.
 
     In an object store a write may arrive long after its process lost the task.
     """
     make_directory(run_dir.parts)
     with (
-        contextlib.suppress(FileExistsError),  # it arrived before, and is here now; or the journal's rows did
+        contextlib.suppress(FileExistsError),  # the late part, or that of the journal, is already here
         whole_file(run_dir.part(number), lock.token, run_dir.store.add) as temporary,
     ):
         pq.write_table(schema.empty_table(), temporary)

@@ -19,8 +19,8 @@ from batchrunner.output.parts import open_part, read_journal
 from batchrunner.output.run_dir import RunDir
 
 READERS = 4
-"""Parts that are read at once. On a network file system most of the time is waiting. From memory one reader
-is as fast, and eight are slower because they compete for Python's interpreter lock."""
+"""Parts that are read at the same time. On a network file system reads mostly wait. From memory one reader is
+as fast, and eight are slower because they compete for Python's interpreter lock."""
 _COUNTED = ["row", "error"]
 
 
@@ -54,7 +54,7 @@ class DoneRows:
         return DoneRows(answered=self.answered, counts_of_answered=self.counts_of_answered)
 
     def add(self, results: pa.Table) -> None:
-        """Add the rows of a part, or of a table of a journal, by its columns `row` and `error`."""
+        """Add the rows of a part or of a journal's table, which has the columns `row` and `error`."""
         counts = counts_in(results.schema)
         is_answered = pc.is_null(results.column("error"))
         rows = results.select(["row"])
@@ -67,12 +67,12 @@ class DoneRows:
             )
         )
 
-    def include(self, other: DoneRows) -> None:
-        """Add the rows and counts of other parts."""
-        self.answered |= other.answered
-        self.failed = (self.failed | other.failed) - self.answered
-        self.counts_of_answered += other.counts_of_answered
-        self.counts_of_failed += other.counts_of_failed
+    def include(self, more: DoneRows) -> None:
+        """Add the rows and counts of further parts."""
+        self.answered |= more.answered
+        self.failed = (self.failed | more.failed) - self.answered
+        self.counts_of_answered += more.counts_of_answered
+        self.counts_of_failed += more.counts_of_failed
 
 
 def read_done(run_dir: RunDir) -> DoneRows:
@@ -87,13 +87,13 @@ def read_done(run_dir: RunDir) -> DoneRows:
     for table in journals:
         rows_of_parts = done.rows
         new = [at for at, row in enumerate(table.column("row").to_pylist()) if row not in rows_of_parts]
-        if new:  # else it is in a part too
+        if new:  # the others are in a part too
             done.add(table.take(arrow_array(new, pa.int64())))
     return done
 
 
 def done_by_all(run_dir: RunDir) -> DoneRows:
-    """Return the rows that all tasks of the run have done; raises ResumeError."""
+    """Return the rows that all tasks of a run together have done; raises ResumeError."""
     run_dir.bring_results()
     done = DoneRows()
     for task in run_dir.all_tasks():
@@ -103,14 +103,14 @@ def done_by_all(run_dir: RunDir) -> DoneRows:
 
 def _read_part(path: Path) -> DoneRows:
     done = DoneRows()
-    # the rows of a part that was discarded or moved away since it was listed are not done
+    # A part that was discarded or moved away since the listing has no done rows.
     with contextlib.suppress(FileNotFoundError), open_part(path) as part:
         done.add(part.read(_COUNTED, use_threads=False))
     return done
 
 
 def _read_journals(run_dir: RunDir) -> Iterator[pa.Table]:
-    """Yield the counted columns of the journals, copied so that their other columns are freed."""
+    """Yield copies of the counted columns of the journals, so that their other columns can be freed."""
     for path in run_dir.journals():
         with contextlib.suppress(FileNotFoundError):
             for table in read_journal(path):

@@ -1,4 +1,4 @@
-"""run.json: the job of a run, and the fingerprint by which a later attempt recognises the same run."""
+"""run.json: the job of a run, and the fingerprint by which a later attempt recognises its run."""
 
 import re
 import secrets
@@ -22,21 +22,21 @@ from batchrunner.output.run_dir import RUN_ID, RunDir
 FORMAT = 1
 """Version of the format of run.json."""
 DISCARD = "--fresh (with --join: delete the directory)"
-"""What a user types to discard a run, for error messages."""
+"""The option that discards a run, for error messages."""
 _KEYS = {"format", "job", "fingerprint", "rows_total", "engine", "versions"}
 _SECRET = re.compile(r"key|token(?!iz|s)|secret|password", re.IGNORECASE)
 """Names of engine arguments whose values are masked: `admin-api-key`, but not `tokenizer-path`."""
 _LONGEST_VALUE = 60
-"""Characters of a value in an error message."""
+"""Most characters of a value in an error message."""
 
 _OF_INPUT = ("filter", "columns", "rename", "types", "delimiter", "encoding")
 
 
 def fingerprint(job: Job, files: Sequence[Mapping[str, Any]], model: str) -> dict[str, Any]:
-    """Return what two attempts must have in common to belong to the same run.
+    """Return the properties that two attempts of the same run have in common.
 
-    `files` are those of the input, in its order, by path, rows, digest and size; `model` is "" where it is
-    not to be compared.
+    `files` are the input's, in its order, each with path, rows, digest and size. An empty `model` is not
+    compared.
     """
     fields = () if job.task == GENERATE else TASKS[job.task].takes
     return {
@@ -54,7 +54,7 @@ def fingerprint(job: Job, files: Sequence[Mapping[str, Any]], model: str) -> dic
 
 
 def _conditions(job: Job) -> dict[str, Any]:
-    """Return what makes an answer good; how often it is asked for may change between starts."""
+    """Return the conditions of an acceptable answer; the number of retries may change between starts."""
     accept = job.accept
     return {
         "json": accept.json_,
@@ -66,19 +66,19 @@ def _conditions(job: Job) -> dict[str, Any]:
 
 
 def check_same_run(old: Mapping[str, Any], new: Mapping[str, Any], where: str | Path) -> None:
-    """Raise ResumeError, naming the difference, where the fingerprints belong to different runs.
+    """Raise ResumeError, naming the difference, if the fingerprints belong to different runs.
 
-    `old` is that of the results at `where`. The limit may grow, files may be added after the known ones, and
-    rows at the end of the last one. The models are compared where that of `new` is known.
+    `old` belongs to the results at `where`. The limit may grow, files may be added after the old ones, and
+    rows may be appended to the last of these. The models are compared if `new` has one.
     """
     difference = _files_difference(old["files"], new["files"])
     if difference is None and new["limit"] is not None and new["limit"] < (old["limit"] or sys.maxsize):
         difference = f"input.limit was {old['limit'] or 'unset'} and is {new['limit']}: it can only grow"
-    apart = {"files", "limit"} if new["model"] else {"files", "limit", "model"}
+    may_differ = {"files", "limit"} if new["model"] else {"files", "limit", "model"}
     for name in {**new, **old}:
         before, after = old.get(name), new.get(name)
-        if difference is None and name not in apart and before != after:
-            difference = told_difference(name, before, after)
+        if difference is None and name not in may_differ and before != after:
+            difference = describe_difference(name, before, after)
     if difference is not None:
         raise ResumeError(
             f"{where} holds another run: {difference}",
@@ -86,19 +86,19 @@ def check_same_run(old: Mapping[str, Any], new: Mapping[str, Any], where: str | 
         )
 
 
-def known_fields(found: Mapping[str, Any]) -> list[str] | None:
-    """Return the columns of `prompt.fields` in the order of a run, by its fingerprint; None without any."""
-    fields = found["prompt"].get("fields")
+def known_fields(fingerprint_of_run: Mapping[str, Any]) -> list[str] | None:
+    """Return the columns of `prompt.fields` in the order that a run uses; None without any."""
+    fields = fingerprint_of_run["prompt"].get("fields")
     return fields["columns"] if isinstance(fields, dict) else None
 
 
 def _files_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str | None:
     if len(new) < len(old):
         return f"the input had {len(old)} files and has {len(new)}"
-    known = {file["digest"] for file in old}
+    old_digests, new_digests = ({file["digest"] for file in files} for files in (old, new))
     for before, after in zip(old, new, strict=False):
         if before["digest"] not in {after["digest"], after.get("grown_from")}:
-            if after["digest"] not in known and before["digest"] in {file["digest"] for file in new}:
+            if after["digest"] not in old_digests and before["digest"] in new_digests:
                 return (
                     f"the new input file {after['path']} sorts before {before['path']}: name it to come last"
                 )
@@ -107,11 +107,11 @@ def _files_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> s
     return None
 
 
-def told_difference(name: str, before: Any, after: Any) -> str:
-    """Say how a part of a job differs, by its innermost field."""
+def describe_difference(name: str, before: Any, after: Any) -> str:
+    """Describe how a part of a job differs, down to its innermost field."""
     if isinstance(before, dict) and isinstance(after, dict):
         key = next(key for key in sorted({*before, *after}) if before.get(key) != after.get(key))
-        return told_difference(f"{name}.{key}", before.get(key), after.get(key))
+        return describe_difference(f"{name}.{key}", before.get(key), after.get(key))
     return f"{name} was {_brief(before)} and is {_brief(after)}"
 
 
@@ -121,17 +121,17 @@ def _brief(value: Any) -> str:
 
 
 def read_run_json(run_dir: RunDir) -> dict[str, Any] | None:
-    """Return the content of run.json, None where there is no file; raises ResumeError for other content."""
+    """Return the content of run.json, None where it is missing; raises ResumeError where it is damaged."""
     try:
-        found = orjson.loads(run_dir.run_json.read_bytes())
+        content = orjson.loads(run_dir.run_json.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as failure:
         raise ResumeError(f"{run_dir.run_json}: cannot be read: {failure.strerror or failure}") from None
     except orjson.JSONDecodeError:
-        found = None
-    if isinstance(found, dict) and found.keys() >= _KEYS and found["format"] == FORMAT:
-        return found
+        content = None
+    if isinstance(content, dict) and content.keys() >= _KEYS and content["format"] == FORMAT:
+        return content
     raise ResumeError(
         f"{run_dir.run_json}: is damaged, or not a run file of this version",
         hint=f"take another output.path, or {DISCARD}",
@@ -139,19 +139,19 @@ def read_run_json(run_dir: RunDir) -> dict[str, Any] | None:
 
 
 def require_run_json(run_dir: RunDir) -> dict[str, Any]:
-    """Return the content of run.json; raises OutputError where there is no file, else as `read_run_json`."""
-    found = read_run_json(run_dir)
-    if found is None and run_dir.is_being_discarded():
+    """Return the content of run.json; raises OutputError where it is missing, ResumeError where damaged."""
+    content = read_run_json(run_dir)
+    if content is None and run_dir.is_being_discarded():
         raise OutputError(
             f"{run_dir.name}: --fresh was stopped while it discarded this run",
             hint="start the job again",
         )
-    if found is None:
+    if content is None:
         raise OutputError(
             f"{run_dir.name}: not a run's output path (no run.json)",
             hint="give the job's output.path, without /parts",
         )
-    return found
+    return content
 
 
 def write_run_json(run_dir: RunDir, job: Job, **values: Any) -> None:
@@ -170,38 +170,38 @@ def _write(run_dir: RunDir, content: Mapping[str, Any]) -> None:
 
 
 def _run_id(run_dir: RunDir, content: Mapping[str, Any]) -> str:
-    """Return the name of the run, which is that of the task that wrote run.json first."""
-    new = {**content, RUN_ID: secrets.token_hex(8)}
-    earlier = _newest(run_dir)
-    if earlier is None:
+    """Return the random name of the run, which the first task to write run.json draws."""
+    content = {**content, RUN_ID: secrets.token_hex(8)}
+    published = _newest(run_dir)
+    if published is None:
         with writing(run_dir.run_json):
-            create_file(run_dir.run_json, orjson.dumps(new), run_dir.task, run_dir.store.add)
-        earlier = read_run_json(run_dir) or new
-    return str(earlier[RUN_ID])
+            create_file(run_dir.run_json, orjson.dumps(content), run_dir.task, run_dir.store.add)
+        published = read_run_json(run_dir) or content
+    return str(published[RUN_ID])
 
 
 def holds_run(directory: Path) -> bool:
-    """Tell whether a directory is the output path of a run, which may have just begun."""
+    """Whether a directory is the output path of a run, even of one that has just begun."""
     return read_json(directory / "run.json").keys() >= _KEYS or any(directory.glob(f"tasks/*/{OWNER}"))
 
 
 def raise_total(run_dir: RunDir, rows_total: int, new: Mapping[str, Any]) -> None:
-    """Write into run.json that the run has more rows now; `new` is the fingerprint of its input.
+    """Raise the number of rows in run.json; `new` is the fingerprint with the longer input.
 
-    So `merge` and `status` know them before the first of them is done. Without a run.json nothing is written:
-    the first attempt that sends rows writes it. Raises StorageError or ResumeError.
+    So `merge` and `status` count them before the first of them is done. A missing run.json is not written:
+    the first attempt that sends rows does that. Raises StorageError or ResumeError.
     """
-    if (old := _newest(run_dir)) is not None:
-        grown = {**old["fingerprint"], "files": new["files"], "limit": new["limit"]}
-        _write(run_dir, {**old, "fingerprint": grown, "rows_total": rows_total})
+    if (content := _newest(run_dir)) is not None:
+        longer = {**content["fingerprint"], "files": new["files"], "limit": new["limit"]}
+        _write(run_dir, {**content, "fingerprint": longer, "rows_total": rows_total})
 
 
 def write_limits(run_dir: RunDir, job: Job) -> None:
     """Write a job's limits, by which `merge` judges the run, into run.json; raises as `raise_total`."""
     limits = without_secrets(job).get("limits", {})
-    old = _newest(run_dir)
-    if old is not None and old["job"].get("limits", {}) != limits:
-        _write(run_dir, {**old, "job": {**old["job"], "limits": limits}})
+    content = _newest(run_dir)
+    if content is not None and content["job"].get("limits", {}) != limits:
+        _write(run_dir, {**content, "job": {**content["job"], "limits": limits}})
 
 
 def _newest(run_dir: RunDir) -> dict[str, Any] | None:
@@ -211,7 +211,7 @@ def _newest(run_dir: RunDir) -> dict[str, Any] | None:
 
 
 def without_secrets(job: Job) -> dict[str, Any]:
-    """Return the job as run.json keeps it: values that may be secret (all of `engine.env`) become ***."""
+    """Return the job for run.json, where possible secrets (all values of `engine.env`) become ***."""
     spec = job.model_dump(mode="json", exclude_unset=True)
     for section in ("env", "args"):
         values = spec["engine"].get(section, {})

@@ -1,7 +1,7 @@
-"""Where the files of a run become visible: the local file system, or an object store with a copy here.
+"""The store in which the files of a run are published: a file system, or an object store with a copy here.
 
-All paths are those of files in the run's directory on this machine. Every method blocks and may raise
-OSError, and may then be repeated.
+All paths lie in the run's directory on this machine. Every method blocks. It may raise OSError, and may be
+repeated after that.
 """
 
 from __future__ import annotations
@@ -27,90 +27,84 @@ if TYPE_CHECKING:
     from batchrunner.output.objects import RunObjects
 
 TRANSFERS = 8
-"""Objects that are fetched at once."""
+"""Objects that are fetched at the same time."""
 INDEX = ".store.json"
-"""Name of the file in a working copy with the e_tags of what was fetched or published."""
+"""Name of the file in a working copy with the e_tags of the objects that were fetched or published."""
 _NOT_COPIED = re.compile(r"merged/.*|tune/.*|(tasks/[^/]+|leases)/owner|\..*|report\.html|probe-.*")
-"""Names that a working copy does not have from the store."""
+"""Names of objects that are not fetched into a working copy."""
 
 
 class Store:
-    """The local file system, or one that is mounted: names are given by links and renames.
+    """A file system of this machine, local or mounted, on which links and renames publish files.
 
-    `temporary` is a whole file on this machine, which is synced, and is gone afterwards or may be deleted.
+    `temporary` is always a complete and synced file. Afterwards it is gone, or may be deleted.
     """
 
     objects: RunObjects | None = None
-    """The objects of the run; None where its files are on the file systems of this machine."""
+    """The objects of the run; None for a run on a file system."""
     uri = ""
-    """URI of the run; "" where it is local."""
+    """URI of the run; "" for a run on a file system."""
     input_place: Path | None = None
-    """Directory of the run as the paths of input files have it, `bucket/key`; None where it is local."""
+    """The run's place in the paths of input files, `bucket/key`; None for a run on a file system."""
 
     def check_sharing(self) -> None:
-        """Raise JobError where several tasks cannot write at once; leaves nothing behind."""
+        """Raise JobError where several tasks cannot share a run; leaves nothing behind."""
 
     def names(self, directory: Path) -> list[str]:
-        """Return the sorted names in a directory, whoever published the files; none where there is none."""
+        """Return the sorted names in a directory, whoever published the files; none for a missing one."""
         with contextlib.suppress(FileNotFoundError):
             return sorted(path.name for path in directory.iterdir())
         return []
 
     def exists(self, path: Path) -> bool:
-        """Tell whether a file was published, whoever did it."""
+        """Whether any process has published this file."""
         return path.exists()
 
     def size(self, path: Path) -> int:
-        """Return the bytes of a file that was published; raises FileNotFoundError."""
+        """Return the bytes of a published file; raises FileNotFoundError."""
         return path.stat().st_size
 
     def bring(self, path: Path, *, again: bool = False) -> None:
-        """Bring a file here that was published, unless it is here; with `again` as it is now.
-
-        Where there is none, nothing is done.
-        """
+        """Fetch a published file if it is not here, with `again` in any case; ignore a missing one."""
 
     def bring_results(self, tasks: Collection[str] | None = None) -> None:
-        """Bring run.json, and the parts of these tasks or of all, here as they are now."""
+        """Fetch the current run.json, and the current parts of these tasks (default: all)."""
 
     def journals(self, task_directory: Path, last: str | None = None) -> list[Path]:  # noqa: ARG002 - of a store
-        """Return the journals of a task that this machine has, oldest first.
+        """Return the journals of a task on this machine, oldest first.
 
-        In a store only its last holder's, whose token is `last`, by default that in `owner`: what others left
-        is done again by those who came after them.
+        An object store returns only those of the task's last holder, whose token is `last` (default: the one
+        in `owner`). Rows in journals of earlier holders have been done again by their successors.
         """
         return sorted(task_directory.glob("journal-*"))
 
     def add(self, temporary: Path, path: Path) -> None:
-        """Give a file a name that no file has; raises FileExistsError. No other task uses this name."""
+        """Give a file a new name that only this task uses; raises FileExistsError."""
         link_part(temporary, path)
 
     def claim(self, temporary: Path, path: Path) -> None:
-        """Do as `add`, where several tasks may use the name at once: one of them succeeds."""
+        """Give a file a new name for which several tasks compete; raises FileExistsError for all but one."""
         link_new(temporary, path)
 
     def replace(self, temporary: Path, path: Path) -> None:
-        """Give a file a name, also in place of a file that has it."""
+        """Give a file a name; replace a file that has it."""
         temporary.replace(path)
 
     def publish(self, path: Path) -> None:
-        """Publish a file as it is now, also in place of an earlier state of it."""
+        """Publish the current content of a file; replace its earlier content."""
 
     def publish_directory(self, directory: Path) -> None:
-        """Publish the files of a directory in place of all that were there; `_SUCCESS` comes last."""
+        """Publish the files of a directory in place of all earlier ones; `_SUCCESS` comes last."""
 
     def remove(self, path: Path) -> None:
-        """Delete a file, where it is there."""
+        """Delete a file if it exists."""
         path.unlink(missing_ok=True)
 
     def clear(self, names: re.Pattern[str]) -> None:
-        """Delete what was published under names like these, relative to the run's directory.
-
-        What is on this machine is deleted by the caller.
-        """
+        """Delete the objects whose names below the run's URI match; the caller deletes the files."""
 
     def discard_copy(self, task: str) -> None:
-        """Delete the working copy of a task that will not come back, with its journals."""
+        """Delete the working copy of a task that will not return, with its journals."""
 
 
 LOCAL = Store()
@@ -119,12 +113,12 @@ LOCAL = Store()
 class ObjectStore(Store):
     """The files of a run as objects below its URI. Methods may be called from several threads.
 
-    Each file is published by one request. Journals are not: there parts come often. The working copy has the
-    files that were fetched, or published as such.
+    Each file is published by one request. Journals are not published, because a store gets parts often. The
+    working copy has the files that this process has fetched or published.
     """
 
     def __init__(self, objects: RunObjects, root: Path, copies: Path) -> None:
-        """`root` is the working copy, which may not exist; those of this machine's tasks are in `copies`."""
+        """`root` is this working copy, which need not exist; `copies` has those of this machine's tasks."""
         self.objects: RunObjects = objects
         self.uri = str(objects.address)
         self.input_place = Path(objects.address.bucket, objects.address.key)
@@ -135,38 +129,41 @@ class ObjectStore(Store):
         self._turn = threading.Lock()
 
     def check_sharing(self) -> None:
-        """Try what keeps tasks apart on an object of no other use."""
+        """Try the conditional writes that keep tasks apart on a probe object."""
         name = f"probe-{secrets.token_hex(8)}"
         with using_run(f"output.path {self.uri}"):
-            created = self.objects.create(name, b"1")
-            is_kept = self.objects.create(name, b"2") is None and self.objects.swap(name, b"3", '"0"') is None
+            has_conditions = (
+                self.objects.create(name, b"1") is not None
+                and self.objects.create(name, b"2") is None
+                and self.objects.swap(name, b"3", '"0"') is None
+            )
             self.objects.delete([name])
-        if not (created and is_kept):
+        if not has_conditions:
             raise JobError(
                 f"output.path {self.uri}: the store has no conditional writes, which --join needs",
                 hint="run one task, or take another store",
             )
 
     def names(self, directory: Path) -> list[str]:
-        """List the objects: files, and directories at any depth above files."""
-        top = f"{self._name(directory)}/"
-        found = self.objects.below(top)
+        """List the objects below it: names of files, and of directories that have files at any depth."""
+        prefix = f"{self._name(directory)}/"
+        objects = self.objects.below(prefix)
         with self._turn:
-            self._sizes.update((each.name, each.size) for each in found)
-        return sorted({each.name.removeprefix(top).partition("/")[0] for each in found})
+            self._sizes.update((obj.name, obj.size) for obj in objects)
+        return sorted({obj.name.removeprefix(prefix).partition("/")[0] for obj in objects})
 
     def exists(self, path: Path) -> bool:
-        """Ask for the object."""
+        """Request the object."""
         return self.objects.read(self._name(path)) is not None
 
     def size(self, path: Path) -> int:
-        """Return the size in the last listing, or of the file that is brought here."""
+        """Return the size in the last listing, else that of the fetched file."""
         with self._turn:
-            known = self._sizes.get(self._name(path))
-        if known is None:
+            size = self._sizes.get(self._name(path))
+        if size is None:
             self.bring(path)
-            known = path.stat().st_size
-        return known
+            size = path.stat().st_size
+        return size
 
     def bring(self, path: Path, *, again: bool = False) -> None:
         """Fetch the object."""
@@ -174,47 +171,47 @@ class ObjectStore(Store):
             self._fetch(self._name(path))
 
     def bring_results(self, tasks: Collection[str] | None = None) -> None:
-        """Fetch what changed."""
-        of = "[^/]+" if tasks is None else f"(?:{'|'.join(map(re.escape, tasks))})"
-        self.bring_all(re.compile(rf"run\.json|parts/part-{of}-\d+\.parquet"))
+        """Fetch those that have changed."""
+        task = "[^/]+" if tasks is None else f"(?:{'|'.join(map(re.escape, tasks))})"
+        self.bring_all(re.compile(rf"run\.json|parts/part-{task}-\d+\.parquet"))
 
     def journals(self, task_directory: Path, last: str | None = None) -> list[Path]:
-        """Return those in the working copy of the task itself."""
+        """Look into the working copy of the task that wrote them."""
         task = task_directory.name
-        found = sorted((self._copies / task / "tasks" / task).glob("journal-*"))
-        if found and last is None:
+        journals = sorted((self._copies / task / "tasks" / task).glob("journal-*"))
+        if journals and last is None:
             holder = parse_holder(self.objects.look(f"tasks/{task}/{OWNER}")[0])
             last = holder.token if holder else None
-        return [path for path in found if path.name.endswith(f"-{last}")]
+        return [path for path in journals if path.name.endswith(f"-{last}")]
 
-    def bring_all(self, wanted: re.Pattern[str]) -> None:
-        """Make the files with wanted names what the store has.
+    def bring_all(self, pattern: re.Pattern[str]) -> None:
+        """Synchronise the files whose names match with the store.
 
-        A file that this machine has published or fetched, and that the store has unchanged, stays.
+        A file whose object has not changed since this machine published or fetched it stays as it is.
         """
-        found = [each for each in self.objects.below() if _is_wanted(each.name, wanted)]
-        names = {each.name for each in found}
-        for name in [name for name in self._e_tags if name not in names and _is_wanted(name, wanted)]:
+        objects = [obj for obj in self.objects.below() if _is_copied(obj.name, pattern)]
+        names = {obj.name for obj in objects}
+        for name in [name for name in self._e_tags if name not in names and _is_copied(name, pattern)]:
             (self._root / name).unlink(missing_ok=True)
             del self._e_tags[name]
-        changed = [
-            each.name
-            for each in found
-            if self._e_tags.get(each.name) != each.e_tag or not (self._root / each.name).exists()
+        outdated = [
+            obj.name
+            for obj in objects
+            if self._e_tags.get(obj.name) != obj.e_tag or not (self._root / obj.name).exists()
         ]
         with thread_pool(TRANSFERS) as pool:
-            list(pool.map(self._fetch, changed))
+            list(pool.map(self._fetch, outdated))
         self._save()
 
     def _fetch(self, name: str) -> None:
-        """Bring an object here; one that is gone is left out."""
+        """Download an object into the working copy; ignore one that is gone."""
         path = self._root / name
         make_directory(path.parent)
         with contextlib.suppress(FileNotFoundError), whole_file(path) as temporary:
             self._e_tags[name] = self.objects.download(name, temporary)
 
     def add(self, temporary: Path, path: Path) -> None:
-        """Create the object; where another one has the name, that one comes into the working copy."""
+        """Create the object; if the name is taken, fetch that object into the working copy."""
         name = self._name(path)
         e_tag = self.objects.create(name, temporary.read_bytes())
         if e_tag is None:
@@ -236,15 +233,15 @@ class ObjectStore(Store):
         self._note(self._name(path), self.objects.put(self._name(path), path))
 
     def publish_directory(self, directory: Path) -> None:
-        """Delete the mark, write the new files, delete the other old ones, and set the mark again."""
-        top = self._name(directory)
-        mark = f"{top}/_SUCCESS"
+        """Delete the mark, write the new objects, delete the outdated ones, and write the mark again."""
+        prefix = f"{self._name(directory)}/"
+        mark = f"{prefix}_SUCCESS"
         self.objects.delete([mark])
-        old = {found.name for found in self.objects.below(f"{top}/")}
+        names = {obj.name for obj in self.objects.below(prefix)}
         files = {self._name(path): path for path in sorted(directory.iterdir())}
         for name, path in files.items():
             self.objects.put(name, path)
-        self.objects.delete(old - files.keys())
+        self.objects.delete(names - files.keys())
         self.objects.put(mark, b"")
 
     def remove(self, path: Path) -> None:
@@ -253,9 +250,9 @@ class ObjectStore(Store):
         path.unlink(missing_ok=True)
 
     def clear(self, names: re.Pattern[str]) -> None:
-        """Delete the objects with names like these, but no locks."""
-        found = (each.name for each in self.objects.below() if names.fullmatch(each.name))
-        self._delete([name for name in found if not name.endswith(f"/{OWNER}")])
+        """Delete the matching objects except locks."""
+        matching = (obj.name for obj in self.objects.below() if names.fullmatch(obj.name))
+        self._delete([name for name in matching if not name.endswith(f"/{OWNER}")])
 
     def discard_copy(self, task: str) -> None:
         """Delete the directory; errors are ignored."""
@@ -269,12 +266,12 @@ class ObjectStore(Store):
             self._e_tags.pop(name, None)
 
     def _note(self, name: str, e_tag: str) -> None:
-        """Note that the file is the object with this e_tag, for the next start on this machine too."""
+        """Note the e_tag of the object that a file equals, for the next start on this machine too."""
         self._e_tags[name] = e_tag
         self._save()
 
     def _save(self) -> None:
-        """Write down which objects are here; without that they are fetched again."""
+        """Write the index; without it the objects would be fetched again."""
         with self._turn, contextlib.suppress(Exception):
             write_json(self._root / INDEX, dict(self._e_tags))
 
@@ -282,5 +279,5 @@ class ObjectStore(Store):
         return path.relative_to(self._root).as_posix()
 
 
-def _is_wanted(name: str, wanted: re.Pattern[str]) -> bool:
-    return not _NOT_COPIED.fullmatch(name) and wanted.fullmatch(name) is not None
+def _is_copied(name: str, pattern: re.Pattern[str]) -> bool:
+    return not _NOT_COPIED.fullmatch(name) and pattern.fullmatch(name) is not None

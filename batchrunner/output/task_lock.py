@@ -1,9 +1,12 @@
 """The lock of a task: at most one process writes a task, also across machines, on NFS and in object stores.
 
-No lock of the file system is used: NFS may not support them, and a crashed host may hold one for ever. The
-lock is the file or object `owner`, created exclusively, which names its holder. A holder whose death is
-established (`liveness`) is replaced. One that was only stopped or cut off verifies its lock before each
-write, finds another name in it, and ends.
+It needs no lock of the file system: NFS may have none, and a crashed host may hold one for ever. The lock is
+the file or object `owner`, created exclusively, which names its holder. A holder that is known to be dead
+(`liveness`) is replaced. One that was only suspended or cut off verifies its lock before each write and each
+deletion, finds another name in it, and ends.
+
+A file and an object share the wait for a dead holder, and nothing else: a file system offers a rename and
+writes in place, but no conditional write; a store offers conditional writes, but no rename.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import logging
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -49,20 +53,113 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S, STORE_HEARTBEAT_S = 5.0, 15.0
-"""Seconds between two heartbeats, of a file or an object; the latter are 240 requests an hour."""
+"""Seconds between two heartbeats, of a file and of an object. The latter make 240 requests an hour."""
 TRUSTED_S = 45.0
-"""Seconds after a heartbeat in a store during which the lock is held for sure, less than DEAD_AFTER_S."""
-
-
+"""Seconds after a heartbeat in a store during which nobody can have replaced us; less than DEAD_AFTER_S."""
 DIRECTORY_TRIES = 100
-"""How often a task's directory is created anew where other processes delete it meanwhile."""
+"""How often a task's directory is created anew when other processes delete it meanwhile."""
 
 
-class TaskLock:
-    """The lock of a task directory, before and while this process holds it."""
+class TaskLock(ABC):
+    """The lock of a task, before and while this process holds it."""
+
+    beat_s: float
+    """Seconds between two heartbeats."""
+
+    def __init__(
+        self,
+        place: str,
+        me: LockHolder | None,
+        *,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+    ) -> None:
+        """`place` names the task in messages."""
+        self._place = place
+        self._me = me or this_process()
+        self._clock, self._sleep = clock, sleep
+        self.is_abandoned = False
+        """Whether `release` will leave the lock to a process that recovers the task."""
+        self.predecessor: LockHolder | None = None
+        """The dead holder in a store whose leftovers are not recovered yet. On a disk everybody sees them."""
+
+    @property
+    def token(self) -> str:
+        """Random name of this holder, which is part of the names of its files."""
+        return self._me.token
+
+    def acquire(self, dead_owner: bytes | None = None) -> None:
+        """Become the holder; wait up to DEAD_AFTER_S for a holder on another machine to prove dead.
+
+        `dead_owner` is the content of `owner` if its holder is already known to be dead. Raises TaskHeldError
+        where a running process holds the lock, OSError where nothing can be written.
+        """
+        HELD_HERE.add(self.token)  # before any thread of this process can see our name
+        while not self._create():
+            dead = self._wait_until_dead() if dead_owner is None else dead_owner
+            if self._replace(dead):
+                break
+            dead_owner = None
+
+    def _wait_until_dead(self) -> bytes:
+        """Return the content of `owner` once its holder is dead; raises TaskHeldError if it runs."""
+        monitor, has_warned = self._monitor(), False
+        while (runs := monitor.poll()) is not False:
+            if runs:
+                raise TaskHeldError(
+                    f"{self._place}: {monitor.holder or 'another process'} is writing this run",
+                    hint="wait for it or use another path",
+                )
+            if monitor.holder and not has_warned:
+                has_warned = True
+                log.warning(
+                    "%s: waiting %.0f s to see whether %s still lives",
+                    self._place, DEAD_AFTER_S, monitor.holder,
+                )  # fmt: skip
+            self._sleep(POLL_S)
+        return monitor.owner_content
+
+    def abandon(self) -> None:
+        """Make `release` keep `owner`, marked as dead: another process is to recover the task."""
+        self.is_abandoned = True
+
+    def forget_predecessor(self) -> None:
+        """Take note that the leftovers of the dead holder are recovered or discarded."""
+        self.predecessor = None
+
+    def _raise_lost(self, owner: bytes) -> None:
+        winner = parse_holder(owner) or "another process"
+        raise TaskLockLostError(f"{self._place}: {winner} took this task over: what is stored is kept")
+
+    @abstractmethod
+    def _create(self) -> bool:
+        """Create `owner`; return False where it exists. Raises OSError."""
+
+    @abstractmethod
+    def _replace(self, dead_owner: bytes) -> bool:
+        """Remove the `owner` of a dead holder, or take its place, which returns True."""
+
+    @abstractmethod
+    def _monitor(self) -> LivenessMonitor:
+        """Return a monitor of the current holder."""
+
+    @abstractmethod
+    def beat(self) -> None:
+        """Show that this process runs. Raises OSError."""
+
+    @abstractmethod
+    def verify(self) -> None:
+        """Raise TaskLockLostError where another process holds the lock, OSError where nobody can tell."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give the lock up, so that the next attempt need not wait; errors are ignored."""
+
+
+class FileTaskLock(TaskLock):
+    """The lock of a task whose files lie on a file system: a file `owner`, and `heartbeat` beside it."""
 
     beat_s = HEARTBEAT_S
-    """Seconds between two heartbeats."""
 
     def __init__(
         self,
@@ -72,38 +169,16 @@ class TaskLock:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        """`directory` is that of the task."""
+        super().__init__(str(directory), me, clock=clock, sleep=sleep)
         self._directory = directory
         self._owner = directory / OWNER
-        self._me = me or this_process()
-        self._clock, self._sleep = clock, sleep
         self._beats = 0
-        self.is_abandoned = False
-        """Whether `release` will leave the lock to a process that recovers the task."""
-        self.replaced: LockHolder | None = None
-        """The holder before, until what it left is recovered; None on a disk, where everybody sees that."""
 
-    @property
-    def token(self) -> str:
-        """Random name of this holder; the names of its files contain it."""
-        return self._me.token
-
-    def acquire(self, dead_owner: bytes | None = None) -> None:
-        """Become the holder; waits for up to DEAD_AFTER_S where the holder is on another machine.
-
-        `dead_owner` is the content of `owner` where its holder is already known to be dead.
-        Raises TaskHeldError where a running process holds the lock, OSError where nothing can be written.
-        """
-        HELD_HERE.add(self.token)  # before any thread of this process can see our name
-        while not self._take():
-            dead = self._wait_until_dead() if dead_owner is None else dead_owner
-            if self._replace(dead):
-                break
-            dead_owner = None
-
-    def _take(self) -> bool:
-        """Become the holder if there is none. Raises OSError."""
+    def _create(self) -> bool:
+        """Write our name into a new `owner`. Raises OSError."""
         try:
-            file = self._create_owner()
+            file = self._open_new_owner()
         except FileExistsError:
             return False
         try:
@@ -119,19 +194,19 @@ class TaskLock:
             raise
         return True
 
-    def _create_owner(self) -> int:
+    def _open_new_owner(self) -> int:
         """Create `owner` and return its descriptor; raises FileExistsError, or another OSError."""
         for _ in range(DIRECTORY_TRIES):
-            # Another process that gives up its lock may delete the directory, which is empty until then.
+            # A process that gives up its lock deletes the directory if it is empty, as ours is until now.
             with contextlib.suppress(FileNotFoundError):
                 make_directory(self._directory)
                 return os.open(self._owner, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._owner))
 
     def _replace(self, dead_owner: bytes) -> bool:
-        """Remove the `owner` of a dead holder by a rename, which succeeds for one of several processes.
+        """Rename the `owner` of a dead holder, which succeeds for one of several processes; return False.
 
-        A process that comes late may rename the `owner` of a new holder: it puts that file back.
+        A process that comes late may rename the `owner` of a new holder. It puts that file back.
         """
         aside = self._owner.with_name(f"{OWNER}-{self.token}")
         with contextlib.suppress(FileNotFoundError):
@@ -145,59 +220,33 @@ class TaskLock:
     def _monitor(self) -> LivenessMonitor:
         return LivenessMonitor(lambda: look_at_files(self._directory), self._me, clock=self._clock)
 
-    def _wait_until_dead(self) -> bytes:
-        """Return the content of `owner` once its holder is dead; raises TaskHeldError if it runs."""
-        monitor, has_warned = self._monitor(), False
-        while (runs := monitor.poll()) is not False:
-            if runs:
-                raise TaskHeldError(
-                    f"{self._directory}: {monitor.holder or 'another process'} is writing this run",
-                    hint="wait for it or use another path",
-                )
-            if monitor.holder and not has_warned:
-                has_warned = True
-                log.warning(
-                    "%s: waiting %.0f s to see whether %s still lives",
-                    self._directory, DEAD_AFTER_S, monitor.holder,
-                )  # fmt: skip
-            self._sleep(POLL_S)
-        return monitor.owner_content
-
     def beat(self) -> None:
-        """Increase the counter in `heartbeat`. Raises OSError."""
+        """Increment the counter in `heartbeat`. Raises OSError."""
         self._beats += 1
         _overwrite(self._directory / HEARTBEAT, f"{self.token} {self._beats:012d}".encode(), os.O_CREAT)
 
     def verify(self) -> None:
-        """Raise TaskLockLostError where another process holds the lock, OSError where that is unreadable."""
+        """Read `owner`; raises TaskLockLostError for another name in it, OSError where it is unreadable."""
         for _ in range(3):
             holder = parse_holder(read_bytes(self._owner, strict=True))
             if holder is not None and holder.token == self.token:
                 return
-            if not self._directory.parent.exists():  # the disk is gone, and nobody has taken the lock
+            if not self._directory.parent.exists():  # the disk is gone, and nobody can take the lock
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._owner))
             self._sleep(SHORT_POLL_S)  # a late `_replace` of another process restores our name
-        self._lost(read_bytes(self._owner))
-
-    def _lost(self, owner: bytes) -> None:
-        winner = parse_holder(owner) or "another process"
-        raise TaskLockLostError(f"{self._directory}: {winner} took this task over: what is stored is kept")
-
-    def abandon(self) -> None:
-        """Make `release` keep `owner`, marked as dead: another process is to recover the task."""
-        self.is_abandoned = True
+        self._raise_lost(read_bytes(self._owner))
 
     def release(self) -> None:
-        """Give the lock up, so that the next attempt need not wait; errors are ignored."""
+        """Delete `owner`, or mark it as abandoned; errors are ignored."""
         with contextlib.suppress(OSError, TaskLockLostError):
             self.verify()
             if self.is_abandoned:  # in place, because the disk may be full
-                name = orjson.dumps(asdict(replace(self._me, pid=ABANDONED_PID)))
-                _overwrite(self._owner, name.ljust(self._owner.stat().st_size))
+                content = orjson.dumps(asdict(replace(self._me, pid=ABANDONED_PID)))
+                _overwrite(self._owner, content.ljust(self._owner.stat().st_size))
             else:
                 (self._directory / HEARTBEAT).unlink(missing_ok=True)
                 self._owner.unlink(missing_ok=True)
-        HELD_HERE.discard(self.token)  # not earlier: another thread would take the lock meanwhile
+        HELD_HERE.discard(self.token)  # not earlier: another thread would take us for dead
 
 
 def _overwrite(path: Path, content: bytes, flags: int = 0) -> None:
@@ -211,15 +260,15 @@ def _overwrite(path: Path, content: bytes, flags: int = 0) -> None:
 
 
 def _clock_that_never_sleeps() -> float:
-    """Return seconds since the boot, those included in which the machine slept (`time.monotonic` stops)."""
+    """Return seconds since the boot, a suspended machine's included (`time.monotonic` stops meanwhile)."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class StoreTaskLock(TaskLock):
     """The lock of a task in an object store: an object `owner` that its holder rewrites at every heartbeat.
 
-    It is created with `If-None-Match`, and rewritten with `If-Match` on the last e_tag. So of several
-    processes one succeeds, and one that was replaced notices it at its next heartbeat.
+    It is created with `If-None-Match`, and rewritten with `If-Match` on its last e_tag. So one of several
+    processes succeeds, and a process that was replaced notices it at its next heartbeat.
     """
 
     beat_s = STORE_HEARTBEAT_S
@@ -233,28 +282,28 @@ class StoreTaskLock(TaskLock):
         clock: Callable[[], float] = _clock_that_never_sleeps,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`name` is that of the object."""
-        super().__init__(Path(name).parent, me, clock=clock, sleep=sleep)
+        """`name` is that of the object `owner`."""
+        super().__init__(name.rpartition("/")[0], me, clock=clock, sleep=sleep)
         self._objects = objects
         self._name = name
         self._e_tag: str | None = None
         self._beaten_at = 0.0
-        self._turn = threading.Lock()  # the thread of the heartbeat, and those that verify
+        self._turn = threading.Lock()  # for the thread of the heartbeat and those that verify
 
-    def _take(self) -> bool:
+    def _create(self) -> bool:
         asked_at = self._clock()
         self._e_tag = self._objects.create(self._name, orjson.dumps(asdict(self._me)))
         self._beaten_at = asked_at
         return self._e_tag is not None
 
     def _replace(self, dead_owner: bytes) -> bool:
-        """Become the holder in place of a dead one, unless another process does."""
-        found = self._objects.read(self._name)
-        if found is None or found[0] != dead_owner:
+        """Write our name in place of a dead holder's; return False where another process was faster."""
+        content, e_tag = self._objects.read(self._name) or (None, None)
+        if content != dead_owner:
             return False
-        self._e_tag = found[1]
+        self._e_tag = e_tag
         self._write(self._me)
-        self.replaced = parse_holder(dead_owner)
+        self.predecessor = parse_holder(dead_owner)
         return self._e_tag is not None
 
     def _monitor(self) -> LivenessMonitor:
@@ -263,7 +312,7 @@ class StoreTaskLock(TaskLock):
         )
 
     def beat(self) -> None:
-        """Rewrite the object; `verify` tells where another process holds the lock. Raises OSError."""
+        """Rewrite the object, unless another process has replaced us. Raises OSError."""
         with self._turn:
             self._me = replace(self._me, beats=self._me.beats + 1)
             self._write(self._me)
@@ -275,20 +324,20 @@ class StoreTaskLock(TaskLock):
             self._beaten_at = asked_at
 
     def verify(self) -> None:
-        """Raise TaskLockLostError where another process holds the lock, OSError where the store fails."""
+        """Trust the last heartbeat for TRUSTED_S, else send one. Raises TaskLockLostError or OSError."""
         if self._clock() - self._beaten_at > TRUSTED_S:
             self.beat()
         if self._e_tag is None:
-            self._lost(self._objects.look(self._name)[0])
+            self._raise_lost(self._objects.look(self._name)[0])
 
     def release(self) -> None:
-        """Mark the object as given up, so that the next attempt need not wait; errors are ignored.
+        """Mark the object as abandoned; errors are ignored.
 
-        Whom this one replaced without recovering the task stands in it again.
+        It names the predecessor again if we did not recover the task: his leftovers are still to be found.
         """
         with self._turn, contextlib.suppress(OSError):
-            left = self.replaced or replace(self._me, is_clean=not self.is_abandoned)
-            self._write(replace(left, pid=ABANDONED_PID))
+            holder = self.predecessor or replace(self._me, is_clean=not self.is_abandoned)
+            self._write(replace(holder, pid=ABANDONED_PID))
         self._e_tag = None
         HELD_HERE.discard(self.token)
 
@@ -301,46 +350,47 @@ def hold_task(
     directory: Path | None = None,
     dead_owner: bytes | None = None,
 ) -> Iterator[TaskLock]:
-    """Hold the lock of `directory`, the task's own by default, with a thread that writes the heartbeat.
+    """Hold the lock of `directory`, by default the task's own, while a thread writes the heartbeat.
 
-    `sleep` is called between polls of a holder on another machine; it may raise to end the wait.
-    `dead_owner` is as for `TaskLock.acquire`.
-    Raises TaskHeldError where a running process holds the lock, OutputError where nothing can be written.
-    Directories that were created for the lock and stayed empty are deleted at the end.
+    `sleep` is called between polls of a holder on another machine; it may raise to end the wait. See
+    `TaskLock.acquire` for `dead_owner`. Directories that were created for the lock and stayed empty are
+    deleted at the end. Raises TaskHeldError where a running process holds the lock, OutputError where
+    nothing can be written.
     """
     directory = directory or run_dir.task_directory
-    created = [p for p in (directory, *directory.parents) if not p.exists()]
+    new_directories = [path for path in (directory, *directory.parents) if not path.exists()]
     objects = run_dir.store.objects
-    lock = (
-        TaskLock(directory, sleep=sleep)
-        if objects is None
-        else StoreTaskLock(objects, (directory / OWNER).relative_to(run_dir.path).as_posix(), sleep=sleep)
-    )
+    lock: TaskLock
+    if objects is None:
+        lock = FileTaskLock(directory, sleep=sleep)
+    else:
+        name = (directory / OWNER).relative_to(run_dir.path).as_posix()
+        lock = StoreTaskLock(objects, name, sleep=sleep)
     with using_run(f"output.path {run_dir.name}"):
         if objects is not None:
             make_directory(directory)
         lock.acquire(dead_owner)
         try:
-            if directory == run_dir.task_directory:  # its holder before may have written until now
+            if directory == run_dir.task_directory:  # a predecessor may have written until now
                 run_dir.store.bring_results([run_dir.task])
         except OSError:
             lock.release()
             raise
-    ended = threading.Event()
-    beating = threading.Thread(target=_keep_beating, args=(lock, ended), name="heartbeat", daemon=True)
-    beating.start()
+    is_over = threading.Event()
+    heartbeat = threading.Thread(target=_keep_beating, args=(lock, is_over), name="heartbeat", daemon=True)
+    heartbeat.start()
     try:
         yield lock
     finally:
-        ended.set()
-        beating.join()
+        is_over.set()
+        heartbeat.join()
         lock.release()
-        for path in created:
+        for path in new_directories:
             with contextlib.suppress(OSError):  # it holds files
                 path.rmdir()
 
 
-def _keep_beating(lock: TaskLock, ended: threading.Event) -> None:
-    while not ended.wait(lock.beat_s):
+def _keep_beating(lock: TaskLock, is_over: threading.Event) -> None:
+    while not is_over.wait(lock.beat_s):
         with contextlib.suppress(OSError):  # a full disk still overwrites these few bytes in place
             lock.beat()

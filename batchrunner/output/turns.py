@@ -1,7 +1,7 @@
-"""Answers of rollouts that have not ended, on disk: what a killed run need not ask again.
+"""Durable answers of unfinished rollouts, so that a killed run need not generate them again.
 
-They are appended to segments, journals in the task's directory. A segment but the newest is deleted when all
-its rows are in parts, so that the disk holds about the answers of the rows that are open.
+They are appended to segments, which are journals in the task's directory. Any segment but the newest is
+deleted when all its rows are in parts, so the disk holds little more than the answers of open rollouts.
 """
 
 import asyncio
@@ -24,29 +24,30 @@ from batchrunner.output.run_dir import MAIN_TASK, SEGMENT, RunDir
 from batchrunner.output.writer import DiskWait
 
 SEGMENT_BYTES = 64 << 20
-"""Bytes of answers after which another segment begins."""
+"""Bytes of answers after which a new segment begins."""
 _SCHEMA = pa.schema({"row": pa.int64(), "turn": pa.string()})
-"""Columns of a segment. `turn` is JSON: a TurnKey, how often the request was sent, its error, and its
-Completion; null where the row failed, or starts anew."""
+"""Columns of a segment. `turn` is JSON: a TurnKey, the number of attempts, the error, and the Completion. A
+null says that the row failed, or starts anew."""
 TurnKey: TypeAlias = tuple[str, int]
-"""What a rollout asks: the digest of the request, and how often it has asked that."""
+"""A request of a rollout: its digest, and how many equal requests the rollout has sent before it."""
 
 
 @dataclass(eq=False)
 class TurnStore:
-    """The answers of a task's open rollouts: its own, and those that earlier attempts and tasks left."""
+    """The answers of a task's open rollouts, those of earlier attempts and other tasks included."""
 
     _run_dir: RunDir
     _token: str
-    """That of the task's lock."""
+    """Token of the task's lock."""
     _disk: DiskWait
 
     def __post_init__(self) -> None:
         """Write nothing yet."""
         self._segments: dict[Path, BitMap64] = {}
-        """Rows that have answers in a segment of this attempt and are in no part."""
-        self._left: dict[int, list[str]] = defaultdict(list)
-        self._new: list[tuple[int, str | None]] = []
+        """Segments of this attempt, each with its rows that are in no part yet."""
+        self._recovered: dict[int, list[str]] = defaultdict(list)
+        """Turns that earlier attempts and other tasks have written, by row."""
+        self._unwritten: list[tuple[int, str | None]] = []
         """Turns that are not on disk yet."""
         self._writing = asyncio.Lock()
         self._journal: Journal | None = None
@@ -54,48 +55,51 @@ class TurnStore:
         self._lock = threading.Lock()  # parts are written in another thread
 
     def load(self, lease: Lease) -> None:
-        """Read what was left of the rows of a lease; blocks. Raises StorageError."""
-        if not lease.turn and self._run_dir.task != MAIN_TASK:  # nobody had it
+        """Recover the turns of the rows of a lease; blocks. Raises StorageError."""
+        if not lease.turn and self._run_dir.task != MAIN_TASK:  # no task has held this lease before
             return
         segments = self._run_dir.tasks.glob(f"*/{SEGMENT}*")
-        for path in sorted(segments, key=lambda path: path.name):  # what is written later has higher numbers
+        for path in sorted(segments, key=lambda path: path.name):  # later segments have higher numbers
             self._next = max(self._next, 1 + int(path.name.split("-")[1]))
             with writing(path), contextlib.suppress(FileNotFoundError):  # its task may delete it now
                 for table in read_journal(path):
                     for row, turn in zip(*table.to_pydict().values(), strict=True):
                         if turn is None:
-                            self._left.pop(row, None)
+                            self._recovered.pop(row, None)
                         elif row in lease.rows:
-                            self._left[row].append(turn)
+                            self._recovered[row].append(turn)
 
     def take(self, ref: RowRef) -> dict[TurnKey, Outcome]:
-        """Return what was left of a row, once."""
-        found = {}
-        for turn in self._left.pop(ref.row, ()):
-            digest, number, attempts, error, answer = json.loads(turn)
-            found[digest, number] = Outcome(ref, answer and Completion(*answer), error, None, attempts)
-        return found
+        """Return the recovered answers of a row, and forget them."""
+        answers = {}
+        for turn in self._recovered.pop(ref.row, ()):
+            digest, number, attempts, error, values = json.loads(turn)
+            completion = values and Completion(*values)
+            answers[digest, number] = Outcome(
+                ref, completion=completion, error=error, latency_s=None, attempts=attempts
+            )
+        return answers
 
     async def put(self, key: TurnKey, outcome: Outcome) -> None:
-        """Store an answer; once this returns it survives a power failure. Raises StorageError."""
-        answer = outcome.completion and [*outcome.completion[:-1], dict(outcome.completion.columns)]
-        turn = json.dumps([*key, outcome.attempts, outcome.error, answer])
+        """Store an answer, which survives a power failure once this returns. Raises StorageError."""
+        values = outcome.completion and [*outcome.completion[:-1], dict(outcome.completion.columns)]
+        turn = json.dumps([*key, outcome.attempts, outcome.error, values])
         await self._put((outcome.ref.row, turn))
 
     async def drop(self, row: int) -> None:
-        """Forget the answers of a row, which is done anew if it is done again. Raises StorageError."""
+        """Make a later attempt at this row start anew, without its answers. Raises StorageError."""
         await self._put((row, None))
 
-    async def _put(self, new: tuple[int, str | None]) -> None:
-        self._new.append(new)
-        async with self._writing:  # what came during the last write is written together
-            if new in self._new:
-                some = [*self._new]
-                await self._disk.write(self._run_dir.task_directory, functools.partial(self._append, some))
-                del self._new[: len(some)]  # not before: the row that waits here may end
+    async def _put(self, turn: tuple[int, str | None]) -> None:
+        self._unwritten.append(turn)
+        async with self._writing:  # turns that came during the last write are written together
+            if turn in self._unwritten:
+                batch = [*self._unwritten]
+                await self._disk.write(self._run_dir.task_directory, functools.partial(self._append, batch))
+                del self._unwritten[: len(batch)]  # after the write, which may be cancelled with its row
 
     def ended(self, rows: BitMap64) -> None:
-        """Delete the segments whose last rows are in parts now, but for the newest one. Raises OSError."""
+        """Delete the segments whose last rows are now in parts, except the newest. Raises OSError."""
         with self._lock:
             for path in [*self._segments]:
                 self._segments[path] -= rows
@@ -104,10 +108,10 @@ class TurnStore:
                     del self._segments[path]
 
     def close(self) -> None:
-        """Write what came last, and close the file."""
+        """Write the remaining turns, and close the file."""
         with contextlib.suppress(OSError):
-            if self._new:
-                self._append(self._new)
+            if self._unwritten:
+                self._append(self._unwritten)
         with self._lock:
             self._end_segment()
 

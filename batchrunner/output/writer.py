@@ -1,6 +1,6 @@
-"""Writes outcomes while a run goes on: to a journal within `output.durable`, to a part every 30 s.
+"""Writes outcomes during a run: to a journal within `output.durable`, to a part every 30 s.
 
-A write that fails is repeated until the disk accepts it: a full disk gets space, a mount comes back.
+A write that fails is repeated until the disk accepts it: somebody makes room, or a mount comes back.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from batchrunner.output.task_lock import TaskLock
 log = logging.getLogger(__name__)
 
 FLUSH_FRACTION = 0.7
-"""Fraction of `output.durable` to wait before rows are written; the rest is headroom for the disk."""
+"""Fraction of `output.durable` after which rows are written; the rest is headroom for the disk."""
 FLUSH_BYTES = 64 << 20
-"""Most bytes of rows in memory before they are written."""
+"""Bytes of rows in memory at which they are written."""
 PAUSE_S = 1.0
 """Seconds between two tries of a write."""
 _STRUCT_BYTES = 16
-"""Approximate bytes of a number, or of a token with its probability, in a part."""
+"""Approximate bytes of a number, or of a token with its log probability, in a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,12 @@ class DiskWait:
     wait_s: float
     """Seconds after the first failure, from `limits.disk_wait`."""
     is_over: Callable[[], bool]
-    """Tells whether the user wants the run to end without waiting for anything."""
+    """Whether the user wants the run to end at once."""
 
     async def write(self, path: Path, write: Callable[[], None]) -> None:
-        """Call `write`, which writes `path`, in a thread until it succeeds; raises StorageError at the end.
+        """Call `write`, which writes `path`, in a thread until it succeeds.
 
-        Only an OSError is followed by another try.
+        Only an OSError is followed by another try. Raises StorageError when the wait is over.
         """
         failed_at: float | None = None
         while True:
@@ -74,17 +74,17 @@ class DiskWait:
 
 @dataclass(eq=False)
 class ResultWriter:
-    """Writes finished rows to a journal, and to a part every `part_rows` rows or 30 s.
+    """Writes finished rows to a journal, and to a part every `part_rows` rows or `part_s`.
 
-    While the disk accepts no writes, rows wait in memory up to a limit; `put` then blocks, so that their
-    slots stay taken and the run pauses.
+    While the disk accepts no writes, rows wait in memory up to a limit. Then `put` blocks: the rows keep
+    their slots, and the run pauses.
     """
 
     run_dir: RunDir
     schema: pa.Schema
     part_rows: int
     plan: AnswerPlan
-    """What an outcome becomes."""
+    """Result columns and checks."""
     durable_s: float
     """Seconds within which a row is in a journal on disk."""
     part_s: float
@@ -92,8 +92,8 @@ class ResultWriter:
     lock: TaskLock
     """The lock of the task, which the caller holds."""
     committed: Callable[[BitMap64], None]
-    """Called in a thread with rows that are in a part, and so need no journal or input any more; it may block
-    and raise OSError."""
+    """Called in a thread with the rows of a new part, whose journal and input are no longer needed. It may
+    block and raise OSError."""
     disk: DiskWait
 
     def __post_init__(self) -> None:
@@ -103,12 +103,12 @@ class ResultWriter:
             make_directory(run_dir.parts)
         self._buffer: list[Outcome] = []
         self._bytes = 0
-        self._began = 0.0  # when the first row came into the buffer
+        self._oldest_at = 0.0  # when the first row came into the buffer
         self._part = _PendingPart(run_dir, run_dir.next_number(), self.lock)
         self._writing: asyncio.Task[None] | None = None
         self._publishing: asyncio.Task[None] | None = None
-        self._changed = asyncio.Event()  # the buffer has its first row, or is full; or no more rows come
-        self._has_room = asyncio.Event()  # rows were taken out of the buffer, or no further ones are
+        self._changed = asyncio.Event()  # the buffer got its first row or is full, or no more rows come
+        self._has_room = asyncio.Event()  # rows left the buffer, or no more will
         self._is_closing = False
 
     async def put(self, outcome: Outcome) -> None:
@@ -117,7 +117,7 @@ class ResultWriter:
         Raises StorageError where earlier rows could not be written within `limits.disk_wait`.
         """
         if not self._buffer:
-            self._began = time.monotonic()
+            self._oldest_at = time.monotonic()
             self._changed.set()
         self._buffer.append(outcome)
         self._bytes += _text_bytes(outcome)
@@ -145,7 +145,7 @@ class ResultWriter:
             await self._wait_for_part()
         finally:
             for task in (self._writing, self._publishing):
-                if task is not None:  # after another failure this must not go on either
+                if task is not None:  # it must not go on after a failure of the other one
                     task.cancel()
                     await asyncio.gather(task, return_exceptions=True)
             self._part.close()
@@ -154,7 +154,7 @@ class ResultWriter:
         return self._part.rows + len(self._buffer) >= self.part_rows or self._bytes >= FLUSH_BYTES
 
     async def _write_when_due(self) -> None:
-        """Write the rows of the buffer again and again, until all are in parts and no more come."""
+        """Write the rows of the buffer whenever they are due, until all are in parts and no more come."""
         try:
             while self._buffer or self._part.rows or not self._is_closing:
                 wait_s = 0.0 if self._is_closing or self._is_full() else self._due_s()
@@ -168,29 +168,29 @@ class ResultWriter:
             self._has_room.set()
 
     def _due_s(self) -> float | None:
-        """Return the seconds until the oldest row of the buffer must become durable, or the part is due."""
-        due_at = [self._began + self.durable_s * FLUSH_FRACTION] if self._buffer else []
+        """Return the seconds until the buffer's oldest row must be durable or the part is due."""
+        due_at = [self._oldest_at + self.durable_s * FLUSH_FRACTION] if self._buffer else []
         if self._part.rows:
-            due_at.append(self._part.began + self.part_s)
+            due_at.append(self._part.first_at + self.part_s)
         return min(due_at) - time.monotonic() if due_at else None
 
     async def _write(self) -> None:
-        """Write the oldest rows of the buffer to the journal, or the part where it is due."""
+        """Write the oldest rows of the buffer to the journal, and the part if it is due."""
         part = self._part
         free = self.part_rows - part.rows  # more rows may have come during the last write
         outcomes, self._buffer = self._buffer[:free], self._buffer[free:]
-        self._bytes, self._began = sum(map(_text_bytes, self._buffer)), time.monotonic()
+        self._bytes, self._oldest_at = sum(map(_text_bytes, self._buffer)), time.monotonic()
         self._has_room.set()
         if outcomes:
             part.add(await asyncio.to_thread(self._table_of, outcomes), len(outcomes))
-        whole = part.rows >= self.part_rows or part.bytes >= FLUSH_BYTES
-        is_due = self._is_closing or whole or time.monotonic() - part.began >= self.part_s
+        is_full = part.rows >= self.part_rows or part.bytes >= FLUSH_BYTES
+        is_due = self._is_closing or is_full or time.monotonic() - part.first_at >= self.part_s
         is_behind = self._publishing is not None and not self._publishing.done()
         in_store = self.run_dir.store.objects is not None  # it may be away for long
-        if outcomes and (is_behind or in_store or not is_due):  # else the part itself makes them durable
+        if outcomes and (is_behind or in_store or not is_due):  # otherwise the part makes them durable now
             await self.disk.write(part.path, part.append_journal)
         if is_due:
-            await self._wait_for_part()  # so that at most two parts are in memory
+            await self._wait_for_part()  # so that memory holds two parts at most
             self._publishing = asyncio.ensure_future(self._publish(part))
             self._part = _PendingPart(self.run_dir, part.number + 1, self.lock)
             self._has_room.set()
@@ -199,7 +199,7 @@ class ResultWriter:
         return with_counts(table_of(outcomes, self.schema, self.plan), count(outcomes))
 
     async def _publish(self, part: _PendingPart) -> None:
-        """Write a part; rows that finish meanwhile go into the journal of the next part."""
+        """Write a part, while rows that finish go to the journal of the next part."""
         await self.disk.write(part.path, part.publish)
         self._part.number = max(self._part.number, part.number + 1)
         await self.disk.write(part.path, functools.partial(self.committed, part.row_set()))
@@ -213,10 +213,9 @@ class ResultWriter:
 class _PendingPart:
     """The rows of the next part, in memory and in its journal.
 
-    Its methods block, and may be repeated after an OSError.
-
-    A process that was stopped for a while may have lost its task to another one, which recovered it. So
-    `append_journal` and `publish` verify the lock before what they write counts.
+    Its methods block, and may be repeated after an OSError. A process that was suspended for a while may have
+    lost its task to another process, which recovered it. So `append_journal` and `publish` verify the lock
+    before their writes count.
     """
 
     def __init__(self, run_dir: RunDir, number: int, lock: TaskLock) -> None:
@@ -224,27 +223,28 @@ class _PendingPart:
         self._lock = lock
         self.number = number
         self.rows = 0
-        """Rows of the input, each with all its samples."""
+        """Number of input rows, each with all its samples."""
         self.bytes = 0
-        self.began = 0.0
+        self.first_at = 0.0
+        """When the first rows were added, by `time.monotonic`."""
         self._journal_path = run_dir.journal(number, lock.token)
         self._journal: Journal | None = None
         self._tables: list[pa.Table] = []
 
     @property
     def path(self) -> Path:
-        """Path under which the part will be written, unless another part has it."""
+        """Path of the future part, unless another part has it."""
         return self._run_dir.part(self.number)
 
     def add(self, table: pa.Table, rows: int) -> None:
-        """Add the table of so many rows of the input, in memory only."""
-        self.began = self.began or time.monotonic()
+        """Add the table of some input rows, in memory only."""
+        self.first_at = self.first_at or time.monotonic()
         self._tables.append(table)
         self.rows += rows
         self.bytes += table.nbytes
 
     def append_journal(self) -> None:
-        """Append the rows that were added last to the journal, durably."""
+        """Append the table that was added last to the journal, durably."""
         self._lock.verify()
         if self._journal is None:
             make_directory(self._journal_path.parent)
@@ -256,7 +256,7 @@ class _PendingPart:
         number = write_part(self._run_dir, self.number, self._tables, self._lock)
         self.close()
         self._journal_path.unlink(missing_ok=True)
-        self.number = number  # not earlier: a repeated call must begin at the same number
+        self.number = number  # at the end, so that a repeated call begins at the same number
 
     def row_set(self) -> BitMap64:
         """Return the ordinals of its rows."""
@@ -265,7 +265,7 @@ class _PendingPart:
         )
 
     def close(self) -> None:
-        """Close the journal, where it is open."""
+        """Close the journal if it is open."""
         if self._journal is not None:
             self._journal.close()
             self._journal = None

@@ -21,7 +21,7 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ray.util.placement_group import get_current_placement_group, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from batchrunner.core.console import counted, tell
+from batchrunner.core.console import counted, duration, tell
 from batchrunner.core.errors import (
     EXIT_DONE,
     EXIT_STOPPED,
@@ -39,7 +39,7 @@ from batchrunner.job.spec import Job
 from batchrunner.output.addresses import store_address
 from batchrunner.output.files import make_directory, writing
 from batchrunner.ray.stages import gpus_asked, of_nodes
-from batchrunner.report.report import Report, duration, report_of_all
+from batchrunner.report.report import Report, report_of_all
 from batchrunner.runner.control import SIGNALS, Control
 from batchrunner.runner.foreground import log_to_stderr, under_signals
 from batchrunner.runner.progress import LINE_EVERY_S

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from batchrunner.core.console import counted, installed_version
+from batchrunner.core.console import background_line, counted, duration, installed_version
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPED
 from batchrunner.job.spec import LimitsSpec
@@ -208,14 +208,6 @@ def says_next_step(reason: str) -> bool:
     return any(step in reason for step in ("--fresh", "--retry-failed", "again"))
 
 
-def background_line(background: Mapping[str, Any]) -> str:
-    """Say whose the engine was in a run in the background, and what the users got back."""
-    ours, users = background["our_share"], background["users_share"]
-    rows, tokens = background["rows_given_back"], background["tokens_lost"]
-    back = f", {counted(rows, 'row')} given back ({tokens:,} tokens lost)" if rows else ""
-    return f"engine {ours:.0%} ours, {users:.0%} its users'{back}"
-
-
 def cause_lines(groups: Sequence[Mapping[str, Any]], what: str, unit: str = "row") -> list[str]:
     """Return the commonest causes of what went wrong with rows, each with its count and an example.
 
@@ -234,17 +226,6 @@ def cause_lines(groups: Sequence[Mapping[str, Any]], what: str, unit: str = "row
 def tolerated(max_failed_rows: float, rows_total: int) -> float:
     """Return how many rows may fail; `max_failed_rows` is a count, or a share of all rows."""
     return max_failed_rows if isinstance(max_failed_rows, int) else max_failed_rows * rows_total
-
-
-def duration(seconds: float) -> str:
-    """Write a duration as a person would: 4.2 s, 3 min 20 s, 2 h 5 min."""
-    if seconds < 60:  # noqa: PLR2004
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:  # noqa: PLR2004
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min"
 
 
 def make_report(run_dir: RunDir, done: DoneRows, total: int, tally: RowCounts) -> Report:

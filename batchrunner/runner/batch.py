@@ -8,7 +8,7 @@ from typing import Any
 
 from batchrunner.core.errors import BatchrunError, JobError, OutputError
 from batchrunner.job.call import job_of_batch
-from batchrunner.output.merge import publish, results_path
+from batchrunner.output.batch_results import publish, results_path
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import holds_run
 from batchrunner.report.report import Report

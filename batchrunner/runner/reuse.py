@@ -30,10 +30,10 @@ from batchrunner.output.files import make_directory, writing
 from batchrunner.output.parts import write_part
 from batchrunner.output.run_dir import RunDir, look_at_run
 from batchrunner.output.run_json import (
+    describe_difference,
     raise_total,
     read_run_json,
     require_run_json,
-    told_difference,
     write_run_json,
 )
 from batchrunner.output.task_lock import TaskLock
@@ -90,7 +90,7 @@ class Reuse:
         pairs["prompt.truncate"] = old["prompt"].get("truncate"), job.prompt.truncate
         for name, _ in prepared.answers.parsed:
             pairs[name] = old["columns"].get(name), new["columns"].get(name)
-        problems = [told_difference(name, *both) for name, both in pairs.items() if both[0] != both[1]]
+        problems = [describe_difference(name, *both) for name, both in pairs.items() if both[0] != both[1]]
         if self._run.path.resolve() == prepared.run_dir.path.resolve():
             problems = ["is the output path itself"]
         elif judges_by_row(prepared.functions):

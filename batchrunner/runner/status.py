@@ -7,7 +7,7 @@ from typing import Any
 
 from pyroaring import BitMap64
 
-from batchrunner.core.console import counted
+from batchrunner.core.console import counted, duration
 from batchrunner.dispatch.progress import MOST_NAMED, sample_line
 from batchrunner.output.counts import Failures
 from batchrunner.output.events import last_reason, last_sample
@@ -15,7 +15,7 @@ from batchrunner.output.liveness import holders_of, is_recent, starting_of
 from batchrunner.output.resume import DoneRows, read_done
 from batchrunner.output.run_dir import MAIN_TASK, RunDir, look_at_run
 from batchrunner.output.run_json import holds_run, read_run_json, require_run_json
-from batchrunner.report.report import GO_ON, cause_lines, duration, says_next_step
+from batchrunner.report.report import GO_ON, cause_lines, says_next_step
 from batchrunner.runner.leases import Leases
 
 

@@ -19,7 +19,7 @@ from batchrunner.core.errors import (
     EngineStartError,
 )
 from batchrunner.core.types import Completion, Request
-from batchrunner.engines.base import Engine, HeardEngine
+from batchrunner.engines.base import Engine, ObservedEngine
 from batchrunner.engines.registry import make_engine
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import AcceptSpec, InputSpec, Job
@@ -228,7 +228,7 @@ class TrialRunner:
 
 
 @dataclass(eq=False)
-class MeasuringEngine(HeardEngine):
+class MeasuringEngine(ObservedEngine):
     """An engine that measures the requests it passes on, and stops the run when enough is known."""
 
     _watch: TrialWatch
@@ -247,7 +247,7 @@ class MeasuringEngine(HeardEngine):
         """Begin the trial now."""
         self._opened = self._last = time.monotonic()
 
-    def heard(self, request: Request, completion: Completion, route: str, sent_at: float) -> None:  # noqa: ARG002
+    def observe(self, request: Request, completion: Completion, route: str, sent_at: float) -> None:  # noqa: ARG002
         """Count an answer."""
         self._last = time.monotonic()
         prompt, cached = completion.prompt_tokens or 0, completion.cached_tokens or 0
@@ -260,8 +260,8 @@ class MeasuringEngine(HeardEngine):
         """Return the load, and record it."""
         loads = await self._engine.loads()
         now = time.monotonic()
-        if self.first_at is not None:
-            self.stop(self._watch.record_load(now - self.first_at, loads, self._log_size()))
+        if self.first_sent_at is not None:
+            self.stop(self._watch.record_load(now - self.first_sent_at, loads, self._log_size()))
         if now - self._opened > self._within_s:
             self.stop(("cut", "the time for tuning was over"))
         return loads
@@ -284,7 +284,7 @@ class MeasuringEngine(HeardEngine):
     def result(self, info: EngineInfo) -> TrialResult:
         """Return the result of the trial, at its end; `info` has the limits that the log lacks."""
         ended, why = self.end or ("measured", "all rows of the sample")
-        at_s = self._last - (self.first_at or self._last)
+        at_s = self._last - (self.first_sent_at or self._last)
         result = self._watch.result(ended, why, at_s, 0.0)
         log = self._log_path.read_bytes() if self._log_path else b""
         begin, until = self._watch.measured_span(

@@ -16,6 +16,7 @@ import uvloop
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from batchrunner.core.console import duration
 from batchrunner.core.errors import EngineStartError, JobError
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.fields import Duration
@@ -26,7 +27,6 @@ from batchrunner.output.files import writing
 from batchrunner.output.run_dir import TUNE
 from batchrunner.output.run_json import fingerprint
 from batchrunner.output.task_lock import hold_task
-from batchrunner.report.report import duration
 from batchrunner.runner.prepare import PreparedJob, prepare
 from batchrunner.runner.trial import TrialRunner
 from batchrunner.runner.tuning_sample import write_sample

@@ -25,7 +25,7 @@ from batchrunner.input.request_bodies import URL, request_lines
 from batchrunner.input.text_files import BOM
 from batchrunner.job.call import job_of_batch
 from batchrunner.job.spec import Job
-from batchrunner.output.merge import CANCELLED, EXPIRED, publish
+from batchrunner.output.batch_results import CANCELLED, EXPIRED, publish
 from batchrunner.output.run_dir import RunDir
 from batchrunner.runner.control import Control
 from batchrunner.runner.foreground import TERM_DRAIN_S

@@ -1,4 +1,4 @@
-"""The device of an engine that we start, and the arguments and environment that SGLang needs there."""
+"""GPUs and CPU of this machine, and the arguments and environment that a launched SGLang needs on them."""
 
 import contextlib
 import os
@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 CPU_SHIM = Path(__file__).with_name("cpu_shim")
-"""A stand-in for the package `sgl_kernel`, which needs CUDA; first on the engine's PYTHONPATH on a CPU."""
+"""Directory of a substitute for the package `sgl_kernel`, which needs CUDA; first on PYTHONPATH on a CPU."""
 
 SERVER_MODULES = Path(__file__).with_name("server_modules")
-"""Packages for SGLang's processes, last on the engine's PYTHONPATH."""
+"""Directory of packages for SGLang's processes, last on their PYTHONPATH."""
 MEAN_POOLING = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "mean_pooling"}
-"""Environment of an engine whose vectors are means over all tokens; SGLang's encoders take the first one."""
+"""Environment that makes an encoder's vector the mean over all tokens; by default it is the first token's."""
 
 CPU_NOTE = (
     "SGLang's CPU engine: for trying jobs and for tests, slow by nature; a GPU is used where there is one"
 )
 
-# Dense models on torch's own attention, in the one number type that every CPU computes fast.
-# The pool is small because SGLang would take most of the machine's memory for it.
+# Dense models use torch's own attention, in the only number type that every CPU computes fast. The KV pool is
+# small because SGLang would otherwise take most of the machine's memory for it.
 CPU_ARGS: dict[str, Any] = {
     "device": "cpu",
     "attention-backend": "torch_native",
@@ -35,46 +35,46 @@ CPU_ARGS: dict[str, Any] = {
 }
 
 SMI_TIMEOUT_S = 30.0
-"""Seconds; `nvidia-smi` takes several where the driver is not kept loaded."""
+"""Most seconds for `nvidia-smi`, which takes several of them where the driver is not kept loaded."""
 
 
 def has_gpu() -> bool:
-    """Tell whether there is an NVIDIA or AMD GPU that CUDA_VISIBLE_DEVICES does not hide."""
+    """Whether there is an NVIDIA or AMD GPU that CUDA_VISIBLE_DEVICES does not hide."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in {"", "-1"}:
         return False
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists() or Path("/dev/dxg").exists()
 
 
 def gpus(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return the GPUs that a process may use, as CUDA_VISIBLE_DEVICES names them; empty if not known.
+    """Return the GPUs that a process may use, as CUDA_VISIBLE_DEVICES names them; empty if unknown.
 
-    `environ` is the process's environment beyond our own, a job's `engine.env`.
+    `environ` has the variables that the process gets beside ours, from `engine.env` of the job.
     """
     visible = {**os.environ, **(environ or {})}.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         names = [name.strip() for name in visible.split(",") if name.strip()]
-        return names[: names.index("-1")] if "-1" in names else names  # CUDA stops at the first bad one
-    # numbered from 0 by CUDA, whichever of the machine's devices these are
+        return names[: names.index("-1")] if "-1" in names else names  # CUDA stops at the first invalid name
+    # CUDA numbers the GPUs of the process from 0, whatever their numbers on the machine.
     return [str(n) for n in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU, by nvidia-smi."""
+    """A GPU as nvidia-smi reports it."""
 
     name: str
     memory_bytes: int
 
 
 def cards() -> list[Gpu]:
-    """Return all NVIDIA GPUs of the machine, by nvidia-smi; empty without it."""
+    """Return all NVIDIA GPUs of the machine; empty without nvidia-smi."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     lines = [line.rpartition(", ") for line in output_of(query, SMI_TIMEOUT_S).splitlines()]
     return [Gpu(name, int(mib) << 20) for name, _, mib in lines if mib.isdigit()]
 
 
 def output_of(command: list[str], timeout_s: float, environ: Mapping[str, str] | None = None) -> str:
-    """Return what a program prints; empty if it fails or takes too long."""
+    """Return the standard output of a program; empty if it fails or takes too long."""
     try:
         return subprocess.run(
             command, env=environ, capture_output=True, text=True, timeout=timeout_s, check=True
@@ -84,26 +84,26 @@ def output_of(command: list[str], timeout_s: float, environ: Mapping[str, str] |
 
 
 def card_name() -> str | None:
-    """Return the name of the machine's GPUs; None where they differ or are not known."""
+    """Return the common name of the machine's GPUs; None if they differ or are unknown."""
     names = {card.name for card in cards()}
     return names.pop() if len(names) == 1 else None
 
 
 def on_cpu(device: str) -> bool:
-    """Tell whether a job's `engine.device` means the CPU on this machine."""
+    """Whether a job's `engine.device` means the CPU on this machine."""
     return device == "cpu" or (device == "auto" and not has_gpu())
 
 
-def program_environment(own: Mapping[str, str], *, cpu: bool = False) -> dict[str, str]:
-    """Return the environment of a program that we start: ours, the CPU's needs, and the program's own."""
+def program_environment(extra: Mapping[str, str], *, cpu: bool = False) -> dict[str, str]:
+    """Return the environment of a program that we start: ours, the CPU's variables, and `extra` over both."""
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without its bytecode SGLang starts twice as slowly
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without bytecode SGLang takes twice as long to start
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, (environ.get("PYTHONPATH"), str(SERVER_MODULES))))
-    return {**environ, **(cpu_environment(environ) if cpu else {}), **own}
+    return {**environ, **(cpu_environment(environ) if cpu else {}), **extra}
 
 
 def cpu_environment(environ: dict[str, str]) -> dict[str, str]:
-    """Return the environment variables with which SGLang serves on a CPU."""
+    """Return the variables with which SGLang serves on a CPU, over `environ`."""
     path = environ.get("PYTHONPATH")
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
@@ -112,11 +112,11 @@ def cpu_environment(environ: dict[str, str]) -> dict[str, str]:
 
 
 def server_args(args: dict[str, Any], *, cpu: bool) -> dict[str, Any]:
-    """Return the job's arguments over our defaults: metrics and cache report on, and the CPU's needs.
+    """Return the job's arguments over our defaults: metrics, cache report, and those of a CPU.
 
-    The schedule policy is `fcfs` because rows are sent in the order in which they should be computed, which
-    `lpm` would change while few wait. The HTTP log is off because a line per request would hide the causes
-    of failures.
+    The schedule policy is `fcfs` because rows are sent in the order in which they should be computed; `lpm`
+    would change that order while few requests wait. The HTTP log is off because a line for each request would
+    hide the causes of failures.
     """
     defaults: dict[str, Any] = {
         "enable-metrics": True,
@@ -136,11 +136,11 @@ def free_bytes() -> int:
 
 
 def oom_kills(root: Path = _MACHINE) -> int | None:
-    """Return how many processes of the machine the kernel has killed so far; None where it does not tell.
+    """Return how many processes the kernel has killed for want of memory since boot; None before Linux 4.13.
 
-    `root` holds `proc` (Linux 4.13).
+    `root` is the directory that holds `proc`.
     """
     with contextlib.suppress(OSError):
-        if found := re.search(r"^oom_kill (\d+)", (root / "proc/vmstat").read_text(), re.MULTILINE):
-            return int(found[1])
+        if count := re.search(r"^oom_kill (\d+)", (root / "proc/vmstat").read_text(), re.MULTILINE):
+            return int(count[1])
     return None

@@ -1,4 +1,4 @@
-"""A model's name → its directory, its identity in a run's fingerprint, its config.json, its cards."""
+"""Facts of a model by its name: directory, identity in a run's fingerprint, config.json, GPUs it needs."""
 
 import contextlib
 import logging
@@ -21,33 +21,33 @@ from batchrunner.sglang.flags import name_in
 log = logging.getLogger(__name__)
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
-"""Keys for the number of experts of a layer. 0, 1 and null mean a dense model."""
+"""Keys of config.json for the number of experts in a layer. 0, 1 and null mean a dense model."""
 _LANGUAGE_PARTS = ("text_config", "language_config", "llm_config", "thinker_config")
-"""Keys below which a model that takes more than text describes its language model; a later one wins, as in
+"""Keys below which a multimodal model describes its language model. A later one takes precedence, as in
 SGLang (`get_hf_text_config`)."""
 
 
 def language_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with the values of its language model at the top, where these stand in a part of it."""
-    found = dict(config)
+    """Return a config with the values of its language model moved to the top."""
+    flat = dict(config)
     for name in _LANGUAGE_PARTS:
         part = config.get(name)
         if isinstance(part, dict):
-            found |= language_part(part)
-    return found
+            flat |= language_part(part)
+    return flat
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Tell whether the model is a mixture of experts."""
-    inner = config.get("ffn_config")  # of Dbrx
+    inner = config.get("ffn_config")  # Dbrx has them there
     parts = [config, inner] if isinstance(inner, dict) else [config]
     return any(_largest(part.get(name)) > 1 for part in parts for name in EXPERTS)
 
 
 def has_latent_attention(config: Mapping[str, Any]) -> bool:
-    """Tell whether attention keeps a compressed KV cache (MLA), which all heads share.
+    """Tell whether the model has multi-head latent attention (MLA): a compressed KV cache for all heads.
 
-    DeepSeek-V4 (`compress_ratios`) has the keys, but another attention, as in SGLang's model_config.
+    DeepSeek-V4 has its keys but another attention, which `compress_ratios` shows (SGLang's model_config).
     """
     return bool(
         _largest(config.get("kv_lora_rank"))
@@ -57,24 +57,24 @@ def has_latent_attention(config: Mapping[str, Any]) -> bool:
 
 
 def has_sparse_attention(config: Mapping[str, Any]) -> bool:
-    """Tell whether an indexer chooses the tokens that attention reads (DSA): SGLang has backends for it."""
+    """Tell whether an indexer selects the tokens that attention reads (DSA); SGLang has backends for it."""
     return _largest(config.get("index_topk")) > 0
 
 
 def _largest(value: Any) -> int:
-    """Return a count, the largest of a list of counts; 0 for anything else."""
+    """Return a count, or the largest of a list of counts; 0 for anything else."""
     values = value if isinstance(value, list) else [value]
     return max((count for count in values if type(count) is int), default=0)
 
 
 def model_identity(model: str) -> str:
-    """Return the model's full path if it is a directory, else its name as it is."""
+    """Return the resolved path of a model directory; any other name unchanged."""
     path = _local(model)
     return str(path.resolve()) if path else model
 
 
 def _local(model: str) -> Path | None:
-    """Return the path of a model that is on this machine; None for other names, and for no path at all."""
+    """Return the path of a model that is a file or directory on this machine; None for any other name."""
     try:
         path = Path(model).expanduser()
         return path if path.exists() else None
@@ -83,26 +83,26 @@ def _local(model: str) -> Path | None:
 
 
 def model_directory(model: str, revision: str | None = None) -> Path:
-    """Return where a model's files are, or would be: its directory, or a snapshot in Hugging Face's cache.
+    """Return the directory of a model's files, which may not exist yet.
 
-    The cache is that of huggingface_hub, the snapshot that of the revision, which is `main` by default.
+    For a name on the Hub it is the snapshot of the revision (default: `main`) in huggingface_hub's cache.
     """
     if path := _local(model):
         return path
     home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
-    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    cache = Path(named or f"{home}/hub").expanduser()
+    hub_cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    cache = Path(hub_cache or f"{home}/hub").expanduser()
     repository = cache / f"models--{model.replace('/', '--')}"
     commit = revision or "main"
-    with contextlib.suppress(OSError, ValueError):  # it is a commit itself, or the model is not there
+    with contextlib.suppress(OSError, ValueError):  # the revision is a commit, or the model is missing
         commit = (repository / "refs" / commit).read_text(encoding="utf-8").strip()
     return repository / "snapshots" / commit
 
 
 def check_model(model: str) -> None:
-    """Raise EngineStartError for a model that is plainly a path and is not there."""
+    """Raise EngineStartError for a missing model directory, or one without a model."""
     path = Path(model).expanduser()
-    # "org/name" is a model's name in a hub, unless a folder `org` is here
+    # "org/name" is a name on the Hub, unless there is a folder `org`.
     looks_like_path = not is_hub_name(model) or ("/" in model and path.parent.is_dir())
     if looks_like_path and not path.exists():
         raise EngineStartError(
@@ -116,17 +116,17 @@ def check_model(model: str) -> None:
 _LEADS_ELSEWHERE = re.compile(
     "HF_|HUGGINGFACE_|TRANSFORMERS_|XDG_CACHE_HOME|SGLANG_USE_MODELSCOPE|.*_proxy$", re.IGNORECASE
 )
-"""Variables of a server with which it may find a model that this process does not."""
+"""Environment variables with which a server may find a model where this process does not look."""
 HUB_TIMEOUT_S = 10.0
 HUB_TRIES = 3
 """Tries to reach the Hub: a machine that has just started may have no network yet."""
 
 
 def check_on_hub(spec: ServerEngine) -> None:
-    """Raise EngineStartError for a model that is not on this machine, and that the Hub does not give.
+    """Raise EngineStartError for a model that is neither on this machine nor on the Hub.
 
-    SGLang would try for a minute, and then quote three errors. Where it may still find the model, nothing is
-    raised: with variables or arguments that lead elsewhere, or where the Hub answers something unexpected.
+    SGLang would try for a minute, and then quote three errors. If the server may look elsewhere, by its
+    variables or arguments, or if the Hub's answer is unexpected, nothing is raised.
     """
     model, revision = spec.model, spec.args.get("revision")
     repository = "/".join(model.partition(":")[0].split("/")[:2])  # without a quantization or a file
@@ -151,7 +151,7 @@ def check_on_hub(spec: ServerEngine) -> None:
                 f"engine.model: {model}: {hub.endpoint} has no such model{at}, or shows it only with a token",
                 hint="correct the name, set HF_TOKEN, or give a folder",
             ) from None
-        except (httpx.ConnectError, ConnectionError) as failure:  # the second: HF_HUB_OFFLINE is set
+        except (httpx.ConnectError, ConnectionError) as failure:  # ConnectionError: HF_HUB_OFFLINE is set
             if tries == HUB_TRIES:
                 raise EngineStartError(
                     f"engine.model: {model}: is not on this machine, and {hub.endpoint} cannot be reached: "
@@ -160,7 +160,7 @@ def check_on_hub(spec: ServerEngine) -> None:
                 ) from None
             time.sleep(TIMING.first_retry * 2**tries)
         except (httpx.HTTPError, HfHubHTTPError, ValueError, OSError) as failure:
-            log.debug("the Hub was asked for %s in vain: %r", model, failure)
+            log.debug("%s: the Hub's answer is unexpected: %r", model, failure)
             return
         else:
             return
@@ -169,36 +169,36 @@ def check_on_hub(spec: ServerEngine) -> None:
 def _looks_elsewhere(spec: ServerEngine) -> bool:
     """Tell whether a server may look for its model where this process does not."""
     has_variable = any(map(_LEADS_ELSEWHERE.match, spec.env)) or "SGLANG_USE_MODELSCOPE" in os.environ
-    # with `cache_dir` files are copied that have to be here, which is checked with the copy
+    # `cache_dir` needs local files, which the copy checks.
     return has_variable or name_in(spec.args, "download-dir") in spec.args or spec.cache_dir is not None
 
 
 def read_config(model: str, revision: str | None = None) -> dict[str, Any]:
-    """Return a model's config.json, with its language model's values at the top; empty where it is not here.
+    """Return a model's config.json with the values of its language model at the top; empty if it is missing.
 
-    A model that takes more than text describes its language model in `text_config`, whose values win, as they
-    do in SGLang.
+    A multimodal model describes its language model in `text_config`, whose values take precedence, as in
+    SGLang.
     """
     return language_part(read_json(model_directory(model, revision) / "config.json"))
 
 
 def takes_mean(model: str) -> bool:
-    """Tell whether a model's authors take the mean over all tokens as its vector, by its files.
+    """Tell whether a model's vector is the mean over all tokens, by the files of sentence-transformers.
 
-    sentence-transformers writes them; False where they are not on this machine.
+    False if they are not on this machine.
     """
     pooling = read_json(model_directory(model) / "1_Pooling" / "config.json")
     return pooling.get("pooling_mode_mean_tokens") is True
 
 
 def vocabulary_of(model: str) -> int | None:
-    """Return the number of token ids that a model knows, or None where its files are not on this machine."""
+    """Return the size of a model's vocabulary; None if its files are not on this machine."""
     size = read_config(model).get("vocab_size")
     return size if type(size) is int and size > 0 else None
 
 
 def class_names(model: str) -> tuple[str, ...]:
-    """Return the names of a classification model's classes, in order; empty where its files are not here."""
+    """Return the names of a classifier's classes, in order; empty if its files are not on this machine."""
     names = read_config(model).get("id2label")
     if not isinstance(names, dict):
         return ()
@@ -206,7 +206,7 @@ def class_names(model: str) -> tuple[str, ...]:
 
 
 def kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
-    """Return the bytes of KV cache that a token takes, at `width` bytes a number; None where not known."""
+    """Return the bytes of KV cache per token, at `width` bytes a number; None if unknown."""
     layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim")
@@ -219,40 +219,39 @@ def kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
 INDEX = "model.safetensors.index.json"
 _WEIGHTS = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin")
 STATIC_SHARE = 0.83
-"""Share of a card for weights and KV pool, where the job does not set `mem-fraction-static`: SGLang's on an
-H100 (0.5.23); the rest is for activations and graphs."""
+"""Share of a GPU's memory for weights and KV pool if the job does not set `mem-fraction-static`: SGLang's on
+an H100 (0.5.23). The rest is for activations and CUDA graphs."""
 
 
 def with_tp(spec: ServerEngine) -> ServerEngine:
-    """Return an engine whose `tp` is among its arguments."""
+    """Return the spec with its `tp` as the argument `tp-size`."""
     args = {**spec.args, "tp-size": spec.tp} if spec.tp else spec.args
     return spec.model_copy(update={"tp": None, "args": args})
 
 
 def split_over(args: Mapping[str, Any]) -> int:
-    """Return the number of cards that a model's weights are split over: `tp-size` times `pp-size`."""
+    """Return the number of GPUs over which a model's weights are split: `tp-size` times `pp-size`."""
     return max(_number(args, "tp-size"), 1) * max(_number(args, "pp-size"), 1)
 
 
 def cards_of(args: Mapping[str, Any]) -> int:
-    """Return how many cards a server takes; `dp-size` makes copies of it, but not with DP attention."""
-    parted = args.get(name_in(args, "enable-dp-attention"))
-    return split_over(args) * (1 if parted else max(_number(args, "dp-size"), 1))
+    """Return the number of GPUs of a server; `dp-size` multiplies it, except with DP attention."""
+    has_dp_attention = args.get(name_in(args, "enable-dp-attention"))
+    return split_over(args) * (1 if has_dp_attention else max(_number(args, "dp-size"), 1))
 
 
 def weights_bytes(directory: Path, config: Mapping[str, Any]) -> float | None:
-    """Return the bytes of a model's weights once loaded, by its files; None where these are not here."""
+    """Return the bytes of a model's loaded weights, by its files; None if they are not on this machine."""
     total: float | None = read_json(directory / INDEX).get("metadata", {}).get("total_size")
     if not isinstance(total, (int, float)) or total <= 0:
-        files = (directory.glob(name) for name in _WEIGHTS)
-        sizes = (sum(file.stat().st_size for file in found) for found in files)
+        sizes = (sum(file.stat().st_size for file in directory.glob(name)) for name in _WEIGHTS)
         total = next(filter(None, sizes), None)
-    # SGLang loads 32 bits as 16
+    # SGLang loads 32-bit weights as 16-bit numbers.
     is_wide = str(config.get("dtype") or config.get("torch_dtype") or "float32").startswith("float32")
     return total / 2 if total and is_wide and "quantization_config" not in config else total
 
 
 def _number(args: Mapping[str, Any], name: str) -> int:
-    """Return an argument that is a whole number, by any of its names; 0 for anything else."""
+    """Return an integer argument under any of its names; 0 for any other value."""
     value = args.get(name_in(args, name))
     return value if isinstance(value, int) else 0

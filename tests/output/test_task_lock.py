@@ -18,7 +18,7 @@ from batchrunner.core.errors import OutputError, TaskLockLostError
 from batchrunner.output.holder import LockHolder, parse_holder, this_process
 from batchrunner.output.liveness import DEAD_AFTER_S
 from batchrunner.output.objects import RunObjects
-from batchrunner.output.task_lock import STORE_HEARTBEAT_S, TRUSTED_S, StoreTaskLock, TaskLock
+from batchrunner.output.task_lock import STORE_HEARTBEAT_S, TRUSTED_S, FileTaskLock, StoreTaskLock, TaskLock
 from tests.conftest import job_of, results_of, started, write_job
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.server_thread import PATIENCE_S
@@ -72,7 +72,7 @@ class OnDisk:
 
     def lock(self, holder: LockHolder, clock: Clock | None = None) -> TaskLock:
         clock = clock or Clock()
-        return TaskLock(self.path, holder, clock=lambda: clock.now, sleep=clock.sleep)
+        return FileTaskLock(self.path, holder, clock=lambda: clock.now, sleep=clock.sleep)
 
     def write(self, content: bytes) -> None:
         (self.path / "owner").write_bytes(content)

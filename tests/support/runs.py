@@ -20,7 +20,7 @@ from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.holder import this_process
 from batchrunner.output.parts import Journal, write_part
-from batchrunner.output.task_lock import TaskLock
+from batchrunner.output.task_lock import FileTaskLock
 from batchrunner.runner.control import Control
 from batchrunner.runner.join import join
 from batchrunner.runner.plan import StartOptions
@@ -93,7 +93,7 @@ class Task:
         self.prepared = prepare(load_job(job), f"join-host-{name}")
         self.run_dir = self.prepared.run_dir
         self.run_dir.task_directory.mkdir(parents=True)
-        self.lock = TaskLock(self.run_dir.task_directory)
+        self.lock = FileTaskLock(self.run_dir.task_directory)
         self.lock.acquire()
         self.counts = RowCounts()
         events = EventLog(self.run_dir.events)
@@ -152,6 +152,6 @@ class Task:
         """End as one that was killed: its name stays, of a process that is no more."""
         self.work(1, last=True)
         self.lock.release()
-        TaskLock(
+        FileTaskLock(
             self.run_dir.task_directory, dataclasses.replace(this_process(), started="long ago")
         ).acquire()

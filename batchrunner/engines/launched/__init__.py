@@ -1,4 +1,4 @@
 """Launched engines: servers that a run starts, supervises and ends.
 
-Nobody imports from here but the registry (`fleet`: LaunchedFleet). `launcher.py` is a script of its own.
+Only the registry imports from here (`fleet`: LaunchedFleet). `launcher.py` is a separate script.
 """

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 class LaunchedFleet(HttpEngine):
     """Servers that live as long as this object is open, and never longer than this process.
 
-    Each takes rows by its own load. The run goes on while one of them is left.
+    Each gets rows according to its own load. The run continues while at least one of them lives.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class LaunchedFleet(HttpEngine):
         task: TaskName = GENERATE,
         shape: str | None = None,
     ) -> None:
-        # not `token_urlsafe`: a - at its head would read as an option
+        # Hexadecimal, because a leading - would look like an option.
         self._key = os.environ.get("SGLANG_API_KEY") or secrets.token_hex(24)
         super().__init__(
             api_key=self._key,
@@ -69,11 +69,11 @@ class LaunchedFleet(HttpEngine):
         self._healer: Healer | None = None
         self._shape = shape
         self.memory: FlagMemory | None = None
-        """What is known of flags for this shape of job; None where they do not change."""
+        """Learned flags for jobs of this shape; None where flags are not tuned."""
         self._watching: list[asyncio.Task[None]] = []
 
     async def open(self) -> EngineInfo:
-        """Start the servers, all at once, and wait until they are ready; see `Engine.open`."""
+        """Start all servers at the same time, and wait until they are ready; see `Engine.open`."""
         model = self._spec.model
         check_model(model)
         await asyncio.to_thread(check_on_hub, self._spec)
@@ -81,26 +81,26 @@ class LaunchedFleet(HttpEngine):
         cpu = on_cpu(spec.device)
         if cpu and spec.device == "auto":
             _refuse_several_gpus(spec)
-        raise_file_limit()  # before they start: they inherit it
+        raise_file_limit()  # before the start, because the servers inherit it
         if spec.heal or self._shape:
             file = await asyncio.to_thread(learned_file, spec, model, cpu=cpu)
             self._healer = Healer(spec.args, file, self._incidents) if spec.heal else None
         if self._shape:
             self.memory = FlagMemory(file.with_suffix(f".{self._shape}.json"), self._incidents)
-        made = self._make_servers(model, cpu=cpu)
-        self._replicas = {server.url: server for server in made}
-        await _all_or_first_failure([server.start() for server in made])
+        servers = self._make_servers(model, cpu=cpu)
+        self._replicas = {server.url: server for server in servers}
+        await _start_all([server.start() for server in servers])
         info = await self.connect([*self._replicas])
-        self._watching = [asyncio.create_task(server.watch()) for server in made]
-        alone = len(made) == 1 and not (cpu or "CUDA_VISIBLE_DEVICES" in spec.env)
+        self._watching = [asyncio.create_task(server.watch()) for server in servers]
+        has_all_gpus = len(servers) == 1 and not (cpu or "CUDA_VISIBLE_DEVICES" in spec.env)
         return dataclasses.replace(
             info,
             kind=spec.kind,
             model=model_identity(model),
             card=None if cpu else await asyncio.to_thread(card_name),
-            gpus=len(gpus()) * spec.nodes if alone else None,
+            gpus=len(gpus()) * spec.nodes if has_all_gpus else None,
             tp=split_over(spec.args),
-            log=str(made[-1].log_path),
+            log=str(servers[-1].log_path),
             notes=(*((CPU_NOTE,) if cpu else ()), *info.notes),
         )
 
@@ -110,23 +110,23 @@ class LaunchedFleet(HttpEngine):
         return [*self._replicas.values()]
 
     async def generate(self, request: Request, route: str) -> Completion:
-        """Send one request once, to one server not before it is up; see `Engine.generate`."""
+        """Send a request once, as soon as its server is up; see `Engine.generate`."""
         await self._until_up(route)
         return await super().generate(request, route)
 
     async def generate_many(self, requests: Sequence[Request], route: str, ended: RowEnded) -> None:
-        """Send several requests in one; see `Engine.generate_many`."""
+        """Send a bundle as soon as its server is up; see `Engine.generate_many`."""
         await self._until_up(route)
         await super().generate_many(requests, route, ended)
 
     async def _until_up(self, route: str) -> None:
-        replica = self._replicas[route]
-        if replica.lost and not all(each.lost for each in self._replicas.values()):
-            raise EngineDownError(str(replica.lost))  # other replicas do its rows
-        await replica.ready()
+        server = self._replicas[route]
+        if server.lost and not all(replica.lost for replica in self._replicas.values()):
+            raise EngineDownError(str(server.lost))  # its rows go to other replicas
+        await server.ready()
 
     async def loads(self) -> Sequence[SchedulerLoad]:
-        """Return the load of each server; restart what hangs."""
+        """Return the load of each server, and restart those that hang."""
         loads = await super().loads()
         for url, replica in self._replicas.items():
             if not replica.up:
@@ -137,11 +137,11 @@ class LaunchedFleet(HttpEngine):
         return loads
 
     async def excuses(self, url: str, sent_at: float) -> bool:
-        """Tell whether a server ended after `sent_at` for a reason that is no row's fault."""
+        """Tell whether a server died after `sent_at` for a reason that is no row's fault."""
         return await self._replicas[url].excuses(sent_at)
 
     async def close(self) -> None:
-        """End the servers and everything they started."""
+        """End the servers and all their processes."""
         for watching in self._watching:
             watching.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
@@ -170,36 +170,36 @@ class LaunchedFleet(HttpEngine):
 def _refuse_several_gpus(spec: ServerEngine) -> None:
     """Raise EngineStartError for a job that needs several GPUs on a machine that has none.
 
-    A job of one GPU is tried on the CPU instead, which several servers, or parts of one, would only share.
+    A job of one GPU is tried on the CPU instead. Several servers, or parts of one, would only share that.
     """
-    needed = cards_of(spec.args) * (1 if spec.replicas == "auto" else spec.replicas)
-    if needed > 1:
+    gpu_count = cards_of(spec.args) * (1 if spec.replicas == "auto" else spec.replicas)
+    if gpu_count > 1:
         raise EngineStartError(
             f"engine.replicas {spec.replicas} with {cards_of(spec.args)} each (engine.tp, times pp-size and "
-            f"dp-size) needs {needed} GPUs: none is here",
+            f"dp-size) needs {gpu_count} GPUs: none is here",
             hint="run it on a machine that has them, or set engine.device: cpu to try it on the CPU",
         )
 
 
-def gpu_slices(devices: Sequence[str], each: int, replicas: int | str) -> list[list[str]]:
-    """Give each replica its own GPUs; an empty slice leaves CUDA_VISIBLE_DEVICES as it is.
+def gpu_slices(devices: Sequence[str], size: int, replicas: int | str) -> list[list[str]]:
+    """Divide the GPUs among the replicas, `size` for each; an empty slice keeps CUDA_VISIBLE_DEVICES.
 
-    Without GPUs that can be counted (a CPU, or a vendor's own way of naming) `auto` is one replica. Raises
-    EngineStartError where there are too few.
+    `auto` is one replica if the GPUs cannot be counted: on a CPU, or with a vendor's own names. Raises
+    EngineStartError if there are too few.
     """
     if not devices:
         return [[] for _ in range(1 if replicas == "auto" else int(replicas))]
-    count = len(devices) // each if replicas == "auto" else int(replicas)
-    if count * each > len(devices) or count == 0:
+    count = len(devices) // size if replicas == "auto" else int(replicas)
+    if count * size > len(devices) or count == 0:
         raise EngineStartError(
-            f"engine.replicas {replicas} with {each} each (engine.tp, times pp-size and dp-size) needs "
-            f"{max(count, 1) * each} GPUs: {len(devices)} there"
+            f"engine.replicas {replicas} with {size} each (engine.tp, times pp-size and dp-size) needs "
+            f"{max(count, 1) * size} GPUs: {len(devices)} there"
         )
-    return [list(devices[n * each : (n + 1) * each]) for n in range(count)]
+    return [list(devices[n * size : (n + 1) * size]) for n in range(count)]
 
 
-async def _all_or_first_failure(starts: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run all at once; the first that fails ends the others."""
+async def _start_all(starts: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run all starts at the same time; the first failure cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             for start in starts:

@@ -1,32 +1,32 @@
-"""Run a server so that it cannot outlive the process that asked for it, nor show its API key to others.
+"""Run a server that cannot outlive the process that asked for it, nor show its API key to other users.
 
-This script imports nothing of the package: any Python >= 3.9 runs it as `OTHER_PYTHON launcher.py`,
-with a pipe as standard input. The first line of the pipe is one JSON object:
+This script imports nothing from the package: any Python >= 3.9 runs it as `OTHER_PYTHON launcher.py`, with a
+pipe as standard input. The first line of the pipe is a JSON object:
 
     {"module": "sglang.launch_server", "argv": ["--port", "30000"], "log": "engine-server.log", "key": "..."}
 
-`key` may be empty. With `copy` the server loads a copy of its model on this machine's disk. With `ranks` srun
-has started this script on several machines, which have one pipe. The pipe then stays open for as long as the
-server is to run: the end of the pipe, by a close or a SIGKILL of its owner, kills the server and all that it
-started. The script ends with the server's exit status, 128 + signal
-where a signal ended it.
+`key` may be empty. With `copy` the server loads a copy of its model from this machine's disk. `ranks` says
+that srun has started this script on several machines, which share the pipe.
 
-The signals that stop a run (Ctrl-C, SIGTERM, SIGHUP, SIGUSR1) often reach all processes of the run: Slurm,
-systemd and `timeout` send them so. Neither this script nor the server takes them, nor what the server
-starts: the run still waits for its rows in flight, and then closes the pipe.
+The pipe stays open for as long as the server is to run. Its end, by a close or a SIGKILL of its owner, kills
+the server and all processes that the server has started. The script ends with the server's exit status, or
+128 + signal if a signal ended the server.
 
-The server is a fork of this process which runs the module in place, so that the key reaches
-`sys.argv` without ever being in an argument vector or an environment. Processes that the
-server starts with `multiprocessing` get it through the pipe that method uses. The log, where SGLang writes
-its arguments, is readable by its owner alone.
+The signals that stop a run (Ctrl-C, SIGTERM, SIGHUP, SIGUSR1) often reach all processes of the run, because
+Slurm, systemd and `timeout` send them so. This script, the server and its processes ignore them: the run
+still waits for its rows in flight, and then closes the pipe.
+
+The server is a fork of this process that runs the module in place. So the key reaches `sys.argv` without
+being in any argument vector or environment. Processes that the server starts with `multiprocessing` get it
+through the pipe of that module. SGLang writes its arguments to the log, which only its owner can read.
 """
 
 from __future__ import annotations
 
 import sys
 
-# A script's own folder comes first in `sys.path`: remove it before anything else is imported, so
-# that no file of it hides a module of the server's with the same name.
+# Python puts the folder of a script first in `sys.path`. Remove it before anything else is imported, so that
+# no file in it hides a module of the server.
 if sys.path and __file__.startswith(sys.path[0] + "/"):
     del sys.path[0]
 
@@ -49,7 +49,7 @@ from typing import Any
 POLL_S = 0.1
 KILL_S = 10.0
 NO_MODEL = (".", "checkpoint-", "original")
-"""What folders beside a model's files begin with that SGLang reads nothing from: they are not copied."""
+"""Prefixes of folders beside a model's files that SGLang does not read; they are not copied."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that stop a run; see `batchrunner.core.processes`."""
 
@@ -59,13 +59,13 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def _prctl(option: int, value: int) -> None:
-    """Call prctl(2). Without it (not Linux) only the end of the pipe stops the server."""
+    """Call prctl(2). On systems without it only the end of the pipe stops the server."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def read_config(descriptor: int) -> dict[str, Any]:
-    """Read the first line of `descriptor`, byte by byte, so that nothing after it is read."""
+    """Read the first line of `descriptor` byte by byte, so that the rest stays in the pipe."""
     line = bytearray()
     while not line.endswith(b"\n"):
         byte = os.read(descriptor, 1)
@@ -77,7 +77,7 @@ def read_config(descriptor: int) -> dict[str, Any]:
 
 
 def of_rank(config: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Return the configuration of one of several machines; each has a log and a port of its own."""
+    """Return the configuration for one of several machines, with a separate log and port."""
     argv, log = [*config["argv"], "--node-rank", str(rank)], Path(config["log"])
     if rank:
         log = log.with_name(f"{log.stem}-node{rank}{log.suffix}")
@@ -88,10 +88,10 @@ def of_rank(config: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def local_copy(source: str, cache: str, name: str) -> str:
-    """Return a copy of a model's directory in `cache`, made once for all servers that have this cache.
+    """Return the path of a copy of a model's directory in `cache`, which is made once for all servers.
 
-    A model that has changed gets another one. Who comes while it is copied waits; a copy is there whole, or
-    not at all. Ends this process, saying why, where it cannot be made. `cache` may have variables in it.
+    A model that has changed gets a new copy. Servers that start during the copy wait for it; it appears when
+    it is complete. `cache` may contain environment variables. Raises SystemExit with a reason.
     """
     cache = os.path.expandvars(cache)
     failed = f"copy of the model: error: engine.cache_dir {cache}"
@@ -100,50 +100,50 @@ def local_copy(source: str, cache: str, name: str) -> str:
     try:
         files = files_of(source)
         state = hashlib.sha256(repr((source, files)).encode()).hexdigest()
-        whole = Path(cache, state[:12], name)
-        if not whole.exists():
-            whole.parent.mkdir(parents=True, exist_ok=True)
-            with whole.with_name(f"{name}.lock").open("wb") as lock:
+        copy = Path(cache, state[:12], name)
+        if not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with copy.with_name(f"{name}.lock").open("wb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                if not whole.exists():
-                    copy_files(source, files, whole)
+                if not copy.exists():
+                    copy_files(source, files, copy)
     except OSError as failure:
         raise SystemExit(f"{failed}: no copy of {source}: {failure}") from None
-    return str(whole)
+    return str(copy)
 
 
 def files_of(source: str) -> dict[str, tuple[int, int]]:
-    """Return the files of a model's directory by their paths there, with size and time of change."""
-    found = {}
+    """Return the size in bytes and the modification time in ns of the files below a directory, by path."""
+    files = {}
     for directory, folders, names in os.walk(source, followlinks=True):
-        folders[:] = sorted(each for each in folders if not each.startswith(NO_MODEL))
-        for file in sorted(Path(directory, each) for each in names):
+        folders[:] = sorted(folder for folder in folders if not folder.startswith(NO_MODEL))
+        for file in sorted(Path(directory, name) for name in names):
             stat = file.stat()
-            found[str(file.relative_to(source))] = stat.st_size, stat.st_mtime_ns
-    return found
+            files[str(file.relative_to(source))] = stat.st_size, stat.st_mtime_ns
+    return files
 
 
-def copy_files(source: str, files: dict[str, tuple[int, int]], whole: Path) -> None:
-    """Copy these files of a model's directory to a new one; raises OSError, also where they change."""
-    part = whole.with_name(f"{whole.name}.part")
-    there = files_of(str(part))  # of one that was killed
-    left = {file: size for file, (size, _) in files.items() if there.get(file, (-1,))[0] != size}
-    needed, free = sum(left.values()), shutil.disk_usage(whole.parent).free
-    told = f"{needed / 2**30:.1f} GiB"
-    if needed > free:
-        raise OSError(f"it takes {told}, and {free / 2**30:.1f} GiB are free")
-    print(f"copying {source} ({told}) to {whole}", flush=True)  # noqa: T201 - into the log
+def copy_files(source: str, files: dict[str, tuple[int, int]], copy: Path) -> None:
+    """Copy the files of a model's directory to a new directory; raises OSError, also if they change."""
+    unfinished = copy.with_name(f"{copy.name}.part")
+    existing = files_of(str(unfinished))  # from a copy that was killed
+    sizes = {file: size for file, (size, _) in files.items() if existing.get(file, (-1,))[0] != size}
+    bytes_to_copy, free_bytes = sum(sizes.values()), shutil.disk_usage(copy.parent).free
+    amount = f"{bytes_to_copy / 2**30:.1f} GiB"
+    if bytes_to_copy > free_bytes:
+        raise OSError(f"it takes {amount}, and {free_bytes / 2**30:.1f} GiB are free")
+    print(f"copying {source} ({amount}) to {copy}", flush=True)  # noqa: T201 - into the log
     try:
-        for file in left:
-            (part / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(Path(source, file), part / file)
-            with (part / file).open("rb") as copied:
-                os.fsync(copied.fileno())
+        for file in sizes:
+            (unfinished / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(Path(source, file), unfinished / file)
+            with (unfinished / file).open("rb") as stream:
+                os.fsync(stream.fileno())
         if files_of(source) != files:
             raise OSError("it changed while it was copied")  # noqa: TRY301
-        part.rename(whole)
-    except OSError:  # also where the disk is full
-        shutil.rmtree(part, ignore_errors=True)
+        unfinished.rename(copy)
+    except OSError:  # also if the disk is full
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise
 
 
@@ -151,46 +151,47 @@ def descendants(root: int) -> list[int]:
     """Return the living descendants of a process, by /proc."""
     children: dict[int, list[int]] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
-        try:  # pid (name) state parent …, and the name may hold anything
+        try:  # the fields are "pid (name) state parent …", and the name may contain anything
             state, parent, *_ = file.read_bytes().rpartition(b")")[2].split()
-        except OSError:  # it ended between the listing and the reading
+        except OSError:  # the process ended after the listing
             continue
         if state not in b"ZX":
             children.setdefault(int(parent), []).append(int(file.parent.name))
-    found = [root]
-    for pid in found:
-        found += children.get(pid, [])
-    return found[1:]
+    tree = [root]
+    for pid in tree:
+        tree += children.get(pid, [])
+    return tree[1:]
 
 
 class ServerTree:
-    """The server's processes: what ended is collected, and all are killed at the end."""
+    """The server's processes: reaps those that end, and kills all at the end."""
 
     def __init__(self, server: int) -> None:
+        """`server` is the ID of the server's first process."""
         self.server = server
         self.status: int | None = None
         """The server's exit status; None while it runs."""
 
     def reap(self) -> None:
-        """Collect every process that ended: orphans of the tree become this process's children."""
+        """Reap all processes that have ended; orphans of the tree are children of this process."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     return
                 if pid == self.server:
-                    signalled = os.WIFSIGNALED(status)
-                    self.status = 128 + os.WTERMSIG(status) if signalled else os.WEXITSTATUS(status)
+                    was_killed = os.WIFSIGNALED(status)
+                    self.status = 128 + os.WTERMSIG(status) if was_killed else os.WEXITSTATUS(status)
 
     def serve(self, lifeline: int) -> None:
-        """Return when the server ends, or `lifeline` does."""
+        """Return when the server or the pipe `lifeline` ends."""
         while self.status is None:
             if select.select([lifeline], [], [], POLL_S)[0] and not os.read(lifeline, 1):
                 return
             self.reap()
 
     def stop(self) -> int:
-        """Kill all that runs; return the exit status."""
+        """Kill all processes; return the server's exit status."""
         deadline = time.monotonic() + KILL_S
         while self.kill_all() and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -199,8 +200,8 @@ class ServerTree:
         return 128 + signal.SIGKILL if self.status is None else self.status
 
     def kill_all(self) -> bool:
-        """Send SIGKILL to the whole tree; return False once nothing of it lives."""
-        if self.status is None:  # where there is no /proc, its group is what can be reached
+        """Send SIGKILL to the whole tree; return False once no process of it lives."""
+        if self.status is None:  # without /proc the descendants are unknown, but not the process group
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.server, signal.SIGKILL)
         alive = descendants(os.getpid())
@@ -214,21 +215,21 @@ def run_server(config: dict[str, Any], parent: int, log: int) -> None:
     """Become the server: start a session, write to the log, run the module in this process."""
     os.setsid()
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above: no signal will come
+    if os.getppid() != parent:  # it died before the line above, so no signal will come
         os._exit(128 + signal.SIGKILL)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
-    ensure_running()  # the first start of this helper of `multiprocessing` would unblock signals again
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # what it starts begins with them blocked
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")  # for the processes it starts
+    ensure_running()  # now, because the start of this helper of `multiprocessing` unblocks signals
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # its child processes inherit the mask
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")  # for its child processes
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if config.get("copy"):
         argv = config["argv"]
         argv[argv.index("--model-path") + 1] = local_copy(**config["copy"])
     key = ["--api-key", config["key"]] if config["key"] else []
     sys.argv = [config["module"], *config["argv"], *key]
-    # As `python -m` would: `multiprocessing` finds `__main__` by the module's name again.
+    # The same as `python -m`, so that `multiprocessing` finds `__main__` by the module's name.
     runpy.run_module(config["module"], run_name="__main__", alter_sys=True)
 
 
@@ -240,7 +241,7 @@ def main() -> int:
     if config.get("ranks"):
         config = of_rank(config, int(os.environ["SLURM_PROCID"]))
     log = os.open(config["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # what the server orphans stays within reach
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the server become our children
     parent = os.getpid()
     server = os.fork()
     if server == 0:

@@ -1,4 +1,4 @@
-"""One SGLang server that a run starts, restarts when it dies or hangs, until no start helps, and ends."""
+"""One SGLang server that a run starts, restarts when it dies or hangs, and ends."""
 
 import asyncio
 import contextlib
@@ -35,29 +35,29 @@ log = logging.getLogger(__name__)
 LAUNCHER = Path(__file__).with_name("launcher.py")
 MODULE = "sglang.launch_server"
 PLANNED = Hang(0.0, "is started again as planned")
-"""What stands for a hang where a server is restarted though it is well."""
+"""The reason of a restart with other flags; no hang."""
 START_TRIES = 3
-"""SGLang draws a port for its processes and binds it seconds later: of eight servers that start on a node at
-once, two draw the same one in 28 of 8,000 starts."""
+"""Tries of a start whose port another process has taken. SGLang draws a port for its processes and binds it
+seconds later: if eight servers start on a node at once, two draw the same port in 28 of 8,000 starts."""
 GROUP = "BATCHRUN_RAY_GROUP"
-"""Environment variable with the placement group of a worker on Ray whose engine is on several machines."""
+"""Environment variable with the placement group of a Ray worker whose engine spans several machines."""
 RAY_RANKS = Path(__file__).parents[2] / "ray" / "ranks.py"
 TOKENIZERS = "tokenizer-worker-num"
-"""Argument above 1 of which SGLang 0.5.23 refuses to start with an API key."""
+"""Argument with whose values above 1 SGLang 0.5.23 refuses to start if there is an API key."""
 NO_GPU = re.compile(
     "No accelerator .* is available|No CUDA GPUs are available|Found no NVIDIA driver"
     "|Torch not compiled with CUDA enabled"
 )
-"""What SGLang and torch say on a machine without a GPU that they can use."""
+"""Messages of SGLang and torch on a machine without a usable GPU."""
 MOST_QUICK_DEATHS = 8
-"""More quick deaths in succession are a crash loop. A row that kills the engine is given up after four
-deaths, so the limit tolerates two such rows in succession."""
+"""Most quick deaths in a row; more are a crash loop. A row that kills the engine fails after four deaths, so
+the limit tolerates two such rows in a row."""
 VERDICT_S = 30.0
-"""Longest wait, in seconds, for the cause of a death: a launcher takes up to 20 s to end what is left."""
+"""Most seconds to wait for the cause of a death: a launcher takes up to 20 s to kill all processes."""
 
 
 class SGLangServer:
-    """One `sglang.launch_server` with the job's arguments or safer ones, never longer than this process.
+    """One `sglang.launch_server` with the job's arguments or safer ones. It never outlives this process.
 
     `start` starts it; from then on `watch` restarts it.
     """
@@ -77,10 +77,10 @@ class SGLangServer:
         failures: FailureClassifier,
         incidents: list[Incident],
     ) -> None:
-        """`spec` describes all servers of a job; `environ` is that of this server alone."""
+        """`spec` describes all servers of the job; `environ` has variables for this server alone."""
         offline = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")} if Path(model).exists() else {}
         self.key = key
-        """An API key that no argument vector or environment shows."""
+        """Its API key, which no argument vector or environment shows."""
         self.environ = program_environment({**offline, **spec.env, **(environ or {})}, cpu=cpu)
         self.log_path = log_path
         self.name = name
@@ -88,7 +88,7 @@ class SGLangServer:
         self.incidents = incidents
         self._python = spec.python or sys.executable
         self._nodes = spec.nodes
-        self._starter = _starter(spec.nodes) if spec.nodes > 1 else ()
+        self._launch_prefix = _launch_prefix(spec.nodes) if spec.nodes > 1 else ()
         self._copy: Mapping[str, str] | None = None
         if spec.cache_dir:
             files = model_directory(model, spec.args.get("revision")).resolve()
@@ -101,45 +101,46 @@ class SGLangServer:
             self._copy = {"source": str(files), "cache": spec.cache_dir, "name": name}
         self._port = HeldPort()
         self.url = f"http://127.0.0.1:{self._port.number}"
-        self._own_argv = [
+        self._base_argv = [
             *("--model-path", model, "--host", "127.0.0.1", "--port", str(self._port.number)),
         ]  # fmt: skip
         self._start_timeout_s = spec.start_timeout
-        self._given = server_args(spec.args, cpu=cpu)
-        self._named = {**spec.args, **spec.env}
+        self._job_args = server_args(spec.args, cpu=cpu)
+        self._set_by_job = {**spec.args, **spec.env}
         self._healer = healer
         self._memory = memory
         self._failures = failures
         self.adapted = dict(memory.args) if memory else {}
-        """Flags and variables that it has beside the job's own."""
-        self._recalled = bool(self.adapted)  # from an earlier run
-        self._before: Mapping[str, Any] | None = {} if self._recalled else None  # what it goes back to
+        """Tuned flags and variables beside the job's own."""
+        self._is_recalled = bool(self.adapted)  # whether they come from an earlier run
+        self._previous: Mapping[str, Any] | None = {} if self._is_recalled else None
+        """Flags to return to if it dies; None if a death is no fault of its flags."""
         self._args: dict[str, Any] = {}  # of the last start
         self._kills: int | None = None  # the kernel's count at the last start
         self.start_s = 0.0
         """Seconds that its last start took."""
         self.up = False
-        """Whether it is in use: it runs, and is ready."""
+        """Whether it is ready and takes rows."""
         self.has_work = False
-        """Whether it had rows at the last poll, while it is not up."""
+        """Whether it had rows at the last poll; updated only while it is not up."""
         self.lost: EngineLostError | None = None
-        """Why it is not restarted any more, once that is so."""
-        self._stays = False  # no restart is begun though it is well
+        """Why it will not be restarted again; None while it may be."""
+        self._may_not_restart = False  # with other flags; after a death it may
         self._process: asyncio.subprocess.Process | None = None
-        self._logs: Mapping[Path, int] = {}  # where the last start begins in each log
-        self._hung: asyncio.Future[Hang] | None = None
-        self._healed, self._judged_at = False, -math.inf
+        self._logs: Mapping[Path, int] = {}  # offset in bytes of the last start in each log
+        self._hang: asyncio.Future[Hang] | None = None
+        self._was_healed, self._judged_at = False, -math.inf
         self._verdict = asyncio.Event()  # set at the next death
-        self._settled = asyncio.Event()  # set while it is up, or lost
+        self._settled = asyncio.Event()  # set while it is up or lost
 
     async def start(self) -> None:
-        """Start it and wait until it takes requests; raises EngineStartError where it does not.
+        """Start it and wait until it takes requests; raises EngineStartError if that fails.
 
         A start that fails for want of memory is repeated with safer arguments, as after a death.
         """
         tries_left = START_TRIES
         while True:
-            self._args = {**self._given, **arguments_in(self.adapted), **self._safer}
+            self._args = {**self._job_args, **arguments_in(self.adapted), **self._safer}
             if self._nodes > 1:
                 meeting = f"{socket.gethostname()}:{free_port()}"
                 self._args |= {"nnodes": self._nodes, "dist-init-addr": meeting}
@@ -164,9 +165,9 @@ class SGLangServer:
                 await self.stop()
             else:
                 self.start_s = time.monotonic() - began
-                if self._recalled and self._before is None and self._memory:
-                    self._memory.forget()  # not before: perhaps it does not live without them either
-                    self._recalled = False
+                if self._is_recalled and self._previous is None and self._memory:
+                    self._memory.forget()  # only now: the start might have failed without them too
+                    self._is_recalled = False
                 return
 
     @property
@@ -174,46 +175,47 @@ class SGLangServer:
         return self._healer.args if self._healer else {}
 
     def may_change(self, name: str) -> bool:
-        """Tell whether a sign may change a flag or variable.
+        """Tell whether flag tuning may change a flag or variable.
 
-        Not one that the job names, even in short, that a death has changed, or a variable that was changed.
+        It may not change those that the job sets, even abbreviated, those that a death has changed, and
+        variables that were tuned already.
         """
-        fixed = {**self._named, **self._safer, **variables_in(self.adapted)}
-        return not any(spelling.startswith(given) for spelling in spellings(name) for given in fixed)
+        fixed = {**self._set_by_job, **self._safer, **variables_in(self.adapted)}
+        return not any(spelling.startswith(name_set) for spelling in spellings(name) for name_set in fixed)
 
     def adapt(self, args: Mapping[str, Any], why: str) -> None:
-        """Restart it with other flags and variables, once its rows have ended; it goes back if it dies."""
+        """Restart it with other flags and variables when its rows have ended. It reverts them if it dies."""
         self._change(args, why)
-        self.up = self._recalled = self._stays = False
+        self.up = self._is_recalled = self._may_not_restart = False
         self._settled.clear()
         self.hangs(PLANNED)
 
     def keep(self) -> None:
-        """Take its flags for good: from now on a death is no fault of theirs."""
-        self._before, self._recalled = None, False
+        """Keep its flags for good: from now on a death is no fault of theirs."""
+        self._previous, self._is_recalled = None, False
 
     def stay(self) -> None:
-        """Begin no planned restart any more, and let no row wait for one."""
-        self._stays = True
+        """Forbid restarts with other flags, and let no row wait for one."""
+        self._may_not_restart = True
         self._settled.set()
 
     def _change(self, args: Mapping[str, Any], why: str) -> None:
         log.warning("%s: starts again with %s: %s", self.name, command_line(args) or "the job's flags", why)
         self.incidents.append(Incident("adapts", self.name, why, {"old": self.adapted, "new": dict(args)}))
-        self._before, self.adapted = self.adapted, dict(args)
+        self._previous, self.adapted = self.adapted, dict(args)
 
     async def _drain(self) -> None:
-        """Let its rows end, while others wait or go to other replicas; for as long as a start takes."""
+        """Wait until its rows have ended, at most as long as a start takes; new rows wait or go elsewhere."""
         self.has_work = True
-        until = time.monotonic() + self.start_s
-        while self.has_work and time.monotonic() < until and not self._stays:  # noqa: ASYNC110 - it is a poll that tells
+        deadline = time.monotonic() + self.start_s
+        while self.has_work and time.monotonic() < deadline and not self._may_not_restart:  # noqa: ASYNC110 - polls set it
             await asyncio.sleep(TIMING.load_poll)
 
     def _heal(self) -> bool:
-        """Change the next start's arguments by the cause of death; return whether any help."""
-        if self._before is not None:
-            self._change(self._before, self._failure_message("does not live with them"))
-            self._before = None
+        """Change the arguments of the next start by the cause of death; return whether any change helps."""
+        if self._previous is not None:
+            self._change(self._previous, self._failure_message("does not live with them"))
+            self._previous = None
             return True
         if self._healer is None or self._exit_code is None:
             return False
@@ -221,7 +223,7 @@ class SGLangServer:
         return self._healer.heal(self.name, EndedServer(self._logged(), self._args, self._exit_code, kills))
 
     async def close(self) -> None:
-        """End it, and give its port back."""
+        """End it, and release its port."""
         if self._healer and self.up:
             self._healer.outlived(self._args)
         await self.stop()
@@ -234,30 +236,30 @@ class SGLangServer:
 
     @property
     def log_begins(self) -> int:
-        """Where the last start begins in its log, in bytes."""
+        """Offset in bytes of the last start in its log."""
         return self._logs.get(self.log_path, 0)
 
     def _logged(self) -> list[str]:
-        """Return the first and the last lines that it logged since its last start."""
+        """Return the first and the last lines that it has logged since its last start."""
         return [line for log in self._all_logs() for line in head_and_tail(log, self._logs.get(log, 0))]
 
     def _all_logs(self) -> list[Path]:
-        """Return its log, and those of its other machines."""
-        others = self.log_path.parent.glob(f"{self.log_path.stem}-node*{self.log_path.suffix}")
-        return [self.log_path, *sorted(others)]
+        """Return its log and those of its other machines."""
+        node_logs = self.log_path.parent.glob(f"{self.log_path.stem}-node*{self.log_path.suffix}")
+        return [self.log_path, *sorted(node_logs)]
 
     def _cause(self) -> str:
-        """Return what the logs say of the end of the last start, each machine's once."""
-        found = [cause_in(log, self._logs.get(log, 0)) for log in self._all_logs()]
-        return " / ".join(filter(None, dict.fromkeys(found)))
+        """Return the causes of the last end that the logs of its machines name, each cause once."""
+        causes = [cause_in(log, self._logs.get(log, 0)) for log in self._all_logs()]
+        return " / ".join(filter(None, dict.fromkeys(causes)))
 
     async def _launch(self) -> None:
-        """Start it; raises EngineStartError where the interpreter cannot be run."""
+        """Start the launcher; raises EngineStartError if the interpreter cannot be run."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._logs = {log: log.stat().st_size for log in self._all_logs() if log.exists()}
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *self._starter, self._python, str(LAUNCHER),
+                *self._launch_prefix, self._python, str(LAUNCHER),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL, env={**self.environ, **variables_in(self.adapted)},
             )  # fmt: skip
@@ -265,7 +267,7 @@ class SGLangServer:
             raise EngineStartError(f"engine.python {self._python}: cannot be run: {failure}") from None
         config = {
             "module": MODULE,
-            "argv": [*self._own_argv, *to_argv(self._args)],
+            "argv": [*self._base_argv, *to_argv(self._args)],
             "key": self.key,
             "log": str(self.log_path),
             "copy": self._copy,
@@ -276,21 +278,21 @@ class SGLangServer:
         await self._process.stdin.drain()
 
     async def _wait_until_ready(self) -> None:
-        """Return when it is ready; raises EngineStartError if it ends or takes too long."""
+        """Wait until it is ready; raises EngineStartError if it ends or takes too long."""
         began = time.monotonic()
         next_word_s = TIMING.launch_word
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {self.key}"}) as session:
             while not await _is_ready(session, self.url + "/ready"):
                 waited_s = time.monotonic() - began
-                hangs = False
+                cannot_listen = False
                 if waited_s > next_word_s:
                     next_word_s += TIMING.launch_word
                     step = next(filter(None, map(step_in, reversed(self._logged()))), "")
                     log.info(
                         "%s is still starting, %.0f s%s", self.name, waited_s, f": {step}" if step else ""
                     )
-                    hangs = self._found_port_taken()  # SGLang goes on, and never listens
-                if self._exit_code is not None or hangs:
+                    cannot_listen = self._found_port_taken()  # SGLang runs on, and never listens
+                if self._exit_code is not None or cannot_listen:
                     raise EngineStartError(self._failure_message("did not start"))
                 if waited_s > self._start_timeout_s:
                     what = f"was not ready within {self._start_timeout_s:g} s"
@@ -298,7 +300,7 @@ class SGLangServer:
                 await asyncio.sleep(TIMING.launch_poll)
 
     async def stop(self) -> None:
-        """End it and everything it started; may be called again if it was cancelled."""
+        """End it and all its processes; may be called again if it was cancelled."""
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()  # the launcher ends the server when its pipe ends
@@ -306,11 +308,11 @@ class SGLangServer:
             self._process = None
 
     def _found_port_taken(self) -> bool:
-        """Tell whether the last start failed because another process has one of its ports."""
+        """Tell whether the log names a port that another process has taken."""
         return "address already in use" in self._cause().lower()
 
     def _failure_message(self, what: str) -> str:
-        """Return its name and `what`, with the exit status and the cause from the log."""
+        """Return the message of a failure `what`, with the exit status and the cause from the log."""
         cause = self._cause()
         if "No module named 'sglang'" in cause or "No module named sglang" in cause:
             return (
@@ -326,11 +328,11 @@ class SGLangServer:
         return f"{self.name} {what}{status}: {cause or 'its log says nothing'} [{self.log_path}]"
 
     async def ready(self) -> None:
-        """Return when it is up.
+        """Wait until it is up.
 
-        Raises EngineLostError when it will not be again, and EngineDownError where no row is to wait for it.
+        Raises EngineLostError if it will never be up again, EngineDownError if no row may wait for it.
         """
-        if not self._stays:
+        if not self._may_not_restart:
             await self._settled.wait()
         if self.lost is not None:
             raise self.lost
@@ -338,45 +340,45 @@ class SGLangServer:
             raise EngineDownError(f"{self.name} is not up, and the run stops")
 
     def hangs(self, hang: Hang) -> None:
-        """Have it ended and restarted: it is up, but does nothing."""
-        if self._hung is not None and not self._hung.done():
-            self._hung.set_result(hang)
+        """Report that it hangs, so that `watch` ends and restarts it."""
+        if self._hang is not None and not self._hang.done():
+            self._hang.set_result(hang)
 
     async def excuses(self, sent_at: float) -> bool:
-        """Tell whether a death after `sent_at` was healed: then no row is at fault."""
+        """Tell whether a death after `sent_at` had a cause that safer arguments cure: no row is at fault."""
         if self._judged_at < sent_at:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(VERDICT_S):
                     await self._verdict.wait()
-        return self._judged_at >= sent_at and self._healed
+        return self._judged_at >= sent_at and self._was_healed
 
     async def watch(self) -> None:
-        """Restart it whenever it ends; returns when it is lost."""
+        """Restart it whenever it ends; return when it is lost."""
         try:
             await self._watch()
-        except Exception as failure:  # or those who wait in `ready` would wait for ever
+        except Exception as failure:  # otherwise callers of `ready` would wait for ever
             self.lost = EngineLostError(f"{self.name}: {type(failure).__name__}: {failure}")
             raise
         finally:
             self._settled.set()
 
     async def _watch(self) -> None:
-        quick_deaths, began = 0, time.monotonic()
+        quick_deaths, up_since = 0, time.monotonic()
         self.up = True
         self._settled.set()
         while True:
             hang = await self._end()
             if hang is PLANNED:
                 await self._drain()
-                if self._stays:
+                if self._may_not_restart:
                     self.up = True
                     continue
             self.up = False
             self._settled.clear()
-            lived_s = time.monotonic() - began - (hang.silent_s if hang else 0)
+            lived_s = time.monotonic() - up_since - (hang.silent_s if hang else 0)
             cause = await self._take_down(hang)
             self._judge(healed=hang is PLANNED or self._heal())
-            if not self._healed:
+            if not self._was_healed:
                 quick_deaths = quick_deaths + 1 if lived_s < TIMING.quick_death else 1
             if quick_deaths > MOST_QUICK_DEATHS:
                 self.lost = EngineLostError(f"{cause} (for the {quick_deaths}th time in a row)")
@@ -384,14 +386,14 @@ class SGLangServer:
                 log.warning("%s: not started again", self.name)
                 return
             count = f" ({quick_deaths} of at most {MOST_QUICK_DEATHS} times in a row)"
-            log.warning("%s: started again%s", self.name, "" if self._healed else count)
+            log.warning("%s: started again%s", self.name, "" if self._was_healed else count)
             if quick_deaths > 1:
                 await asyncio.sleep(
                     min(TIMING.first_restart * 2.0 ** (quick_deaths - 2), TIMING.longest_restart)
                 )
             try:
                 await self.start()
-            except EngineStartError:  # the next pass of the loop finds the program ended and says why
+            except EngineStartError:  # the next pass of the loop sees the ended process and logs the cause
                 await self.stop()
             else:
                 self.up = True
@@ -399,28 +401,28 @@ class SGLangServer:
                 self._failures.record(self.url, alive=True)
                 self.incidents.append(Incident("back", self.name))
                 log.warning("%s is back", self.name)
-            began = time.monotonic()
+            up_since = time.monotonic()
 
     def _judge(self, *, healed: bool) -> None:
-        """Publish the verdict on a death to those who wait for it."""
-        self._healed, self._judged_at = healed, time.monotonic()
+        """Wake all who wait for the verdict on a death."""
+        self._was_healed, self._judged_at = healed, time.monotonic()
         self._verdict.set()
         self._verdict = asyncio.Event()
 
     async def _end(self) -> Hang | None:
-        """Return when it has ended, or with the hang when it hangs."""
+        """Wait until it ends or hangs; return the hang, or None if it ended."""
         if self._process is None:
             return None
-        self._hung = hung = asyncio.get_running_loop().create_future()
-        ended = asyncio.ensure_future(self._process.wait())
+        self._hang = hang = asyncio.get_running_loop().create_future()
+        end = asyncio.ensure_future(self._process.wait())
         try:
-            await asyncio.wait({ended, hung}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({end, hang}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            ended.cancel()
-        return hung.result() if hung.done() else None
+            end.cancel()
+        return hang.result() if hang.done() else None
 
     async def _take_down(self, hang: Hang | None) -> str:
-        """Report why it is of no use any more, take it out of use, and end it if it hangs."""
+        """Report a death or hang, take the server out of use, and end it if it hangs; return the cause."""
         cause = f"{self.name} {hang.why}" if hang else self._failure_message("died")
         if hang is not PLANNED:
             self.incidents.append(Incident("hangs" if hang else "died", self.name, cause))
@@ -431,27 +433,27 @@ class SGLangServer:
         return cause
 
 
-def _starter(nodes: int) -> tuple[str, ...]:
-    """Return a command that starts another one on so many machines, the first of which is this one.
+def _launch_prefix(nodes: int) -> tuple[str, ...]:
+    """Return the words that, put before a command, run it on several machines, this one first.
 
-    They are those of this task of Slurm or worker on Ray; raises EngineStartError where they are not there.
+    The machines are those of this Slurm task or Ray worker. Raises EngineStartError if there are not as many.
     """
     if group := os.environ.get(GROUP):
         return sys.executable, str(RAY_RANKS), group
-    there = os.environ.get("SLURM_JOB_NUM_NODES", "none")
-    if there != str(nodes):
+    allocated = os.environ.get("SLURM_JOB_NUM_NODES", "none")
+    if allocated != str(nodes):
         raise EngineStartError(
-            f"engine.nodes {nodes}: machines of a Slurm job are needed (there: {there})",
+            f"engine.nodes {nodes}: machines of a Slurm job are needed (there: {allocated})",
             hint="start it with `batchrun slurm` or `batchrun ray`",
         )
     return (
-        *("srun", f"--nodes={there}", f"--ntasks={there}", "--ntasks-per-node=1"),
+        *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
         *("--overlap", "--kill-on-bad-exit=1", "--cpu-bind=none"),
     )  # fmt: skip
 
 
 def to_argv(args: Mapping[str, Any]) -> list[str]:
-    """Turn `{mem-fraction-static: 0.8, enable-metrics: true}` into a command line."""
+    """Convert `{mem-fraction-static: 0.8, enable-metrics: true}` to an argument vector."""
     argv: list[str] = []
     for name, value in args.items():
         if value is None or value is False:

@@ -1,4 +1,4 @@
-"""Made-up texts that follow a JSON Schema or a regular expression, and made-up calls of tools."""
+"""Synthetic texts that follow a JSON Schema or a regular expression, and synthetic tool calls."""
 
 import contextlib
 import functools
@@ -18,22 +18,22 @@ from batchrunner.core.types import Request
 from batchrunner.job.arrow_types import part_at
 
 MOST_DEPTH = 16
-"""Levels of a made-up JSON value: a schema may refer to itself."""
+"""Most levels of a synthetic JSON value: a schema may refer to itself."""
 MOST_TURNS_WITH_CALLS = 2
-"""Turns after a user's message in which tools are called; then comes an answer."""
+"""Most turns with tool calls after a user's message; then comes an answer."""
 _WORD = "simulated"
 _MOST_MORE = 4
-"""Most repetitions beyond those that an expression demands."""
+"""Most repetitions beyond the least that an expression demands."""
 _TRIES = 20
-"""Texts that are written for an expression with conditions that only a whole text can meet."""
+"""Tries for an expression with anchors or lookarounds, which only a complete text can satisfy."""
 BEYOND_ASCII = 0xE4
 _CHARACTERS = string.ascii_lowercase + string.digits + string.ascii_uppercase + string.punctuation + " \n\t"
 
 
 def text_by_grammar(sampling: dict[str, Any], number: int, most_characters: int) -> str | None:
-    """Return a text as the grammar of sampling parameters wants it; None without one that is known here.
+    """Return a text that follows the `json_schema` or `regex` of sampling parameters; None without these.
 
-    It is the same for the same `number`. A long one may end after `most_characters`.
+    Equal `number`s give equal texts. A text longer than `most_characters` may end there.
     """
     if schema := sampling.get("json_schema"):
         return json_of_schema(schema, number)
@@ -43,7 +43,7 @@ def text_by_grammar(sampling: dict[str, Any], number: int, most_characters: int)
 
 
 def json_of_schema(schema: Any, number: int) -> str:
-    """Return JSON for a schema, given as a mapping or as JSON text; the same for the same `number`."""
+    """Return JSON that follows a schema, which is a mapping or JSON text; equal `number`s give equal JSON."""
     root = orjson.loads(schema) if isinstance(schema, str) else schema
     return orjson.dumps(_value(root, root, number, 0)).decode()
 
@@ -83,7 +83,7 @@ def _of_type(schema: dict[str, Any], root: Any, number: int, depth: int) -> Any:
 
 
 def _matching(pattern: str, number: int, most_characters: float) -> str | None:
-    """Return a text that an expression matches as a whole; None where Python's `re` cannot read it."""
+    """Return a text that an expression fully matches; None if Python's `re` cannot parse the expression."""
     try:
         compiled, parsed = re.compile(pattern), _parsed(pattern)
     except (re.error, RecursionError):
@@ -109,18 +109,19 @@ _CATEGORIES: dict[str, Callable[[str], bool]] = {
 
 
 class _RegexWriter:
-    """Writes a text by the parts of an expression, as Python's own parser has them."""
+    """Writes a text for an expression that Python's own parser has parsed."""
 
     def __init__(self, random: Random, room: float) -> None:
+        """Limit the text to `room` characters."""
         self.room = room
-        """Characters that may follow."""
+        """Characters that may still follow."""
         self.is_certain = True
-        """Whether the text surely matches; to try it may take long."""
+        """Whether the text certainly matches. Then it need not be matched, which may take long."""
         self._random = random
         self._groups: dict[int, str] = {}
 
     def write(self, parts: Sequence[tuple[Any, Any]]) -> str:
-        """Return a text for parts that follow one another."""
+        """Return a text for a sequence of parts."""
         return "".join(self._part(kind, value) for kind, value in parts if self.room > 0)
 
     def _part(self, kind: Any, value: Any) -> str:
@@ -138,7 +139,7 @@ class _RegexWriter:
                 text = self._groups.get(value, "")
             case kinds.LITERAL | kinds.NOT_LITERAL | kinds.ANY | kinds.IN:
                 text = self._character(kind, value)
-            case _:  # an anchor, or what looks around
+            case _:  # an anchor or a lookaround
                 self.is_certain = False
                 return ""
         self.room -= len(text)
@@ -149,17 +150,17 @@ class _RegexWriter:
             return chr(value)
         choices = value if kind == kinds.IN else [(kind, value)]
         is_negated = choices[0][0] in {kinds.NOT_LITERAL, kinds.ANY, kinds.NEGATE}
-        fitting = [each for each in _CHARACTERS if _is_in(each, choices) != is_negated]
-        if fitting:
-            return self._random.choice(fitting)
-        of = choices[0][1]  # beyond ASCII
+        candidates = [character for character in _CHARACTERS if _is_in(character, choices) != is_negated]
+        if candidates:
+            return self._random.choice(candidates)
+        code = choices[0][1]  # of a character beyond ASCII, or a range of them
         if is_negated:
-            self.is_certain, of = False, BEYOND_ASCII
-        return chr(of[0] if isinstance(of, tuple) else of)
+            self.is_certain, code = False, BEYOND_ASCII
+        return chr(code[0] if isinstance(code, tuple) else code)
 
 
 def _is_in(character: str, choices: Sequence[tuple[Any, Any]]) -> bool:
-    """Tell whether a character is one of a class, or one that its negation excludes."""
+    """Tell whether a character class has a character, regardless of its negation."""
     for kind, value in choices:
         match kind:
             case kinds.LITERAL | kinds.NOT_LITERAL:
@@ -179,18 +180,19 @@ def _is_in(character: str, choices: Sequence[tuple[Any, Any]]) -> bool:
 
 
 def tool_call(request: Request, number: int) -> dict[str, Any] | None:
-    """Return a call of one of a chat's tools; None where the answer is a text.
+    """Return a call of one of a chat's tools; None for an answer in words.
 
-    After a user's message come one or two turns with calls, unless the request demands a call or none.
+    One or two turns after a user's message have calls, unless the request demands or forbids calls.
     """
     tools = request.tools
     if tools is None or not tools.tools or tools.choice == "none":
         return None
     is_free = tools.choice in {None, "auto"} if not isinstance(tools.choice, dict) else False
     turns = _turns_since_the_user(request.prompt)
-    begin = request.prompt[: len(request.prompt) - len(turns)]
+    prefix = request.prompt[: len(request.prompt) - len(turns)]
     calls = sum(1 for message in turns if message.get("tool_calls"))
-    if is_free and calls >= 1 + crc32(repr(begin).encode("utf-8", "replace")) % MOST_TURNS_WITH_CALLS:
+    turns_with_calls = 1 + crc32(repr(prefix).encode("utf-8", "replace")) % MOST_TURNS_WITH_CALLS
+    if is_free and calls >= turns_with_calls:
         return None
     functions = {tool["function"]["name"]: tool["function"] for tool in tools.tools}
     name = [*functions][number % len(functions)]
@@ -203,7 +205,7 @@ def tool_call(request: Request, number: int) -> dict[str, Any] | None:
 
 
 def _turns_since_the_user(messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """Return the messages after the last one of the user."""
+    """Return the messages after the user's last one."""
     for at in range(len(messages), 0, -1):
         if messages[at - 1].get("role") == "user":
             return messages[at:]

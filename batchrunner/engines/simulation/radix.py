@@ -1,8 +1,8 @@
 """SGLang's prefix cache with names instead of tokens: match, insert, lock, evict the least recently used.
 
-A context is a path of segments (name, tokens); segments that samples share have the same name. A node holds
-a piece of one segment. The real tree joins runs of segments into one node, so it frees more at a time; which
-tokens are found, and which are evicted first, is the same.
+A context is a path of segments (name, tokens). Segments that samples share have the same name. A node holds a
+piece of one segment. The real tree joins consecutive segments in one node, so it frees more at a time. Cache
+hits and the order of evictions are the same.
 
 Source: SGLang 0.5.23, `mem_cache/unified_cache/unified_tree_core.py`, `components/full.py` (unlocked leaves
 are evicted by last access; their parents become leaves then) and `mem_cache/common.py`.
@@ -19,21 +19,21 @@ Path = tuple[tuple["Hashable", int], ...]
 
 @dataclass(slots=True, eq=False)
 class CacheNode:
-    """A piece of a segment; the path of its parents is the context before it."""
+    """A piece of a segment. The path of its parents is the context before it."""
 
     parent: CacheNode | None
     key: tuple[Hashable, int]
-    """Name of the segment, and the token of it at which the piece begins."""
+    """Name of the segment, and the offset of the piece in it, in tokens."""
     tokens: int
     children: dict[tuple[Hashable, int], CacheNode] = field(default_factory=dict)
     locks: int = 0
     touched: int = 0
     queued: bool = False
-    """Whether the eviction heap has an entry for the node, perhaps with an older access time."""
+    """Whether the eviction heap has an entry for the node, perhaps with an outdated access time."""
 
 
 class RadixCache:
-    """The tree of cached contexts, and how many of its tokens could be evicted now."""
+    """The tree of cached contexts, and the number of its tokens that could be evicted."""
 
     def __init__(self) -> None:
         self.root = CacheNode(None, ("", 0), 0)
@@ -43,10 +43,10 @@ class RadixCache:
         self._serial = 0
 
     def match(self, path: Iterable[tuple[Hashable, int]], limit: int) -> tuple[CacheNode, int]:
-        """Return the last cached node of a context and its cached tokens, `limit` at most.
+        """Return the last cached node of a context, and the number of its cached tokens, `limit` at most.
 
-        All nodes on the way count as accessed. A node that matches in part is split, so that the part can
-        be locked on its own.
+        All nodes on the path count as accessed. A node that matches in part is split, so that this part can
+        be locked alone.
         """
         self._time += 1
         node, matched = self.root, 0
@@ -66,23 +66,23 @@ class RadixCache:
         return node, matched
 
     def insert(self, path: Iterable[tuple[Hashable, int]], limit: int) -> tuple[CacheNode, int]:
-        """Put the first `limit` tokens of a context into the tree.
+        """Insert the first `limit` tokens of a context.
 
-        Return the last node, and how many of the tokens were there already. New nodes are not locked, so
-        their tokens count as evictable until they are.
+        Return the last node, and how many of the tokens were cached before. New nodes are not locked yet, so
+        their tokens count as evictable.
         """
-        node, known = self.match(path, limit)
+        node, matched = self.match(path, limit)
         begin = 0
         for name, tokens in path:
             end = min(tokens, limit - begin)
-            at = max(0, known - begin)
+            at = max(0, matched - begin)
             if at < end:
                 node = self._add(node, (name, at), end - at)
             begin += end
-        return node, known
+        return node, matched
 
     def lock(self, node: CacheNode) -> None:
-        """Protect a node and all nodes above it from eviction."""
+        """Protect a node and its ancestors from eviction."""
         while node.parent is not None:
             if node.locks == 0:
                 self.evictable_tokens -= node.tokens
@@ -99,7 +99,7 @@ class RadixCache:
             node = node.parent
 
     def evict(self, tokens: int) -> int:
-        """Drop the least recently used leaves until `tokens` are freed; return how many were."""
+        """Evict the least recently used leaves until `tokens` are freed; return how many were freed."""
         freed = 0
         leaves = self._leaves
         while freed < tokens and leaves:
@@ -125,7 +125,7 @@ class RadixCache:
         return node
 
     def _split(self, node: CacheNode, tokens: int) -> CacheNode:
-        """Cut a node in two; return the upper one, which has the first `tokens`."""
+        """Split a node in two; return the upper one, which has the first `tokens`."""
         assert node.parent is not None
         name, at = node.key
         upper = node.parent.children[node.key] = CacheNode(node.parent, node.key, tokens)

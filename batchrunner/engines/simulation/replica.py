@@ -1,4 +1,4 @@
-"""A server in virtual time: a scheduler, the time that its passes take, and gauges as late as real ones."""
+"""A server in virtual time: a scheduler, the duration of its passes, and load samples that lag like real ones."""
 
 import math
 from collections.abc import Sequence
@@ -13,46 +13,46 @@ from batchrunner.engines.simulation.scheduler import (
 )
 
 WAITING = 50
-"""Samples that wait behind those that run."""
+"""Number of waiting samples behind the running ones."""
 
 
 class PassWork(NamedTuple):
-    """The content of some forward passes; all but its tokens have a cost, see `CostModel`."""
+    """The work of some forward passes. Each field but `tokens` has a cost in `CostModel`."""
 
     passes: int = 0
     samples: float = 0.0
-    """Sum over passes of the samples in them."""
+    """Number of samples, summed over the passes."""
     kv_tokens: float = 0.0
-    """Sum over passes of the context tokens that attention reads."""
+    """Context tokens that attention reads, summed over the passes."""
     prefill_tokens: float = 0.0
-    """Prompt tokens that are computed."""
+    """Computed prompt tokens."""
     prefills: int = 0
     """Passes with prompt tokens."""
     tokens: float = 0.0
     """Output tokens."""
 
     def plus(self, step: StepResult, tokens: int) -> "PassWork":
-        """Add a step that put out `tokens`."""
+        """Add a step that has generated `tokens`."""
         return PassWork(
-            self.passes + step.steps,
-            self.samples + step.steps * step.samples,
-            self.kv_tokens + step.steps * step.kv_tokens,
-            self.prefill_tokens + step.prefill_tokens,
-            self.prefills + (step.steps if step.kind == "prefill" else 0),
-            self.tokens + tokens,
+            passes=self.passes + step.steps,
+            samples=self.samples + step.steps * step.samples,
+            kv_tokens=self.kv_tokens + step.steps * step.kv_tokens,
+            prefill_tokens=self.prefill_tokens + step.prefill_tokens,
+            prefills=self.prefills + (step.steps if step.kind == "prefill" else 0),
+            tokens=self.tokens + tokens,
         )
 
 
 PARTS = 5
-"""Parts of a model."""
+"""Number of coefficients of a cost model."""
 MOST_SWEEPS = 20_000
-"""Sweeps after which the fit ends, where parts still move."""
+"""Most sweeps of a fit over the coefficients, if they do not converge."""
 RIDGE = 1e-3
-"""Weight against large parts when a model is fitted to stretches of passes, which are much alike."""
+"""Weight of a penalty for large coefficients: stretches of passes are too similar for a plain fit."""
 
 
 class CostModel(NamedTuple):
-    """Seconds of a forward pass, linear in its content: a cost for each part of `PassWork`, in its order."""
+    """Duration of a forward pass, linear in its work: one coefficient for each field of `PassWork`."""
 
     base_s: float
     """Seconds to read the weights, launch the kernels and run the scheduler."""
@@ -61,24 +61,25 @@ class CostModel(NamedTuple):
     kv_token_s: float
     """Seconds for each context token that attention reads."""
     prefill_token_s: float
-    """Seconds for each prompt token that is computed."""
+    """Seconds for each computed prompt token."""
     prefill_base_s: float = 0.0
-    """Seconds by which a pass with prompt tokens takes longer than one without, whatever its content: its
-    kernels are launched one by one, where a decode pass replays a CUDA graph."""
+    """Additional seconds of a pass with prompt tokens, whatever its work: its kernels are launched one by
+    one, while a decode pass replays a CUDA graph."""
 
     def work_s(self, work: PassWork) -> float:
         """Return the seconds of several passes."""
-        content = work[:PARTS]  # its tokens, which come last, cost nothing more
-        return sum(cost * amount for cost, amount in zip(self, content, strict=True))
+        amounts = work[:PARTS]  # without the output tokens, which cost nothing more
+        return sum(cost * amount for cost, amount in zip(self, amounts, strict=True))
 
     def step_s(self, step: StepResult) -> float:
         """Return the seconds of all passes of a scheduler's step."""
         return self.work_s(PassWork().plus(step, 0))
 
     def steps_within(self, seconds: float, samples: int, kv_tokens: int) -> int:
-        """Return how many decode passes end within `seconds`; each reads `samples` tokens more than the last.
+        """Return the number of decode passes that end within `seconds`.
 
-        `kv_tokens` is the context before the first of them. `n` passes take `n · first + growth · n² / 2`.
+        `kv_tokens` is the context before the first pass; each pass adds `samples` tokens to it. So `n` passes
+        take `n · first + growth · n² / 2`.
         """
         growth = self.kv_token_s * samples
         first = self.base_s + self.sample_s * samples + self.kv_token_s * kv_tokens + growth / 2
@@ -100,46 +101,45 @@ The card: 3.35 TB/s of HBM3, 989 TFLOP/s dense bf16 (NVIDIA's H100 data sheet). 
 
 
 def fit_spans(spans: Sequence[tuple[PassWork, float]]) -> CostModel | None:
-    """Fit a model without negative parts to the work and the seconds of stretches of passes.
+    """Fit a cost model to stretches of passes, given as work and seconds, by non-negative least squares.
 
-    Parts that the stretches cannot tell apart share what they cost together, so the model is good for work
-    that is not too unlike theirs. None where there are fewer stretches than parts.
+    Coefficients that the stretches do not distinguish share their common cost, so the model is valid for
+    similar work only. None if there are fewer stretches than coefficients.
 
-    The sum of squares is the least: each part is set to its best value beside the others, again and again,
-    which converges, as no part may be negative.
+    The method is coordinate descent: each coefficient in turn is set to its best value beside the others.
     """
     if len(spans) < PARTS:
         return None
     columns = range(PARTS)
     products = [[sum(work[i] * work[j] for work, _ in spans) for j in columns] for i in columns]
     sums = [sum(work[i] * seconds for work, seconds in spans) for i in columns]
-    parts = [0.0] * PARTS
+    coefficients = [0.0] * PARTS
     for _ in range(MOST_SWEEPS):
-        before = [*parts]
+        last = [*coefficients]
         for i in columns:
-            others = sum(products[i][j] * parts[j] for j in columns if j != i)
-            parts[i] = max(0.0, (sums[i] - others) / ((1 + RIDGE) * products[i][i] or 1.0))
-        if all(map(math.isclose, parts, before)):
+            explained = sum(products[i][j] * coefficients[j] for j in columns if j != i)
+            coefficients[i] = max(0.0, (sums[i] - explained) / ((1 + RIDGE) * products[i][i] or 1.0))
+        if all(map(math.isclose, coefficients, last)):
             break
-    return CostModel(*parts)
+    return CostModel(*coefficients)
 
 
 INTERVAL_STEPS = 15
-"""Decode passes between two updates of the gauges, which are updated at each prefill too: SGLang's default
-of `--load-snapshot-publish-interval` for `/v1/loads`."""
+"""Decode passes between two load samples; a prefill also makes one. This is SGLang's default of
+`--load-snapshot-publish-interval` for `/v1/loads`."""
 
 
 class EndedRequest(NamedTuple):
-    """A sample that left the replica, with the time in seconds."""
+    """A sample that has left the replica, and when, in seconds."""
 
     at_s: float
     sample: SimulatedRequest
 
 
 class Replica:
-    """One server with one scheduler on a virtual clock that the caller moves.
+    """A server with one scheduler on a virtual clock, which the caller advances.
 
-    What is submitted to the scheduler takes effect at its next pass: move the clock to that time first.
+    Samples take effect at the scheduler's next pass, so advance the clock before you submit them.
     """
 
     def __init__(
@@ -149,38 +149,39 @@ class Replica:
         self._cost = cost
         self._name, self._route = name, route
         self._unpublished_steps = 0
-        self._told = 0  # retractions that loads have told
+        self._reported_retractions = 0
         self._free_at_s = 0.0  # when the current pass ends
-        self._ended: list[EndedRequest] = []  # with the current pass
+        self._ended: list[EndedRequest] = []  # at the end of the current pass
         self.load = self._load_of(0, 0, 0)
-        """The load that the server last published. Samples that ended with the pass before count as running,
-        as in SGLang; samples in a prefill neither run nor wait."""
-        self._next_load = self.load  # published with the current pass
+        """The last load sample. As in SGLang, samples that ended with the pass before count as running, and
+        samples in a prefill neither run nor wait."""
+        self._next_load = self.load  # published at the end of the current pass
 
     @property
     def busy(self) -> bool:
-        """Whether a sample waits or runs, or something is still to be reported."""
+        """Whether a sample waits or runs, or its end is still to be reported."""
         return bool(self.scheduler.in_flight or self._ended or self.load.has_work or self.load.used_tokens)
 
     def advance(self, until_s: float) -> list[EndedRequest]:
-        """Let the clock run to a finite time; return the samples that ended by then, in order.
+        """Advance the clock to a finite time; return the samples that have ended by then, in order.
 
-        A pass that has begun by then continues; its results are reported once the clock reaches its end.
+        A pass that has begun by then continues. Its results are reported when the clock reaches its end.
         """
-        ended: list[EndedRequest] = []
+        results: list[EndedRequest] = []
         while self._free_at_s <= until_s:
-            ended += self._ended
+            results += self._ended
             self._ended, self.load = [], self._next_load
             if self._free_at_s == until_s or not self._step(until_s):
                 break
-        return ended
+        return results
 
     def _step(self, until_s: float) -> bool:
-        """Run passes that end by that time, or one that ends after it; return False when idle."""
+        """Run the passes that end by that time, or one that ends after it; return False if idle."""
         scheduler = self.scheduler
-        left_s = until_s - self._free_at_s
-        within = self._cost.steps_within(left_s, scheduler.running, scheduler.context_tokens)
-        step = scheduler.step(max(1, min(within, INTERVAL_STEPS - self._unpublished_steps)))
+        steps = self._cost.steps_within(
+            until_s - self._free_at_s, scheduler.running, scheduler.context_tokens
+        )
+        step = scheduler.step(max(1, min(steps, INTERVAL_STEPS - self._unpublished_steps)))
         if step is None:
             self.load = self._next_load = self._load_of(0, 0, 0)
             self._free_at_s = until_s
@@ -194,10 +195,19 @@ class Replica:
         return True
 
     def _load_of(self, running: int, queue: int, used_tokens: int) -> SchedulerLoad:
-        config = self.scheduler.config
-        before, self._told = self._told, self.scheduler.retractions
+        config, retractions = self.scheduler.config, self.scheduler.retractions
+        retracted = retractions - self._reported_retractions
+        self._reported_retractions = retractions
         return SchedulerLoad(
-            self._name, "simulated", running, queue, used_tokens / config.max_total_tokens, used_tokens,
-            config.max_total_tokens, config.max_running, self._route, self._free_at_s,
-            retracted=self._told - before,
-        )  # fmt: skip
+            scheduler=self._name,
+            source="simulated",
+            running=running,
+            queue=queue,
+            token_usage=used_tokens / config.max_total_tokens,
+            used_tokens=used_tokens,
+            max_total_tokens=config.max_total_tokens,
+            max_running=config.max_running,
+            route=self._route,
+            taken_at=self._free_at_s,
+            retracted=retracted,
+        )

@@ -1,4 +1,4 @@
-"""SGLang's scheduler without clock, model or text: which samples are prefilled, decoded and retracted.
+"""SGLang's scheduler without clock, model or text: prefills, decode passes and retractions of samples.
 
 Source: SGLang 0.5.23, `managers/scheduler.py` (the order of steps), `schedule_policy.py` (admission, the
 order of the queue), `schedule_batch.py` (retraction), `scheduler_components/new_token_ratio_tracker.py` and
@@ -6,9 +6,8 @@ order of the queue), `schedule_batch.py` (retraction), `scheduler_components/new
 
 Not modelled: the overlap of a pass with the processing of the last one, by which a sample that stops early
 decodes once more and its successor starts one pass later; policies other than `fcfs`; mixed chunks; aborted
-requests; pages of more than one token; priorities; sliding windows and Mamba states; speculation; and, with
-the radix cache off, the admission of `ignore_eos` requests by a simulation of their ends
-(`add_one_req_ignore_eos`).
+requests; pages of more than one token; priorities; sliding windows and Mamba states; speculation; without a
+radix cache, the admission of `ignore_eos` requests by simulating their ends (`add_one_req_ignore_eos`).
 """
 
 import math
@@ -50,13 +49,13 @@ class SchedulerConfig:
     context_tokens: int | None = None
     """`--context-length`; None: the pool is the only limit."""
     chunked_prefill_tokens: int | None = 8192
-    """`--chunked-prefill-size`; None: prompts are never cut."""
+    """`--chunked-prefill-size`; None: prompts are never split."""
     max_prefill_tokens: int = 16_384
     """`--max-prefill-tokens`."""
     conservativeness: float = 1.0
     """`--schedule-conservativeness`."""
     radix_cache: bool = True
-    """False: `--disable-radix-cache`."""
+    """Whether prefixes are cached; False is `--disable-radix-cache`."""
     clip_tokens: int = CLIP_TOKENS
     """`SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION`, an environment variable."""
     decode_interval: int = 0
@@ -70,22 +69,22 @@ class SchedulerConfig:
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """One sample on its way through a scheduler; submit it once."""
+    """A sample on its way through a scheduler; submit it once."""
 
     prompt_tokens: int
     output_tokens: int
-    """Output tokens after which it stops by itself; `max_new_tokens` may cut it earlier."""
+    """Output tokens after which it stops by itself, unless `max_new_tokens` truncates it earlier."""
     max_new_tokens: int | None = None
     """Tokens that the request asks for and admission reserves; None: exactly the output."""
     ignore_eos: bool = False
     """Whether the scheduler expects all of `max_new_tokens`, whatever its ratio."""
     prefix: tuple[tuple[Hashable, int], ...] = ()
-    """The beginning of the prompt that others share, as (name, tokens), for instance
-    (("system", 120), ("document 7", 400)). The rest of the prompt is the sample's own."""
+    """Prefix of the prompt that other samples share, as (name, tokens), for instance
+    (("system", 120), ("document 7", 400)). No other sample shares the rest of the prompt."""
     payload: Any = None
-    """The caller's own data; the scheduler does not read it."""
+    """Data of the caller, which the scheduler does not read."""
 
-    # State that the scheduler keeps.
+    # The scheduler's state of the sample.
     outputs: int = 0
     """Tokens generated when it was last prefilled, retracted or ended."""
     cached_tokens: int = 0
@@ -94,19 +93,19 @@ class SimulatedRequest:
     aborted: bool = False
     """Whether it ended because the pool had no room for it alone."""
     asked_tokens: int = 0
-    """`max_new_tokens`, cut to what the context and the pool can hold."""
+    """`max_new_tokens`, or fewer if the context or the pool cannot hold them."""
     target_tokens: int = 0
     """Output tokens with which it ends."""
     path: tuple[tuple[Hashable, int], ...] = ()
-    """Prefix and own part of the context, which has no end, named for the radix cache."""
+    """Its context for the radix cache: the shared prefix, and an endless segment of its own."""
     node: CacheNode | None = None
-    """The cache node that it holds a lock on."""
+    """The cache node that it has locked."""
     protected_tokens: int = 0
     """Tokens from the start of its context that the cache owns."""
     filled_tokens: int = 0
-    """Tokens of its context that are computed so far, while it is prefilled in chunks."""
+    """Computed tokens of its context, while it is prefilled in chunks."""
     joined: int = 0
-    """Its outputs when it began to decode, less the scheduler's count of decode passes then."""
+    """Its outputs when it began to decode, minus the scheduler's count of decode passes at that time."""
 
     @property
     def fill_tokens(self) -> int:
@@ -127,18 +126,18 @@ class KvPool:
 
     @property
     def used_tokens(self) -> int:
-        """Tokens that hold something needed."""
+        """Tokens of running samples and of locked contexts."""
         return self.tokens - self.available_tokens
 
     @property
     def available_tokens(self) -> int:
-        """Tokens that a sample could get: free ones, and those of cached contexts that nobody uses."""
+        """Tokens that a sample could get: free ones, and those of unlocked cached contexts."""
         return self.free_tokens + self.cache.evictable_tokens
 
     def lock_prefix(self, sample: SimulatedRequest) -> tuple[CacheNode, int]:
-        """Lock what the cache has of a context; return the last node and the tokens found.
+        """Lock the cached prefix of a context; return its last node and its tokens.
 
-        The last token is never taken from the cache: computing it generates the first new token.
+        The last token of the context is always computed, because that generates the first new token.
         """
         node, matched = self.cache.root, 0
         if self.caching:
@@ -147,24 +146,24 @@ class KvPool:
         return node, matched
 
     def make_room(self, tokens: int) -> bool:
-        """Evict cached contexts until `tokens` are free; return whether they are."""
+        """Evict cached contexts until `tokens` are free; return whether that succeeded."""
         if self.free_tokens < tokens:
             self.free_tokens += self.cache.evict(tokens - self.free_tokens)
         return self.free_tokens >= tokens
 
     def checkpoint(self, sample: SimulatedRequest) -> None:
-        """Move the computed context into the cache; tokens that the cache has by now are freed."""
+        """Move the computed context into the cache; free the tokens that the cache already has."""
         if not self.caching:
             return
-        node, known_tokens = self.cache.insert(sample.path, sample.filled_tokens)
-        self.free_tokens += known_tokens - sample.protected_tokens
+        node, cached_tokens = self.cache.insert(sample.path, sample.filled_tokens)
+        self.free_tokens += cached_tokens - sample.protected_tokens
         self.cache.lock(node)
         assert sample.node is not None
         self.cache.unlock(sample.node)
         sample.node, sample.protected_tokens = node, sample.filled_tokens
 
     def release(self, sample: SimulatedRequest, context_tokens: int, *, keep: bool) -> None:
-        """Let go of a context; with `keep` the cache gets all of it, else what it lacks is freed."""
+        """Release a context; with `keep` move it into the cache first, otherwise free its uncached tokens."""
         sample.filled_tokens = context_tokens
         if keep:
             self.checkpoint(sample)
@@ -176,109 +175,110 @@ class KvPool:
 
 @dataclass(slots=True)
 class PrefillBudget:
-    """The limits of a prefill pass, less what it has admitted."""
+    """The remaining limits of a prefill pass."""
 
     input_tokens: int
-    """Tokens left of `--max-prefill-tokens`."""
+    """Remaining tokens of `--max-prefill-tokens`."""
     chunk_tokens: int
-    """Tokens left of `--chunked-prefill-size`."""
+    """Remaining tokens of `--chunked-prefill-size`."""
     expected_tokens: float
-    """Tokens of the pool that running and admitted samples are expected to take beyond what they hold."""
+    """Further tokens of the pool that running and admitted samples are expected to take."""
 
 
 class StepResult(NamedTuple):
-    """One prefill pass, or decode passes in which nothing changes but one more token for each sample."""
+    """One prefill pass, or decode passes that only give each sample one more token."""
 
     kind: Literal["prefill", "decode"]
     steps: int
-    """Number of forward passes; more than one only when decoding."""
+    """Number of forward passes; 1 for a prefill."""
     running: int
-    """Samples that decode (`#running-req` in the log); in a prefill, those that wait for it to end."""
+    """Decoding samples (`#running-req` in the log); during a prefill they wait for its end."""
     queue: int
+    """Waiting samples."""
     used_tokens: int
     """Tokens of the pool in use during the last pass, without those that could be evicted."""
     kv_tokens: float
-    """Context tokens that attention reads in a pass, on average over the passes."""
+    """Mean number of context tokens that attention reads in a pass."""
     finished: Sequence[SimulatedRequest]
     """Samples that ended with the last pass; see `SimulatedRequest.aborted`."""
     admitted: int = 0
-    """Samples that are prefilled in this pass."""
+    """Samples of a prefill pass."""
     prefill_tokens: int = 0
-    """Tokens that the pass computes in a prefill."""
+    """Prompt tokens that a prefill pass computes."""
 
     @property
     def samples(self) -> int:
-        """Samples in a pass."""
+        """Number of samples in a pass."""
         return self.admitted if self.kind == "prefill" else self.running
 
 
 class Scheduler:
     """One SGLang scheduler: submit samples, call `step`, read the counts.
 
-    A decode pass gives each running sample one token. So a sample that joined with `o` outputs after `t` of
-    these passes has `o - t` more than there are passes now, and most passes change one count only.
+    A decode pass gives each running sample one token. So the outputs of a sample are the number of decode
+    passes, plus a constant of the sample (`joined`), and most passes change only one count.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.ratio = config.initial_ratio
-        """Share of their remaining `max_new_tokens` that running samples are expected to use."""
+        """Share of the remaining `max_new_tokens` that running samples are expected to use."""
         self.retractions = 0
         self.prefill_passes = 0
         self.decode_passes = 0
         self.prefilled_tokens = 0
         self.cached_tokens = 0
-        """Tokens that all admitted samples found in the cache."""
+        """Prefix cache hits of all admitted samples, in tokens."""
         self.context_tokens = 0
-        """Context tokens of all running samples, without the token that each gets in the next decode pass: a
+        """Context tokens of all running samples, without the token that each gets in the next decode pass. A
         shared prefix counts once for each of its samples."""
         self.pool = KvPool(config.max_total_tokens, caching=config.radix_cache)
         self.waiting: deque[SimulatedRequest] = deque()
         self.decoding: dict[SimulatedRequest, int] = {}
-        """Samples that decode, in the order in which they joined, and after which decode pass each ends."""
+        """Decoding samples in the order in which they joined, each with the decode pass that ends it."""
         self.chunked: SimulatedRequest | None = None
         """The sample whose prompt is prefilled over several passes."""
-        self._tokens_each = 0  # that a sample would have got which ran in all decode passes
+        self._tokens_each = 0  # number of decode passes, each of which gives one token to each sample
         self._full = False  # no admission is tried until the running batch shrinks
         self._refreshes = 0
         self._owed = 0  # decode passes before the next prefill
 
     @property
     def running(self) -> int:
-        """Samples that decode."""
+        """Number of decoding samples."""
         return len(self.decoding)
 
     @property
     def queue(self) -> int:
-        """Samples that wait for their prefill."""
+        """Number of samples that wait for their prefill."""
         return len(self.waiting)
 
     @property
     def in_flight(self) -> int:
-        """Samples that were submitted and have not ended."""
+        """Number of submitted samples that have not ended."""
         return self.queue + self.running + (self.chunked is not None)
 
     def submit(self, sample: SimulatedRequest) -> None:
-        """Put a new sample at the end of the queue.
+        """Append a new sample to the queue.
 
-        Raises ValueError where the prompt cannot fit, which the server refuses too. A sample that asks for
-        more tokens than the context or the pool holds gets what they hold (`init_req_max_new_tokens`).
+        A sample that asks for more tokens than the context or the pool holds gets as many as fit
+        (`init_req_max_new_tokens`). Raises ValueError for a prompt that the server would refuse as too long.
         """
         longest = min(self.config.max_total_tokens, self.config.context_tokens or sys.maxsize)
         room_tokens = longest - PAGE_TOKENS - 1 - sample.prompt_tokens
         if room_tokens < 1:
             raise ValueError(f"the prompt ({sample.prompt_tokens} tokens) is too long for the scheduler")
-        asked = sample.output_tokens if sample.max_new_tokens is None else sample.max_new_tokens
-        sample.asked_tokens = min(asked, room_tokens)
-        # even a request for no token is prefilled, which generates one
+        most_tokens = sample.output_tokens if sample.max_new_tokens is None else sample.max_new_tokens
+        sample.asked_tokens = min(most_tokens, room_tokens)
+        # Even a request for no token is prefilled, which generates one.
         sample.target_tokens = max(1, min(sample.output_tokens, sample.asked_tokens))
         sample.path = (*sample.prefix, (sample, sys.maxsize))
         self.waiting.append(sample)
 
     def step(self, limit: int = sys.maxsize) -> StepResult | None:
-        """Run the next forward pass, or up to `limit` decode passes in which nothing else happens.
+        """Run the next forward pass, or up to `limit` decode passes between which nothing changes.
 
-        Return None when there is nothing to do. The next step takes account of what is submitted meanwhile.
+        Return None if there is nothing to do. Samples that are submitted later take part in the next step.
         """
         if self._owed and self.running:
             return self._decode(limit)
@@ -288,19 +288,19 @@ class Scheduler:
         return self._decode(limit) if self.decoding else None
 
     def outputs_of(self, sample: SimulatedRequest) -> int:
-        """Tokens that one running sample has generated."""
+        """Return the tokens that a running sample has generated."""
         return sample.joined + self._tokens_each
 
     def context_of(self, sample: SimulatedRequest) -> int:
-        """Tokens of one running sample that the pool holds: its context without the last output."""
+        """Return the pool tokens of a running sample: its context without the last output."""
         return sample.prompt_tokens + self.outputs_of(sample) - 1
 
     def expected_tokens(self) -> float:
-        """Return how many more tokens of the pool the running samples are expected to take."""
-        clip, passed = self.config.clip_tokens, self._tokens_each
+        """Return the further tokens of the pool that the running samples are expected to take."""
+        clip, passes = self.config.clip_tokens, self._tokens_each
         estimated = fixed = 0
         for sample in self.decoding:
-            tokens = sample.asked_tokens - sample.joined - passed
+            tokens = sample.asked_tokens - sample.joined - passes
             if tokens > clip:  # noqa: PLR1730 - min() takes twice as long, for each sample in each pass
                 tokens = clip
             if sample.ignore_eos:
@@ -310,7 +310,7 @@ class Scheduler:
         return estimated * self.ratio + fixed
 
     def _admit_waiting(self) -> list[tuple[SimulatedRequest, int]]:
-        """Choose what is prefilled now, each with its tokens in this pass and its cached prefix locked."""
+        """Select the samples of a prefill pass, with their tokens in it, and lock their cached prefixes."""
         if not self._may_admit():
             return []
         config, pool = self.config, self.pool
@@ -321,8 +321,8 @@ class Scheduler:
         if self.chunked is not None:
             admitted.append((self.chunked, self._next_chunk(self.chunked, budget)))
         while self.waiting and not self._full:
-            spent = budget.input_tokens <= 0 or budget.chunk_tokens <= 0
-            if spent and pool.available_tokens > budget.expected_tokens:
+            is_spent = budget.input_tokens <= 0 or budget.chunk_tokens <= 0
+            if is_spent and pool.available_tokens > budget.expected_tokens:
                 break
             self._full = self.running + len(admitted) >= config.max_running
             if self._full:
@@ -337,11 +337,11 @@ class Scheduler:
         return admitted
 
     def _may_admit(self) -> bool:
-        """Tell whether to try an admission; after one that failed, only once the batch has shrunk."""
+        """Tell whether to try an admission. After a failed one the batch must have shrunk."""
         if not self.decoding:
             self._full = False
         if self.chunked is not None:
-            # without a token left a real server would run out of memory; here the others go on, or go back
+            # A real server without a token would run out of memory; here the others decode or are retracted.
             return self.pool.available_tokens > 0
         self._full = self._full or (self.queue > 0 and self.running >= self.config.max_running)
         return self.queue > 0 and not self._full
@@ -349,25 +349,25 @@ class Scheduler:
     def _admit(self, sample: SimulatedRequest, budget: PrefillBudget, *, first: bool) -> int | None:
         """Admit the head of the queue; return its tokens in this pass.
 
-        0: it has to wait for another pass; None: the pool has no room for it.
+        0 means that it has to wait for another pass, None that the pool has no room for it.
         """
-        node, matched = self.pool.lock_prefix(sample)  # first: what is locked does not count as available
-        missing = sample.fill_tokens - matched
+        node, matched = self.pool.lock_prefix(sample)  # now, because locked tokens are not available
+        uncached = sample.fill_tokens - matched
         new_tokens = min(max(sample.asked_tokens - sample.outputs, 0), self.config.clip_tokens)
-        whole = self.config.chunked_prefill_tokens is None
+        is_never_split = self.config.chunked_prefill_tokens is None
         tokens: int | None
-        if missing + new_tokens + PAGE_TOKENS >= self.pool.available_tokens - budget.expected_tokens:
+        if uncached + new_tokens + PAGE_TOKENS >= self.pool.available_tokens - budget.expected_tokens:
             tokens = None
-        elif whole and not first and missing >= budget.input_tokens:
+        elif is_never_split and not first and uncached >= budget.input_tokens:
             tokens = 0
         else:
-            tokens = min(missing, budget.chunk_tokens)
+            tokens = min(uncached, budget.chunk_tokens)
         if not tokens:
             self.pool.cache.unlock(node)
             return tokens
-        if tokens < missing:
+        if tokens < uncached:
             self.chunked = sample
-        self._charge(budget, sample, tokens, missing)
+        self._charge(budget, sample, tokens, uncached)
         sample.node, sample.protected_tokens, sample.filled_tokens = node, matched, matched
         if not sample.retractions:
             sample.cached_tokens = matched
@@ -377,21 +377,23 @@ class Scheduler:
     def _next_chunk(self, sample: SimulatedRequest, budget: PrefillBudget) -> int:
         """Continue the prompt that did not fit into one pass; return its tokens in this pass.
 
-        It continues even where running samples are expected to take all of the pool.
+        It continues even if running samples are expected to take the whole pool.
         """
-        missing = sample.fill_tokens - sample.filled_tokens
+        uncomputed = sample.fill_tokens - sample.filled_tokens
         free_tokens = self.pool.available_tokens
         limit = max(budget.chunk_tokens, 1)
         room_tokens = math.floor(free_tokens - budget.expected_tokens)
-        tokens = min(missing, free_tokens, min(limit, room_tokens) if room_tokens > 0 else limit)
-        if tokens == missing:
+        if room_tokens > 0:
+            limit = min(limit, room_tokens)
+        tokens = min(uncomputed, free_tokens, limit)
+        if tokens == uncomputed:
             self.chunked = None
-        self._charge(budget, sample, tokens, missing)
+        self._charge(budget, sample, tokens, uncomputed)
         return tokens
 
-    def _charge(self, budget: PrefillBudget, sample: SimulatedRequest, tokens: int, missing: int) -> None:
-        """Count an admitted sample; a prompt in chunks pays for its outputs with the last chunk only."""
-        new_tokens = min(sample.asked_tokens, self.config.clip_tokens) if tokens == missing else 0
+    def _charge(self, budget: PrefillBudget, sample: SimulatedRequest, tokens: int, uncomputed: int) -> None:
+        """Charge an admitted sample to the budget, its outputs only with the last chunk of its prompt."""
+        new_tokens = min(sample.asked_tokens, self.config.clip_tokens) if tokens == uncomputed else 0
         budget.expected_tokens += tokens + PAGE_TOKENS + new_tokens
         budget.input_tokens -= tokens
         budget.chunk_tokens -= tokens
@@ -401,7 +403,7 @@ class Scheduler:
         if not self.pool.caching or not self.waiting:
             return
         if self._refreshes % REFRESH_PASSES == 0:
-            for sample in reversed(list(islice(self.waiting, MATCHED_AT_MOST))):  # the head is most recent
+            for sample in reversed(list(islice(self.waiting, MATCHED_AT_MOST))):  # the head comes last
                 self.pool.cache.match(sample.path, sample.fill_tokens)
         self._refreshes += 1
 
@@ -427,16 +429,23 @@ class Scheduler:
                 self.decoding[sample] = sample.target_tokens - sample.joined
                 self.context_tokens += self.context_of(sample)
         if finished or self.chunked is not None:
-            # fewer samples join than were in the pass, which SGLang takes for a batch that shrank
+            # Fewer samples join than were in the pass. SGLang treats that as a batch that has shrunk.
             self._full = False
         self._owed = self.config.decode_interval
         self.prefill_passes += 1
         self.prefilled_tokens += prefill_tokens
         self._reset_when_idle()
         return StepResult(
-            "prefill", 1, running, self.queue, used_tokens, kv_tokens, finished,
-            admitted=len(admitted), prefill_tokens=prefill_tokens,
-        )  # fmt: skip
+            kind="prefill",
+            steps=1,
+            running=running,
+            queue=self.queue,
+            used_tokens=used_tokens,
+            kv_tokens=kv_tokens,
+            finished=finished,
+            admitted=len(admitted),
+            prefill_tokens=prefill_tokens,
+        )
 
     def _decode(self, limit: int) -> StepResult:
         config = self.config
@@ -456,26 +465,35 @@ class Scheduler:
         self.pool.make_room(steps * running)
         kv_tokens = self.context_tokens + running * (steps + 1) / 2
         used_tokens = self.pool.used_tokens + steps * running
-        if ended := self._advance(steps):
+        if at_end := self._advance(steps):
             self._full = False
+            finished += at_end
         self._owed = max(self._owed - steps, 0)
         self.decode_passes += steps
         self._reset_when_idle()
-        return StepResult("decode", steps, running, self.queue, used_tokens, kv_tokens, finished + ended)
+        return StepResult(
+            kind="decode",
+            steps=steps,
+            running=running,
+            queue=self.queue,
+            used_tokens=used_tokens,
+            kv_tokens=kv_tokens,
+            finished=finished,
+        )
 
     def _advance(self, steps: int) -> list[SimulatedRequest]:
-        """Give each running sample `steps` tokens, for which there is room; return those that ended."""
+        """Give each running sample `steps` tokens, for which there is room; return those at their end."""
         tokens = steps * self.running
         self.pool.free_tokens -= tokens
         self.context_tokens += tokens
         self._tokens_each += steps
-        ended = [sample for sample, end in self.decoding.items() if end <= self._tokens_each]
-        for sample in ended:
+        at_end = [sample for sample, end in self.decoding.items() if end <= self._tokens_each]
+        for sample in at_end:
             self.pool.release(sample, self._leave(sample), keep=True)
-        return ended
+        return at_end
 
     def _leave(self, sample: SimulatedRequest) -> int:
-        """Take a sample out of those that decode; return the tokens of its context."""
+        """Remove a sample from the decoding ones; return the tokens of its context."""
         context_tokens = self.context_of(sample)
         del self.decoding[sample]
         self.context_tokens -= context_tokens
@@ -483,31 +501,32 @@ class Scheduler:
         return context_tokens
 
     def _retract(self) -> list[SimulatedRequest]:
-        """Retract samples until the next step fits; return those that ended by it.
+        """Retract samples until the next step fits; return those that were aborted.
 
-        Shortest output first, of these the longest prompt, of these the youngest; their contexts are freed,
-        and they go, with their outputs, to the end of the queue.
+        The sample with the shortest output goes first; among equals that with the longest prompt, then the
+        youngest. Its context is freed, and it goes to the end of the queue with its outputs.
         """
-        kept = sorted(self.decoding, key=lambda s: (-s.joined, s.prompt_tokens))
-        ended = []
-        before = self.retractions
-        while len(kept) > 1 and (self.retractions == before or not self.pool.make_room(len(kept))):
-            sample = kept.pop()
+        running = sorted(self.decoding, key=lambda sample: (-sample.joined, sample.prompt_tokens))
+        aborted = []
+        has_retracted = False
+        while len(running) > 1 and not (has_retracted and self.pool.make_room(len(running))):
+            sample = running.pop()
             self.pool.release(sample, self._leave(sample), keep=False)
-            self.pool.make_room(len(kept) * RETRACT_STEPS)
+            self.pool.make_room(len(running) * RETRACT_STEPS)
             sample.retractions += 1
             self.retractions += 1
+            has_retracted = True
             self.waiting.append(sample)
-        if len(kept) == 1 and not self.pool.make_room(1):
-            last = kept.pop()
+        if len(running) == 1 and not self.pool.make_room(1):
+            last = running.pop()
             self.pool.release(last, self._leave(last), keep=False)
             last.aborted = True
-            ended.append(last)
-        outputs = sum(self.outputs_of(sample) + RETRACT_STEPS for sample in kept)
-        self.ratio = min(1.0, outputs / (sum(sample.asked_tokens for sample in kept) + 1))
-        return ended
+            aborted.append(last)
+        outputs = sum(self.outputs_of(sample) + RETRACT_STEPS for sample in running)
+        self.ratio = min(1.0, outputs / (sum(sample.asked_tokens for sample in running) + 1))
+        return aborted
 
     def _reset_when_idle(self) -> None:
-        """Reset the ratio when nothing is left to do, as SGLang does."""
+        """Reset the ratio when no sample is in flight, as SGLang does."""
         if not self.in_flight:
             self.ratio = self.config.initial_ratio

@@ -14,7 +14,7 @@ import jinja2
 import yaml
 from markupsafe import Markup
 
-from batchrunner.core.console import counted, escaped
+from batchrunner.core.console import background_line, counted, duration, escaped
 from batchrunner.core.files import read_json
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.output.events import attempt_spans, last_sample, read_events, union_s
@@ -25,7 +25,7 @@ from batchrunner.output.run_json import require_run_json
 from batchrunner.report.html.charts import load_charts, number
 from batchrunner.report.html.history import TaskHistory, Timeline, cell_width, history_of, make_timeline
 from batchrunner.report.html.results import RunResults, read_results
-from batchrunner.report.report import GO_ON, background_line, duration, says_next_step, tolerated
+from batchrunner.report.report import GO_ON, says_next_step, tolerated
 from batchrunner.tuning.advise import advise_run
 from batchrunner.tuning.signals import Corner
 

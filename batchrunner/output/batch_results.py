@@ -1,0 +1,153 @@
+"""Writes the results of a batch file in OpenAI's format: one line a request, in the order of the requests."""
+
+import contextlib
+import re
+import secrets
+from collections import Counter
+from collections.abc import Iterator
+from hashlib import blake2b
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from batchrunner.core.errors import NoResultYetError, OutputError, StorageError
+from batchrunner.core.files import COMPRESSIONS, known_format
+from batchrunner.job.output import RESPONSE
+from batchrunner.output.buckets import release_unused
+from batchrunner.output.export import CHUNK_ROWS, open_to_write
+from batchrunner.output.files import file_to_write, json_line, whole_file, writing
+from batchrunner.output.merge import durable_results, in_order, work_directory
+from batchrunner.output.run_dir import RunDir
+from batchrunner.output.run_json import require_run_json
+
+TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens")
+RESULT_COLUMNS = ["row", "custom_id", "attempts", "error", *TOKENS, RESPONSE]
+"""Columns of the parts that the lines are made of."""
+RESULT_BUCKET_BYTES = 16 << 20
+"""Approximate bytes of results that are sorted at a time; the memory of engine and rows is still in use."""
+ID_BYTES = 16
+EXPIRED = "This request could not be executed before the completion window expired."
+CANCELLED = "This request was not executed: the batch was cancelled."
+_CODES = {EXPIRED: "batch_expired", CANCELLED: "batch_cancelled"}
+"""OpenAI's error codes of requests that were not executed because the batch ended early."""
+_STATUS = re.compile(r"(\d{3}): (.*)", re.DOTALL)
+"""An error with which a server answered: its HTTP status and its message."""
+
+
+def results_path(name: str, option: str) -> Path:
+    """Return the path of a results file; raises OutputError, which begins with the name of the `option`."""
+    if name == "-":
+        raise OutputError(f"{option} -: standard output cannot be published whole", hint="give a file")
+    file_format = known_format(name)
+    if file_format is not None and file_format.kind != "JSON Lines":
+        raise OutputError(
+            f"{option} {name}: results are JSON Lines, not {file_format.kind}", hint="take the ending .jsonl"
+        )
+    return file_to_write(name, f"{option} {name}")
+
+
+def publish(run_dir: RunDir, results: Path, errors: Path | None) -> dict[str, Any] | None:
+    """Write the lines of all requests to `results`, those of failed ones to `errors` if it is given.
+
+    Each file appears when it is complete, and replaces an older one. Return the `usage` of the whole batch
+    as OpenAI reports it, or None, without any file, while rows are missing. Raises StorageError, and
+    ResumeError where a part is damaged.
+    """
+    release_unused()  # memory of the run that has just ended
+    run_json = require_run_json(run_dir)
+    digest = run_json["fingerprint"]["files"][0]["digest"]
+    errors = errors or results
+    rows, tokens = 0, Counter[str]()
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(writing(run_dir.path))
+            work = stack.enter_context(work_directory(run_dir, run_dir.path))
+            files = {path: stack.enter_context(_result_file(path)) for path in {results, errors}}
+            tables = in_order(
+                run_dir,
+                durable_results(run_dir, work),
+                work,
+                columns=RESULT_COLUMNS,
+                bucket_bytes=RESULT_BUCKET_BYTES,
+            )
+            for batch in (batch for table in tables for batch in table.to_batches(CHUNK_ROWS)):
+                lines: dict[Path, list[bytes]] = {path: [] for path in files}
+                for row in batch.to_pylist():
+                    rows += 1
+                    tokens.update({name: row[name] or 0 for name in TOKENS})
+                    path = results if row["error"] is None else errors
+                    lines[path].append(json_line(_result_line(row, digest)))
+                for path, file in files.items():
+                    with writing(path):
+                        file.writelines(lines[path])
+            if rows < run_json["rows_total"]:
+                raise NoResultYetError  # noqa: TRY301 - so that the files do not appear
+    except NoResultYetError:
+        return None
+    except OutputError as failure:  # of the work directory; the user does the same as for the results
+        raise StorageError(failure.message, hint=failure.hint) from None
+    return _usage(tokens)
+
+
+def _usage(tokens: Counter[str]) -> dict[str, Any]:
+    input_tokens, cached_tokens, output_tokens = (tokens[name] for name in TOKENS)
+    return {
+        "input_tokens": input_tokens,
+        "input_tokens_details": {"cached_tokens": cached_tokens},
+        "output_tokens": output_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": input_tokens + output_tokens,
+    }
+
+
+@contextlib.contextmanager
+def _result_file(path: Path) -> Iterator[Any]:
+    """Open a file that appears when it is complete, compressed if its ending says so."""
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    with (
+        writing(path),
+        whole_file(path, secrets.token_hex(4)) as temporary,
+        open_to_write(temporary, compression) as stream,
+    ):
+        yield stream
+
+
+def _result_line(row: dict[str, Any], digest: str) -> dict[str, Any]:
+    """Return the line of a row. Its ID depends only on the input file, by its digest, and the row."""
+    number = blake2b(f"{digest} {row['row']}".encode(), digest_size=ID_BYTES).hexdigest()
+    status, body, error = HTTPStatus.OK.value, row[RESPONSE], None
+    if row["error"] is not None:
+        status, body, error = _failure(row)
+    elif body is not None:
+        body = orjson.Fragment(body)
+    response = {"status_code": status, "request_id": f"req_{number}", "body": body}
+    return {
+        "id": f"batch_req_{number}",
+        "custom_id": row["custom_id"],
+        "response": response if status else None,
+        "error": error,
+    }
+
+
+def _failure(row: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
+    """Return the status of a failed row, 0 if no server answered, the body of the response, and the error."""
+    error = row["error"]
+    answer = _STATUS.fullmatch(error)
+    status, message = (int(answer[1]), answer[2]) if answer else (0, error)
+    is_refused = row["attempts"] == 0 or 0 < status < HTTPStatus.INTERNAL_SERVER_ERROR
+    code = _CODES.get(error) or ("invalid_request" if is_refused else "request_failed")
+    body = _error_body(
+        orjson.loads(row[RESPONSE] or "null"), {"message": message, "type": code, "code": status}
+    )
+    return status, body, {"code": code, "message": error}
+
+
+def _error_body(body: Any, error: dict[str, Any]) -> Any:
+    """Return a response body with an `error` as OpenAI has it; SGLang puts its fields at the top."""
+    if not isinstance(body, dict):
+        return {"error": error}
+    if isinstance(body.get("error"), dict):
+        return body
+    return {"error": body} if isinstance(body.get("message"), str) else {**body, "error": error}
