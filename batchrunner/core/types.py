@@ -24,6 +24,8 @@ from array import array
 
 PromptKind = Literal["messages", "text", "input_ids", "body"]
 """Form of a prompt, named as the key of the job's `prompt`; `body` is a whole request of a batch file."""
+BYTES_PER_TOKEN = 4
+"""Bytes of text per token, on average: what a prompt is estimated by until its tokens are known."""
 LEFT_OUT = "left_out"
 """The finish reason of a row that `prompt.python` left out; no engine has it."""
 FinishReason = str

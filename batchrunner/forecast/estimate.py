@@ -37,7 +37,8 @@ from batchrunner.forecast.job_time import (
     forecast,
     tokens_of,
 )
-from batchrunner.input.order import decide_order, prompt_bytes
+from batchrunner.input.order_sample import decide_order
+from batchrunner.input.prompt_bytes import prompt_bytes
 from batchrunner.job.engine import RunningServers
 from batchrunner.job.load import load_job
 from batchrunner.output.files import write_json

@@ -28,8 +28,10 @@ from batchrunner.core.types import Request, rows_of_column
 from batchrunner.input.dataset import RowBatch, batch_rows
 from batchrunner.input.files import READ_BUFFER_BYTES
 from batchrunner.input.job_input import JobInput, lease_rows
-from batchrunner.input.order import OrderDecision, decide_order, prompt_bytes, sort_key
+from batchrunner.input.order import OrderDecision
+from batchrunner.input.order_sample import decide_order
 from batchrunner.input.parquet_copy import first_line
+from batchrunner.input.prompt_bytes import prompt_bytes, sort_key
 from batchrunner.job.sampling import FromColumn
 from batchrunner.output.arrow_arrays import arrow_array
 from batchrunner.output.buckets import Buckets

@@ -418,7 +418,7 @@ class Run:
             unsent=rows.unread,
             now=began,
             decodes=decodes,
-            prompt_bytes=self.order.own_bytes(caches_prefixes=info.caches_prefixes),
+            prompt_bytes=self.order.computed_bytes(caches_prefixes=info.caches_prefixes),
         )
         schema = prepared.results_schema
         metadata: dict[Any, Any] = {**(schema.metadata or {}), "model": info.model}
