@@ -1,7 +1,7 @@
 """Order of a job's rows: as the job says, or with `order: auto` by a sample of its prompts."""
 
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 
 from pyroaring import BitMap64
 
@@ -30,27 +30,34 @@ def decide_order(
     ends_at = time.monotonic() + SAMPLE_S
     prompts, keys = [], []
     for stretch in stretches(rows, job_input.dataset.row_group_ends()):
-        pairs = list(_prompts_and_keys(job_input, stretch, ends_at, check_stop))
-        prompts.append([prompt for prompt, _ in pairs])
-        keys.append([key for _, key in pairs])
+        some_prompts, some_keys = _read_stretch(job_input, stretch, ends_at, check_stop)
+        prompts.append(some_prompts)
+        keys.append(some_keys)
     return decide(prompts, len(rows), keys if job_input.dedupes else None)
 
 
-def _prompts_and_keys(
+def _read_stretch(
     job_input: JobInput, rows: BitMap64, ends_at: float, check_stop: Callable[[], None]
-) -> Iterator[tuple[bytes, Hashable]]:
-    """Yield the prompt of each row, and a key that is equal for rows that share an answer.
+) -> tuple[list[bytes], list[Hashable]]:
+    """Return the prompt of each row, and a key that is equal for rows that share an answer.
 
-    The prompt is empty where the row cannot be rendered.
+    The prompt is empty where the row cannot be rendered. The rest of the rows is left out once the sample is
+    large enough, or has taken long enough.
     """
-    size, digests = 0, RequestDigests()
+    prompts: list[bytes] = []
+    keys: list[Hashable] = []
+    digests = RequestDigests()
+    size = 0
     for batch in job_input.batches(rows, check_stop):
         for item in batch:
-            if isinstance(item, Outcome):
-                yield b"", item.ref.row
-                continue
-            prompt = prompt_bytes(item)
+            prompt = b""
+            key: Hashable = item.ref.row
+            if not isinstance(item, Outcome):
+                prompt = prompt_bytes(item)
+                key = digests.of(item, prompt) if is_repeatable(item) else key
+            prompts.append(prompt)
+            keys.append(key)
             size += len(prompt)
-            yield prompt, digests.of(item, prompt) if is_repeatable(item) else item.ref.row
         if size >= STRETCH_BYTES or time.monotonic() > ends_at:
-            return
+            break
+    return prompts, keys
