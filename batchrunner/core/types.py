@@ -160,6 +160,11 @@ class Outcome(NamedTuple):
     attempts: int
     """Tries that were sent; 0 for a row that was refused here or has the answer of an equal row."""
 
+    @classmethod
+    def unsent(cls, ref: RowRef, error: str | None) -> Outcome:
+        """Return the outcome of a row that was not sent; `error` is None if `prompt.python` left it out."""
+        return cls(ref, completion=None, error=error, latency_s=None, attempts=0)
+
     @property
     def is_left_out(self) -> bool:
         """Whether `prompt.python` left the row out: it has neither an answer nor an error."""

@@ -41,9 +41,7 @@ from batchrunner.job.output import StorageSpec
 from batchrunner.job.spec import InputSpec
 from batchrunner.output.addresses import check_client, store_address
 from batchrunner.output.files import make_directory, whole_file, writing
-from batchrunner.output.resume import done_by_all
-from batchrunner.output.run_dir import look_at_run
-from batchrunner.output.run_json import holds_run, require_run_json
+from batchrunner.output.run_json import holds_run
 
 log = logging.getLogger(__name__)
 
@@ -122,35 +120,15 @@ def find_files(
     return fs, sorted(found.values())
 
 
-def results_of(given: str, storage: StorageSpec) -> str:
-    """Return where the merged results of a run lie, if this is the path of one; any other path as it is.
-
-    They are merged where they are not. Raises InputError where the run is not done, and what merging raises.
-    """
-    if store_address(given):
-        fs, path = _locate(given, storage)
-        try:
-            is_run = fs.get_file_info(f"{path}/run.json").type == pafs.FileType.File
-        except read_errors(fs) as failure:
-            raise _inaccessible(given, failure) from None
-    else:
-        is_run = "://" not in given and holds_run(Path(given))
-    if not is_run:
-        return given
-    from batchrunner.output.merge import merge, merged_rows  # noqa: PLC0415 - only for such an input
-
-    run_dir = look_at_run(given, storage)
-    done, total = len(done_by_all(run_dir).rows), require_run_json(run_dir)["rows_total"]
-    if done < total:
-        raise InputError(
-            f"{given}: this run is not done: {done:,} of {total:,} rows",
-            hint=f"run it again, or take what is there: {given}/parts",
-        )
-    if merged_rows(run_dir) < total:
-        with _only_one(run_dir.path / ".merging"):
-            if merged_rows(run_dir) < total > merge(run_dir).rows:
-                raise InputError(f"{given}: this run is still at work", hint="try again when it has ended")
-    return f"{given}/merged"
+def names_run(path: str, storage: StorageSpec) -> bool:
+    """Tell whether a path is the directory of a run. Raises InputError if nobody can tell."""
+    if not store_address(path):
+        return "://" not in path and holds_run(Path(path))
+    fs, directory = _locate(path, storage)
+    try:
+        return bool(fs.get_file_info(f"{directory}/run.json").type == pafs.FileType.File)
+    except read_errors(fs) as failure:
+        raise _inaccessible(path, failure) from None
 
 
 def _inaccessible(name: str, failure: Exception) -> BatchrunError:
@@ -481,7 +459,7 @@ class SourceFile:
         """Make the Parquet copy. One of several processes makes it, where the file system has locks."""
         with writing(copy):
             make_directory(copy.parent)
-        with _only_one(copy.with_suffix(".lock")):
+        with file_lock(copy.with_suffix(".lock")):
             if not copy.exists():
                 self.digest = self.digest or self._digest_of(self._size)  # of what an earlier copy has
                 with writing(copy), whole_file(copy, secrets.token_hex(4)) as temporary:
@@ -550,10 +528,10 @@ def _open_parquet(fs: pafs.FileSystem, path: str) -> pq.ParquetFile:
 
 
 @contextlib.contextmanager
-def _only_one(path: Path) -> Iterator[None]:
-    """Wait until no other process is in this block with the same path; a killed one is in none."""
+def file_lock(path: Path) -> Iterator[None]:
+    """Hold a lock file, which a killed process releases; on a file system without locks hold nothing."""
     with writing(path), path.open("wb") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: several may do the same
+        with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

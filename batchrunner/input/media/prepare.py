@@ -29,21 +29,21 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 def prepare(files: tuple[PromptFile, ...]) -> list[tuple[tuple[bytes, ...], int]] | str:
     """Return for each file of a row the files that are sent and their tokens, or why it cannot be sent."""
-    found: list[tuple[tuple[bytes, ...], int]] = []
+    results: list[tuple[tuple[bytes, ...], int]] = []
     count = size = 0
     for file in files:
         ready: list[bytes] = []
         try:
-            for each in _made(file):
-                ready.append(each)
-                count, size = count + 1, size + len(each)
+            for content in _made(file):
+                ready.append(content)
+                count, size = count + 1, size + len(content)
                 if count > MOST_FILES or size > MOST_SENT_BYTES:
                     most = f"{MOST_FILES} files or {MOST_SENT_BYTES >> 20} MiB of them"
                     return f"{file.rules.field}: the row has more than {most}"
         except BadFileError as failure:
             return f"{file.rules.field}: {file.label}: {failure}"
-        found.append((tuple(ready), sum(_tokens_of(each, file.kind.name) for each in ready)))
-    return found
+        results.append((tuple(ready), sum(_tokens_of(content, file.kind.name) for content in ready)))
+    return results
 
 
 def _tokens_of(content: bytes, kind: KindName) -> int:
@@ -75,8 +75,8 @@ def _made(file: PromptFile) -> Iterator[bytes]:
 
 def _read(place: str, rules: MediaRules) -> bytes:
     """Return the bytes at a path in the allowed folder, or at a URL; raises BadFileError."""
-    found = _SCHEME.match(place)
-    scheme = found[1].lower() if found else "file"
+    match = _SCHEME.match(place)
+    scheme = match[1].lower() if match else "file"
     if scheme in {"http", "https"}:
         if not rules.allow_urls:
             raise BadFileError("is a URL: set allow_urls: true to download it")
@@ -84,7 +84,7 @@ def _read(place: str, rules: MediaRules) -> bytes:
     if scheme != "file":
         raise BadFileError(f"{scheme}:// is not known here: give a path, or an http(s) URL")
     try:
-        path = Path(rules.folder, unquote(urlsplit(place).path) if found else place).resolve()
+        path = Path(rules.folder, unquote(urlsplit(place).path) if match else place).resolve()
         if rules.confined and not path.is_relative_to(Path(rules.folder).resolve()):
             raise BadFileError(
                 f"leads out of {rules.folder}: name the folder of the files in `folder`, or set it to /"
