@@ -17,8 +17,8 @@ from pyroaring import BitMap64
 from batchrunner.core.console import counted
 from batchrunner.core.engine_info import EngineInfo, TokenizerInfo
 from batchrunner.core.errors import BatchrunError, CannotTokenizeError, JobError
-from batchrunner.core.types import Completion, Outcome, Request, RequestBody
-from batchrunner.dispatch.concurrency.law import BYTES_A_TOKEN, UNKNOWN_ENGINE_WINDOW
+from batchrunner.core.types import BYTES_PER_TOKEN, Completion, Outcome, Request, RequestBody
+from batchrunner.dispatch.concurrency.law import UNKNOWN_ENGINE_WINDOW
 from batchrunner.dispatch.tokenize import make_encoder
 from batchrunner.engines.base import HeardEngine
 from batchrunner.engines.flags import CLIP
@@ -189,7 +189,7 @@ class SampledEngine(HeardEngine):
 def _row_of(request: Request, sent: Request, cached: float) -> JobRow:
     """Return what is known of a row, of whose prompt that share will be in the cache."""
     tokens = (
-        len(sent.prompt) if sent.kind == "input_ids" else max(len(prompt_bytes(sent)) / BYTES_A_TOKEN, 1.0)
+        len(sent.prompt) if sent.kind == "input_ids" else max(len(prompt_bytes(sent)) / BYTES_PER_TOKEN, 1.0)
     )
     asked = request.sampling.get("max_new_tokens") or DEFAULT_NEW_TOKENS
     if request.task is not None:

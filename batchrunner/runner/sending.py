@@ -16,11 +16,9 @@ from weakref import WeakValueDictionary
 
 from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.core.errors import RowRefusedError
-from batchrunner.core.types import Completion, Outcome, PromptKind
+from batchrunner.core.types import BYTES_PER_TOKEN, Completion, Outcome, PromptKind
 from batchrunner.dispatch.bundles import BundleSenders, BundleTotals, ForwardPasses
 from batchrunner.dispatch.concurrency.law import (
-    BYTES_A_TOKEN,
-    BYTES_AN_ID,
     TYPICAL_PROMPT_TOKENS,
     UNKNOWN_ENGINE_WINDOW,
     tokens_a_row,
@@ -92,8 +90,7 @@ async def open_control(
     how many bytes of a prompt it computes on average, where that is known.
     """
     fixed = None if job.window == "auto" else job.window
-    bytes_a_token = BYTES_A_TOKEN if job.prompt.input_ids is None else BYTES_AN_ID
-    prompt_tokens = None if prompt_bytes is None else prompt_bytes / bytes_a_token
+    prompt_tokens = None if prompt_bytes is None else prompt_bytes / BYTES_PER_TOKEN
     concurrency = ConcurrencyLimits(
         info,
         QueueBand(),

@@ -18,11 +18,11 @@ MOST_FILE_BYTES = 256 << 20
 """Most bytes of a file."""
 MOST_FILES, MOST_SENT_BYTES = 1000, 60 << 20
 """Most files of one row, and the bytes of them as they are sent."""
-PIXELS_A_TOKEN = 28 * 28
+PIXELS_PER_TOKEN = 28 * 28
 """Pixels of an image for each token, as of the Qwen-VL and InternVL families; others are near it."""
 MOST_TOKENS = 16_384
 """Most tokens that a file is expected to take: more than the processors of models let through."""
-BYTES_A_TOKEN = {"audio": 640, "video": 500}
+FILE_BYTES_PER_TOKEN = {"audio": 640, "video": 500}
 """Bytes of a file for each token, at 25 tokens and 128 kbit a second of audio, 250 and 1 Mbit of video."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
@@ -48,13 +48,13 @@ def prepare(files: tuple[PromptFile, ...]) -> list[tuple[tuple[bytes, ...], int]
 
 def _tokens_of(content: bytes, kind: KindName) -> int:
     """Return about how many tokens a file takes, as it is sent."""
-    if kind in BYTES_A_TOKEN:
-        tokens = len(content) / BYTES_A_TOKEN[kind]
+    if kind in FILE_BYTES_PER_TOKEN:
+        tokens = len(content) / FILE_BYTES_PER_TOKEN[kind]
     else:
         from PIL import Image  # noqa: PLC0415 - an extra, and heavy
 
         with Image.open(io.BytesIO(content)) as image:
-            tokens = image.width * image.height / PIXELS_A_TOKEN
+            tokens = image.width * image.height / PIXELS_PER_TOKEN
     return max(1, min(MOST_TOKENS, round(tokens)))
 
 
