@@ -32,7 +32,8 @@ from batchrunner.dispatch.reorder import OutputLengths, PrimeTask, Reorderer, Re
 from batchrunner.dispatch.route import Routes
 from batchrunner.engines.simulation.replica import H100_8B, CostModel, Replica
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
-from batchrunner.input.order import STRETCH_BYTES, decide, stretches
+from batchrunner.input.order import decide, stretches
+from batchrunner.input.order_sample import STRETCH_BYTES
 from benchmarks.control_simulated import KV_TOKENS, MAX_RUNNING, POLL_S, TICK_S, answer_of
 from benchmarks.engine import lognormal
 from benchmarks.measure import save

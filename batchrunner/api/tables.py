@@ -26,6 +26,7 @@ from batchrunner.job.tasks import Dtype
 from batchrunner.output.columns import schema_of_run
 from batchrunner.output.merge import merge
 from batchrunner.output.run_dir import RunDir
+from batchrunner.runner.earlier_results import with_merged_results
 from batchrunner.runner.open_engine import STOP, OpenEngine
 from batchrunner.runner.progress import ProgressListener, make_displays
 
@@ -52,7 +53,9 @@ def results_of(
                 write_parquet(batches_of(rows, _unless_stopped), source)
             except pa.ArrowException as failure:
                 raise InputError(f"rows: cannot be written as Parquet: {first_line(failure)}") from None
-        dataset = Dataset(InputSpec(path=paths or str(source)), copies=RunDir(out).copies)
+        spec_of_rows = InputSpec(path=paths or str(source))
+        files = with_merged_results(spec_of_rows.path)
+        dataset = Dataset(spec_of_rows, copies=RunDir(out).copies, paths=files)
         job = call.job(dataset.schema, paths or [str(source)], out)
         if not dataset.total_rows:
             return _no_results(job, dataset)

@@ -27,8 +27,11 @@ def init(
     Example: batchrun init docs.parquet > job.yaml
     """
     from batchrunner.input.new_job import new_job  # noqa: PLC0415
+    from batchrunner.job.fields import user_path  # noqa: PLC0415
+    from batchrunner.runner.earlier_results import with_merged_results  # noqa: PLC0415
 
-    show(new_job(data, engine).rstrip("\n").split("\n"))
+    (files,) = with_merged_results(user_path(data))
+    show(new_job(data, engine, files).rstrip("\n").split("\n"))
 
 
 def check(

@@ -24,6 +24,8 @@ from array import array
 
 PromptKind = Literal["messages", "text", "input_ids", "body"]
 """Form of a prompt, named as the key of the job's `prompt`; `body` is a whole request of a batch file."""
+BYTES_PER_TOKEN = 4
+"""Bytes of text per token, on average: what a prompt is estimated by until its tokens are known."""
 LEFT_OUT = "left_out"
 """The finish reason of a row that `prompt.python` left out; no engine has it."""
 FinishReason = str
@@ -157,6 +159,11 @@ class Outcome(NamedTuple):
     """Seconds from sending the last try to its whole answer; None where nothing was sent."""
     attempts: int
     """Tries that were sent; 0 for a row that was refused here or has the answer of an equal row."""
+
+    @classmethod
+    def unsent(cls, ref: RowRef, error: str | None) -> Outcome:
+        """Return the outcome of a row that was not sent; `error` is None if `prompt.python` left it out."""
+        return cls(ref, completion=None, error=error, latency_s=None, attempts=0)
 
     @property
     def is_left_out(self) -> bool:

@@ -19,7 +19,7 @@ from batchrunner.core.errors import (
     RequestError,
 )
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Completion, Request, RequestBody
+from batchrunner.core.types import BYTES_PER_TOKEN, Completion, Request, RequestBody
 from batchrunner.engines.base import Engine
 from batchrunner.job.spec import Job
 from batchrunner.output.events import EventLog
@@ -57,20 +57,17 @@ class BundleTotals:
         return {**found, "rows_per_request": round(rows / self.requests, 2) if self.requests else None}
 
 
-CHARACTERS_A_TOKEN = 4
-
-
 def prompt_tokens(request: Request) -> int:
     """Return the tokens of a row that are computed, a guess where they are texts."""
     if isinstance(request.prompt, RequestBody):
-        return len(request.prompt.content) // CHARACTERS_A_TOKEN
+        return len(request.prompt.content) // BYTES_PER_TOKEN
     length = len(request.prompt)
-    tokens = length if request.kind == "input_ids" else length // CHARACTERS_A_TOKEN
+    tokens = length if request.kind == "input_ids" else length // BYTES_PER_TOKEN
     if not request.items:
         return tokens
     if request.item_ids:  # choices: their prompt is computed once
         return tokens + sum(map(len, request.item_ids))
-    return tokens * len(request.items) + sum(map(len, request.items)) // CHARACTERS_A_TOKEN
+    return tokens * len(request.items) + sum(map(len, request.items)) // BYTES_PER_TOKEN
 
 
 USUAL_TOKENS = 8192

@@ -58,7 +58,7 @@ class PendingRow(msgspec.Struct, eq=False):
 
     request: Request
     prefix: bytes = b""
-    """The prompt as bytes (`input.order.prompt_bytes`); dropped once no later row is compared with it."""
+    """The prompt as bytes (`input.prompt_bytes`); dropped once no later row is compared with it."""
     prompt_bytes: int = 0
     """Length of `prefix`: where the prompt has images, it has bytes for their tokens."""
     template: int = 0

@@ -15,7 +15,7 @@ from zlib import crc32
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.types import Completion, Outcome, Request
 from batchrunner.dispatch.queue import PendingRow, PrefixGroup, RowSource
-from batchrunner.input.order import RequestDigests, common_length, is_repeatable, prompt_bytes
+from batchrunner.input.prompt_bytes import RequestDigests, common_length, is_repeatable, prompt_bytes
 
 LEAST_SHARED_BYTES = 256
 """Length of the shortest prefix that is worth an order: about 64 tokens."""

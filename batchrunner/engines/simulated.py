@@ -17,6 +17,7 @@ import orjson
 from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.types import (
+    BYTES_PER_TOKEN,
     CHAT_PATH,
     EMBEDDINGS_PATH,
     NO_COLUMNS,
@@ -48,8 +49,7 @@ STOPPED, CALLED = "stop", "tool_calls"
 """Finish reasons of an answer that ended by itself, and of one that calls a tool."""
 CREATED = 1_750_000_000
 """Creation time of every response, so that equal requests have equal responses."""
-_CHARACTERS_A_TOKEN = 4
-_TOKENS_A_MESSAGE = 4  # added by the chat template
+_TOKENS_A_MESSAGE = 4  # those that a chat template puts around a message
 _WORDS = (
     "the a of and to in is that for on with as by from this it an or which one two new long small early late "
     "model system value result data study text part case time way point order light"
@@ -126,7 +126,7 @@ def _completion(
 def _output(request: Request, number: int, most_tokens: int) -> _Output:
     """Make up an output from a random `number` of 32 bits, truncated at the most tokens."""
     sampling = request.sampling
-    most_characters = most_tokens * _CHARACTERS_A_TOKEN
+    most_characters = most_tokens * BYTES_PER_TOKEN
     text = text_by_grammar(sampling, number, most_characters + 1)
     call = tool_call(request, number) if text is None and request.kind == "messages" else None
     if call is not None:
@@ -136,7 +136,7 @@ def _output(request: Request, number: int, most_tokens: int) -> _Output:
         return _Output(_text(number, tokens), tokens, reason)
     if len(text) > most_characters:
         return _Output(text[:most_characters], most_tokens, CUT)
-    tokens = max(1, math.ceil(len(text) / _CHARACTERS_A_TOKEN))
+    tokens = max(1, math.ceil(len(text) / BYTES_PER_TOKEN))
     return _Output(text, tokens, STOPPED) if call is None else _Output("", tokens, CALLED, [call])
 
 
@@ -237,9 +237,9 @@ def count_tokens(request: Request) -> int:
         return len(request.prompt)
     media = sum(file.tokens for file in request.media)
     if request.kind == "text":
-        return media + len(request.prompt) // _CHARACTERS_A_TOKEN + 1
+        return media + len(request.prompt) // BYTES_PER_TOKEN + 1
     characters = [len(str(message.get("content"))) for message in request.prompt]
-    return media + sum(count // _CHARACTERS_A_TOKEN + 1 + _TOKENS_A_MESSAGE for count in characters)
+    return media + sum(count // BYTES_PER_TOKEN + 1 + _TOKENS_A_MESSAGE for count in characters)
 
 
 def _hashes(request: Request) -> list[int]:

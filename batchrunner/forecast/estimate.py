@@ -17,8 +17,8 @@ from pyroaring import BitMap64
 from batchrunner.core.console import counted, duration
 from batchrunner.core.engine_info import EngineInfo, TokenizerInfo
 from batchrunner.core.errors import BatchrunError, CannotTokenizeError, JobError
-from batchrunner.core.types import Completion, Outcome, Request, RequestBody
-from batchrunner.dispatch.concurrency.law import BYTES_A_TOKEN, UNKNOWN_ENGINE_WINDOW
+from batchrunner.core.types import BYTES_PER_TOKEN, Completion, Outcome, Request, RequestBody
+from batchrunner.dispatch.concurrency.law import UNKNOWN_ENGINE_WINDOW
 from batchrunner.dispatch.tokenize import make_encoder
 from batchrunner.engines.base import ObservedEngine
 from batchrunner.engines.http.server_info import limit_of
@@ -35,7 +35,8 @@ from batchrunner.forecast.job_time import (
     forecast,
     tokens_of,
 )
-from batchrunner.input.order import decide_order, prompt_bytes
+from batchrunner.input.order_sample import decide_order
+from batchrunner.input.prompt_bytes import prompt_bytes
 from batchrunner.job.engine import RunningServers
 from batchrunner.job.load import load_job
 from batchrunner.output.files import write_json
@@ -188,7 +189,7 @@ class SampledEngine(ObservedEngine):
 def _row_of(request: Request, sent: Request, cached: float) -> JobRow:
     """Return what is known of a row, of whose prompt that share will be in the cache."""
     tokens = (
-        len(sent.prompt) if sent.kind == "input_ids" else max(len(prompt_bytes(sent)) / BYTES_A_TOKEN, 1.0)
+        len(sent.prompt) if sent.kind == "input_ids" else max(len(prompt_bytes(sent)) / BYTES_PER_TOKEN, 1.0)
     )
     asked = request.sampling.get("max_new_tokens") or DEFAULT_NEW_TOKENS
     if request.task is not None:

@@ -49,8 +49,8 @@ def _promoted(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def _common_dictionary(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    both = [kind.value_type if pt.is_dictionary(kind) else kind for kind in (one, other)]
-    values = common_type(*both)
+    value_types = [kind.value_type if pt.is_dictionary(kind) else kind for kind in (one, other)]
+    values = common_type(*value_types)
     if values is None or not pt.is_dictionary(one):
         return values
     is_ordered = one.ordered and pt.is_dictionary(other) and other.ordered
@@ -92,8 +92,8 @@ def _common_struct(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
         if len({*names}) < len(names):
             return None
         for field in struct:
-            known = fields.get(field.name)
-            kind = field.type if known is None else common_type(known.type, field.type)
+            earlier = fields.get(field.name)
+            kind = field.type if earlier is None else common_type(earlier.type, field.type)
             if kind is None:
                 return None
             fields[field.name] = field.with_type(kind).with_nullable(True)

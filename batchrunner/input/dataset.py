@@ -1,4 +1,4 @@
-"""Files as one sequence of rows, read a bounded batch at a time.
+"""The input files as one sequence of rows, read a bounded batch at a time.
 
 The ordinal of a row (`row` in the results) counts from 0 over the files in order of their paths. It needs no
 ID column, and is the same in every attempt.
@@ -30,7 +30,6 @@ from batchrunner.input.files import (
     SourceFile,
     find_files,
     partition_types,
-    results_of,
     size_of,
     without_commit,
 )
@@ -54,7 +53,7 @@ from batchrunner.output.arrow_arrays import UNREADABLE, arrow_array, shown_value
 log = logging.getLogger(__name__)
 
 READERS = 8
-"""Files that are looked at at once. On a network file system most of the time is waiting."""
+"""Files that are opened at once: on a network file system most of the time is waiting."""
 BATCH_ROWS, BATCH_BYTES = 256, 8 << 20
 """Most rows and bytes of a batch."""
 Row = dict[str, Any]
@@ -84,7 +83,7 @@ def holds_bytes(kind: pa.DataType) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RowBatch:
-    """Some of the rows that were asked for."""
+    """Rows that are read together."""
 
     rows: list[int]
     """Ordinals."""
@@ -93,7 +92,7 @@ class RowBatch:
 
 
 class ColumnSource(Protocol):
-    """What has columns: a data set, or the rows of a program."""
+    """Rows with columns: a dataset, or the rows of a program."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -103,16 +102,16 @@ class ColumnSource(Protocol):
         """Return the field of a column; raises InputError, naming `where`, if it cannot be used."""
 
     def directory_of(self, row: int) -> str | None:
-        """Return the directory of the file that has the row with this ordinal; None where there is none."""
+        """Return the directory of the file that has the row with this ordinal; None if there is none."""
 
 
 def usable_columns(source: ColumnSource) -> dict[str, pa.DataType]:
     """Return the types of the columns that a job can use, in order."""
-    found = {}
+    types = {}
     for name in source.schema.names:
-        with contextlib.suppress(BatchrunError):  # files disagree on it, or it stands twice
-            found[name] = source.field(name, where="a job").type
-    return found
+        with contextlib.suppress(BatchrunError):  # files disagree on its type, or a file has it twice
+            types[name] = source.field(name, where="a job").type
+    return types
 
 
 class Dataset:
@@ -125,116 +124,121 @@ class Dataset:
         storage: StorageSpec | None = None,
         copies: Path | None = None,
         *,
+        paths: Sequence[str] | None = None,
         is_batch: bool = False,
     ) -> None:
         """Find the files, without those in the run directory `run`, their columns and row groups.
 
-        `storage` says how object stores are reached, and a batch file has requests on its lines. Parquet
-        copies of files of other formats are in the directory `copies`, by default in one that is deleted with
-        this object. Raises InputError where a file is missing or unreadable.
+        `paths` are read in place of `source.path`. `storage` says how object stores are reached. The lines of
+        a batch file are requests. Parquet copies of files of other formats lie in the directory `copies`, by
+        default in one that is deleted with this object. Raises InputError if a file is missing or unreadable.
         """
-        given = [source.path] if isinstance(source.path, str) else source.path
-        given = [
-            path if run == Path(path).resolve() else results_of(path, storage or StorageSpec())
-            for path in given
-        ]
-        self._find = functools.partial(find_files, given, run, storage)
-        fs, paths = self._find()
-        if is_batch and len(paths) > 1:
+        if paths is None:
+            paths = [source.path] if isinstance(source.path, str) else source.path
+        self._find = functools.partial(find_files, paths, run, storage)
+        self.files = self._open_files(source, copies, is_batch=is_batch)
+        _unify_json_lines(self.files)
+        self._starts = [0, *accumulate(file.rows for file in self.files)]
+        self.total_rows = self._starts[-1]
+        for file, start in zip(self.files, self._starts, strict=False):
+            file.begin_at(start)
+
+        in_paths = partition_types([file.partitions for file in self.files])
+        self._paths_by_schema: dict[pa.Schema, str] = {}  # of the first file that has a schema
+        for file in self.files:
+            partitions = [pa.field(*item) for item in in_paths.items() if item[0] not in file.schema.names]
+            self._paths_by_schema.setdefault(pa.schema([*file.schema, *partitions]), file.path)
+        self._conflicts: dict[str, str] = {}  # why a column has no type that holds the values of all files
+        self.schema = self._common_schema()
+        """All columns. A column without a common type has that of the first file."""
+        self.partition_types = {name: self.schema.field(name).type for name in in_paths}
+        """Types of columns whose values stand in the paths of files that lack the columns."""
+        self.has_text_files = any(file.is_text for file in self.files)
+        """Whether the types of columns come from values, or from `input.types`."""
+        has_problems = any(file.has_problems for file in self.files)
+        # a value of one file may not fit the common type of all files
+        self._problem_columns = [PROBLEM] if has_problems or len(self._paths_by_schema) > 1 else []
+        self._check_text_options(source)
+
+    def _open_files(self, source: InputSpec, copies: Path | None, *, is_batch: bool) -> list[SourceFile]:
+        fs, names = self._find()
+        if is_batch and len(names) > 1:
             raise InputError(
-                f"these are {len(paths)} batch files, {paths[0]} and {paths[1]} among them",
+                f"these are {len(names)} batch files, {names[0]} and {names[1]} among them",
                 hint="give one: a custom_id is unique in its file only",
             )
         if copies is None:
             copies = Path(tempfile.mkdtemp(prefix="batchrunner-copies-"))
             weakref.finalize(self, shutil.rmtree, copies, ignore_errors=True)
         with thread_pool(READERS) as pool:
-            shared = repeat(copies), repeat(source), repeat(is_batch)
-            self.files = list(pool.map(SourceFile, repeat(fs), paths, *shared))
-        _unify_json_lines(self.files)
-        self._starts = [0, *accumulate(source.rows for source in self.files)]
-        self.total_rows = self._starts[-1]
-        for file, start in zip(self.files, self._starts, strict=False):
-            file.begin_at(start)
-        in_paths = partition_types([file.partitions for file in self.files])
-        self._paths_by_schema: dict[pa.Schema, str] = {}  # of the first file that has a schema
-        for file in self.files:
-            in_path = [pa.field(*item) for item in in_paths.items() if item[0] not in file.schema.names]
-            self._paths_by_schema.setdefault(pa.schema([*file.schema, *in_path]), file.path)
-        self._unlike: dict[str, str] = {}  # why a column has no type that holds the values of all files
-        self.schema = self._common_schema()
-        """All columns. One whose types have nothing in common has that of the first file."""
-        self.partition_types = {name: self.schema.field(name).type for name in in_paths}
-        """Types of columns whose values stand in the paths of files that do not have them."""
-        texts = [file for file in self.files if file.is_text]
-        self.has_text_files = bool(texts)
-        """Whether the types of columns come from values, or from `input.types`."""
-        has_problems = any(file.has_problems for file in self.files)
-        # a value of one file may not fit into the type that holds those of all
-        self._problems = [PROBLEM] if has_problems or len(self._paths_by_schema) > 1 else []
-        known = dict.fromkeys(name for file in texts for name in file.schema.names)
+            options = repeat(copies), repeat(source), repeat(is_batch)
+            return list(pool.map(SourceFile, repeat(fs), names, *options))
+
+    def _check_text_options(self, source: InputSpec) -> None:
+        """Raise InputError for options of text files that the input does not have."""
+        text_files = [file for file in self.files if file.is_text]
+        columns = dict.fromkeys(name for file in text_files for name in file.schema.names)
         for name in source.types:
-            if not texts:
+            if not text_files:
                 raise InputError("input.types: is for CSV and JSON Lines, and the input has no such file")
-            if name not in known:
-                raise unknown_column(InputError, "input.types", name, known)
-        if not any(file.format.kind == "CSV" for file in texts):
+            if name not in columns:
+                raise unknown_column(InputError, "input.types", name, columns)
+        if not any(file.format.kind == "CSV" for file in text_files):
             for name in {"delimiter", "encoding"} & source.model_fields_set:
                 raise InputError(f"input.{name}: is for CSV, and the input has no such file")
 
     def _common_schema(self) -> pa.Schema:
-        """Return the columns of all files, with types that hold the values of all; note where none does."""
-        kinds: dict[str, pa.DataType] = {}
+        """Return the columns of all files with their common types; note the columns that have none."""
+        types: dict[str, pa.DataType] = {}
         first_paths: dict[str, str] = {}
         for schema, path in self._paths_by_schema.items():
             for field in schema:
-                known = kinds.setdefault(field.name, field.type)
+                earlier = types.setdefault(field.name, field.type)
                 first_path = first_paths.setdefault(field.name, path)
-                kind = common_type(known, field.type)
-                if kind is not None:
-                    kinds[field.name] = kind
-                else:
-                    self._unlike.setdefault(
-                        field.name,
+                common = common_type(earlier, field.type)
+                if common is not None:
+                    types[field.name] = common
+                elif field.name not in self._conflicts:
+                    self._conflicts[field.name] = (
                         f"{path}: column {field.name!r} is {type_name(field.type)}, "
-                        f"but {type_name(known)} in {first_path}",
+                        f"but {type_name(earlier)} in {first_path}"
                     )
-        return normalized(pa.schema(list(kinds.items())))
+        return normalized(pa.schema(list(types.items())))
 
     def facts(self) -> list[dict[str, Any]]:
-        """Return what a resumed run recognises its files by."""
+        """Return the facts by which a resumed run recognizes its files."""
         return [file.facts() for file in self.files]
 
-    def recognize(self, known: Sequence[Mapping[str, Any]]) -> None:
-        """Find out whether the last of the files that a run knew, by their `facts`, has only grown since.
+    def recognize(self, earlier_facts: Sequence[Mapping[str, Any]]) -> None:
+        """Find out whether the last file of an earlier attempt, whose `facts` these are, has only grown.
 
-        Rows appended to another one would change the ordinals of all that come after it.
+        Rows appended to another file would change the ordinals of all rows behind it.
         """
-        if len(known) <= len(self.files):
-            self.files[len(known) - 1].recognize(known[-1])
+        if len(earlier_facts) <= len(self.files):
+            self.files[len(earlier_facts) - 1].recognize(earlier_facts[-1])
 
     def row_group_ends(self) -> list[int]:
         """Return the ordinal after the last row of each row group, over all files."""
         return [end for file in self.files for end in file.starts[1:]]
 
     def check_unchanged(self) -> None:
-        """Raise InputChangedError where a file has other content now than when it was found."""
+        """Raise InputChangedError if a file has other content now than when it was opened."""
         with thread_pool(READERS) as pool:
             list(pool.map(SourceFile.check_unchanged, self.files))
 
     def added_files(self) -> list[str]:
-        """Return the files that have grown, and those that `input.path` names now and did not before."""
-        found = [source.path for source in self.files if source.has_grown]
+        """Return the files that have grown, and the new files that `input.path` names by now."""
+        paths = [file.path for file in self.files if file.has_grown]
         with contextlib.suppress(InputError):
-            known = {without_commit(source.path) for source in self.files}
-            found += (path for path in self._find()[1] if without_commit(path) not in known)
-        return found
+            opened = {without_commit(file.path) for file in self.files}
+            paths += (path for path in self._find()[1] if without_commit(path) not in opened)
+        return paths
 
     def field(self, name: str, *, where: str) -> pa.Field:
         """Return the field of a column; `where` names the job's key in errors.
 
-        Raises InputError where a file has the column twice, where no type holds the values of all files, or
-        where Parquet cannot hold its type. In a file that lacks the column it is null.
+        Raises InputError if a file has the column twice, if no type holds the values of all files, or if
+        Parquet cannot hold its type. In a file that lacks the column it is null.
         """
         if name not in self.schema.names:
             raise unknown_column(InputError, where, name, self.schema.names)
@@ -245,65 +249,65 @@ class Dataset:
                     f"{where}: {path} has {times} columns {name!r}",
                     hint="a column that the job uses has a name of its own",
                 )
-        if name in self._unlike:
-            raise InputError(
-                self._unlike[name],
-                hint="write both with one type"
-                + (", or give its type in input.types" if self.has_text_files else ""),
-            )
+        if name in self._conflicts:
+            hint = "write both with one type"
+            if self.has_text_files:
+                hint += ", or give its type in input.types"
+            raise InputError(self._conflicts[name], hint=hint)
         field = self.schema.field(name)
         if problem := not_for_parquet(field.type):
             raise InputError(f"{where}: column {name!r} has a type that Parquet cannot hold: {problem}")
         return field
 
     def notes(self) -> list[str]:
-        """Return what a person should know of the records: which fail, and why a column is text."""
+        """Return sentences for users: which records fail, and why columns are text."""
         return [note for file in self.files for note in file.notes]
 
     def log_notes(self, columns: Iterable[str]) -> None:
-        """Log the notes on records, and which of these columns a file lacks."""
+        """Log the notes on records, and for each of these columns the first file that lacks it."""
         for note in self.notes():
             log.warning("%s", note)
         for name in columns:
-            lacking = [path for schema, path in self._paths_by_schema.items() if name not in schema.names]
-            if lacking:
-                log.warning("%s: has no column %r: it is null there", lacking[0], name)
+            for schema, path in self._paths_by_schema.items():
+                if name not in schema.names:
+                    log.warning("%s: has no column %r: it is null there", path, name)
+                    break
 
     def directory_of(self, row: int) -> str | None:
-        """Return the directory of the file that has this row; None for a file that is not on this machine."""
+        """Return the directory of the file with this row; None for a file that is not on this machine."""
         (file,) = self.files_of(BitMap64([row]))
         return str(Path(file.path).absolute().parent) if file.is_local else None
 
     def schema_of(self, columns: Iterable[str]) -> pa.Schema:
-        """Return the schema in which these columns are read, with PROBLEM last where there are problems."""
+        """Return the schema in which these columns are read; PROBLEM comes last if rows may have one."""
         fields = [pa.field(name, self.schema.field(name).type) for name in columns]
-        return pa.schema([*fields, *(pa.field(name, pa.string()) for name in self._problems)])
+        return pa.schema([*fields, *(pa.field(name, pa.string()) for name in self._problem_columns)])
 
-    def read(self, wanted: BitMap64, columns: Sequence[str]) -> Iterator[RowBatch]:
+    def read(self, rows: BitMap64, columns: Sequence[str]) -> Iterator[RowBatch]:
         """Yield the wanted rows in input order with these columns, a bounded batch at a time.
 
-        Row groups without a wanted row are not read. Raises InputError where a file cannot be read.
+        Row groups without a wanted row are not read. Raises InputError if a file cannot be read.
         """
         with contextlib.closing(DatasetReader(self, columns)) as reader:
-            yield from reader.read(wanted)
+            yield from reader.read(rows)
 
-    def files_of(self, wanted: BitMap64) -> list[SourceFile]:
+    def files_of(self, rows: BitMap64) -> list[SourceFile]:
         """Return the files that have wanted rows, in order."""
-        if not wanted:
+        if not rows:
             return []
-        first, end = (bisect_right(self._starts, row) for row in (wanted.min(), wanted.max()))
+        first, end = (bisect_right(self._starts, row) for row in (rows.min(), rows.max()))
         return [
             file
             for file in self.files[first - 1 : end]
-            if wanted.range_cardinality(file.starts[0], file.starts[-1])
+            if rows.range_cardinality(file.starts[0], file.starts[-1])
         ]
 
 
 class DatasetReader:
-    """Reads rows of a dataset in input order. A file stays open, and so its footer is parsed once.
+    """Reads rows of a dataset in input order. A file stays open, so its footer is parsed once.
 
-    Where the next rows lie ahead in the row group that was read last, it continues there. So small
-    consecutive ranges are decoded only once.
+    If the next rows lie ahead in the row group that was read last, reading continues there: small consecutive
+    ranges are decoded only once.
     """
 
     def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:
@@ -317,15 +321,16 @@ class DatasetReader:
         self._start = 0  # ordinal of the first row in `_data`
         self._data: pa.RecordBatch | None = None  # the batch that was decoded last
 
-    def read(self, wanted: BitMap64, positions: range | None = None) -> Iterator[RowBatch]:
-        """Yield the wanted rows in input order, as `Dataset.read` does; `positions` are not needed.
+    def read(self, rows: BitMap64, positions: range | None = None) -> Iterator[RowBatch]:
+        """Yield the wanted rows in input order, as `Dataset.read` does.
 
-        Raises InputError where a file cannot be read, InputChangedError where it is not the same any more.
+        `positions` are for a sorted copy, which is read in their place. Raises InputError if a file cannot be
+        read, InputChangedError if it is not the same any more.
         """
         del positions
-        for file in self._dataset.files_of(wanted):
+        for file in self._dataset.files_of(rows):
             try:
-                for batch in self._read_file(file, wanted):
+                for batch in self._read_file(file, rows):
                     yield RowBatch(batch.rows, self._with_partitions(batch.data, file))
             except BatchrunError:
                 raise
@@ -340,49 +345,51 @@ class DatasetReader:
             self._content.close(force=True)
             self._content = None
 
-    def _read_file(self, file: SourceFile, wanted: BitMap64) -> Iterator[RowBatch]:
+    def _read_file(self, file: SourceFile, rows: BitMap64) -> Iterator[RowBatch]:
         if self._file is not file:
             self.close()
             self._content = file.open()
             self._stored = [name for name in self._schema.names if name in self._content.schema_arrow.names]
             self._file = file
         starts = file.starts
-        first, last = max(wanted.min(), starts[0]), min(wanted.max(), starts[-1] - 1)
+        first, last = max(rows.min(), starts[0]), min(rows.max(), starts[-1] - 1)
         for group in range(bisect_right(starts, first) - 1, bisect_right(starts, last)):
-            rows = range(*starts[group : group + 2])
-            if in_group := wanted & BitMap64(rows):
-                yield from self._read_group(file, group, rows, in_group)
+            group_rows = range(*starts[group : group + 2])
+            if in_group := rows & BitMap64(group_rows):
+                yield from self._read_group(file, group, group_rows, in_group)
 
-    def _read_group(self, file: SourceFile, group: int, rows: range, wanted: BitMap64) -> Iterator[RowBatch]:
-        if self._group != group or wanted.min() < self._start:
+    def _read_group(
+        self, file: SourceFile, group: int, group_rows: range, rows: BitMap64
+    ) -> Iterator[RowBatch]:
+        if self._group != group or rows.min() < self._start:
             assert self._content is not None
             self._group = None
             size = size_of(self._content.metadata, self._stored, group)
             self._batches = self._content.iter_batches(
-                batch_size=batch_rows(len(rows), size),
+                batch_size=batch_rows(len(group_rows), size),
                 row_groups=[group],
                 columns=self._stored,
                 use_threads=False,
             )
-            self._start, self._data = rows.start, self._next(file, rows.start)
+            self._start, self._data = group_rows.start, self._next(file, group_rows.start)
             self._group = group
         while True:
             assert self._data is not None
             end = self._start + self._data.num_rows
-            picked = list(wanted & BitMap64(range(self._start, end)))
-            if len(picked) == self._data.num_rows:
-                yield RowBatch(picked, self._data)
-            elif picked:
-                places = arrow_array([row - self._start for row in picked], pa.int64())
-                yield RowBatch(picked, self._data.take(places))
-            if wanted.max() < end:
+            rows_here = list(rows & BitMap64(range(self._start, end)))
+            if len(rows_here) == self._data.num_rows:
+                yield RowBatch(rows_here, self._data)
+            elif rows_here:
+                indices = arrow_array([row - self._start for row in rows_here], pa.int64())
+                yield RowBatch(rows_here, self._data.take(indices))
+            if rows.max() < end:
                 return
             self._start, self._data = end, self._next(file, end)
 
     def _next(self, file: SourceFile, start: int) -> pa.RecordBatch:
-        """Return the next batch of the row group, which was read from the right file, in its schema.
+        """Return the next batch of the row group in the schema; `start` is the ordinal of its first row.
 
-        `start` is the ordinal of its first row.
+        Raises InputChangedError if the file was replaced before the batch was read.
         """
         for data in self._batches:
             file.check_after_reading()
@@ -393,9 +400,9 @@ class DatasetReader:
         raise pa.ArrowInvalid("it has fewer rows than its footer says")
 
     def _with_misfits(self, data: pa.RecordBatch, file: SourceFile, first: int) -> pa.RecordBatch:
-        """Return a batch in the schema; a row with a value that does not fit says so in PROBLEM.
+        """Return a batch in the schema, in which PROBLEM names the first value of a row that does not fit.
 
-        `first` is the number of its first row in the file.
+        `first` is the number of the first row in the file.
         """
         problems: list[str | None] = [None] * data.num_rows
         columns = {}
@@ -407,8 +414,8 @@ class DatasetReader:
             for at, why in misfits.items():
                 problems[at] = problems[at] or f"{file.path}: row {first + at}: column {field.name!r}: {why}"
         if PROBLEM in columns:
-            earlier = columns[PROBLEM].to_pylist()
-            problems = [before or now for before, now in zip(earlier, problems, strict=True)]
+            of_records = columns[PROBLEM].to_pylist()
+            problems = [stored or misfit for stored, misfit in zip(of_records, problems, strict=True)]
             columns[PROBLEM] = arrow_array(problems, pa.string())
         return pa.RecordBatch.from_arrays(list(columns.values()), schema=self._schema)
 
@@ -427,24 +434,26 @@ def batch_rows(rows: int, size: int) -> int:
 
 
 def rows_of(batch: RowBatch, names: Sequence[str]) -> list[Row | str]:
-    """Return the rows of a batch as Python values of these columns, or why a row cannot be read."""
-    wrong: dict[int, str] = {}
+    """Return each row of a batch as a dict of Python values, or as a text that says why it cannot be read."""
+    problems: dict[int, str] = {}
     if PROBLEM in batch.data.schema.names:
-        wrong = {at: why for at, why in enumerate(batch.data.column(PROBLEM).to_pylist()) if why}
+        texts = enumerate(batch.data.column(PROBLEM).to_pylist())
+        problems = {index: problem for index, problem in texts if problem}
     columns = []
     for name in names:
         values, unreadable = values_of(batch.data.column(name))
         columns.append(values)
-        wrong = {at: f"column {name!r}: {why}" for at, why in unreadable.items()} | wrong
+        for index, problem in unreadable.items():
+            problems.setdefault(index, f"column {name!r}: {problem}")
     rows: list[Row | str] = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
     rows = rows or [{} for _ in batch.rows]
-    for at, why in wrong.items():
-        rows[at] = why
+    for index, problem in problems.items():
+        rows[index] = problem
     return rows
 
 
 def values_of(column: pa.Array) -> tuple[list[Any], dict[int, str]]:
-    """Return a column as Python values, and by place why Python cannot represent one, which is None there."""
+    """Return a column as Python values, and by index why Python cannot represent a value, which is None."""
     kind = column.type
     try:
         if (pt.is_list(kind) or pt.is_large_list(kind)) and pt.is_integer(kind.value_type):
@@ -456,36 +465,37 @@ def values_of(column: pa.Array) -> tuple[list[Any], dict[int, str]]:
         return list(column.to_pylist()), {}
     except UNREADABLE:
         pass
-    found: list[Any] = []
+    values: list[Any] = []
     unreadable = {}
-    for at, item in enumerate(column):
+    for index, item in enumerate(column):
         try:
-            found.append(item.as_py())
+            values.append(item.as_py())
         except UNREADABLE as failure:
-            found.append(None)
-            is_zone = "zoneinfo" in str(failure)  # all that Arrow says is that this module must be installed
-            why = f"its time zone is in no database here ({kind})" if is_zone else failure
-            unreadable[at] = f"unreadable value: {why}"
-    return found, unreadable
+            values.append(None)
+            reason = str(failure)
+            if "zoneinfo" in reason:  # Arrow says no more than that this module must be installed
+                reason = f"its time zone is in no database here ({kind})"
+            unreadable[index] = f"unreadable value: {reason}"
+    return values, unreadable
 
 
 def carried_of(ref: RowRef) -> dict[str, Any]:
-    """Return the carried columns of a row, with what shows a value that Python cannot represent."""
+    """Return the carried columns of a row; a value that Python cannot represent is shown as text."""
     row = ref.carried.slice(ref.position, 1)
     return {name: shown_values(row.column(at))[0] for at, name in enumerate(row.schema.names)}
 
 
 def _integers(column: pa.Array) -> list[int]:
-    """Return a column of integers without nulls; raises ArrowInvalid for one that is too large."""
+    """Return a column of integers without nulls; raises ArrowInvalid for a number over 64 bits."""
     numbers = column.cast(pa.int64())
     data, first = memoryview(numbers.buffers()[1] or b""), numbers.offset
     return data[first * 8 : (first + len(numbers)) * 8].cast("q").tolist()
 
 
-def _unify_json_lines(sources: Iterable[SourceFile]) -> None:
-    """Give JSON Lines files of one input the columns of all, since a key may be missing in a whole file."""
-    found = [source for source in sources if source.format.kind == "JSON Lines"]
-    if found:
-        schema = stored_schema(common_schema([source.schema for source in found]))
-        for source in found:
-            source.schema = schema
+def _unify_json_lines(files: Iterable[SourceFile]) -> None:
+    """Give the JSON Lines files of an input one schema, since a key may be missing in a whole file."""
+    json_files = [file for file in files if file.format.kind == "JSON Lines"]
+    if json_files:
+        schema = stored_schema(common_schema([file.schema for file in json_files]))
+        for file in json_files:
+            file.schema = schema

@@ -23,8 +23,8 @@ def decide_fields(dataset: Dataset, columns: Sequence[str]) -> list[str]:
     """
     values: dict[str, list[Hashable]] = {name: [] for name in columns}
     lengths = dict.fromkeys(columns, 0)
-    for some in stretches(BitMap64(range(dataset.total_rows)), dataset.row_group_ends()):
-        for batch in dataset.read(some, columns):
+    for stretch in stretches(BitMap64(range(dataset.total_rows)), dataset.row_group_ends()):
+        for batch in dataset.read(stretch, columns):
             for row in rows_of(batch, columns):
                 if not isinstance(row, str):
                     for name in columns:
@@ -42,7 +42,7 @@ def choose_order(values: Mapping[str, Sequence[Hashable]], lengths: Mapping[str,
     of the few that rows share most by themselves.
     """
     chosen: list[str] = []
-    left, before = [*values], [0] * len(next(iter(values.values())))
+    remaining, before = [*values], [0] * len(next(iter(values.values())))
 
     def shared(name: str, before: Sequence[Hashable]) -> float:
         return lengths[name] * (1 - len({*zip(before, values[name], strict=True)}) / max(1, len(before)))
@@ -52,10 +52,10 @@ def choose_order(values: Mapping[str, Sequence[Hashable]], lengths: Mapping[str,
         behind = (shared(other, with_it) for other in ahead if other != name)
         return shared(name, before) + max(behind, default=0.0)
 
-    while left:
-        ahead = sorted(left, key=lambda name: shared(name, before), reverse=True)[:LOOKED_AHEAD]
+    while remaining:
+        ahead = sorted(remaining, key=lambda name: shared(name, before), reverse=True)[:LOOKED_AHEAD]
         best = max(ahead, key=gain)
         before = [hash(pair) for pair in zip(before, values[best], strict=True)]
-        left.remove(best)
+        remaining.remove(best)
         chosen.append(best)
     return chosen

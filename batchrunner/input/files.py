@@ -40,7 +40,6 @@ from batchrunner.job.output import StorageSpec
 from batchrunner.job.spec import InputSpec
 from batchrunner.output.addresses import check_client, store_address
 from batchrunner.output.files import make_directory, one_process_at_a_time, whole_file, writing
-from batchrunner.output.run_dir import look_at_run
 from batchrunner.output.run_json import holds_run
 
 log = logging.getLogger(__name__)
@@ -120,25 +119,15 @@ def find_files(
     return fs, sorted(found.values())
 
 
-def results_of(given: str, storage: StorageSpec) -> str:
-    """Return where the merged results of a run lie, if this is the path of one; any other path as it is.
-
-    They are merged where they are not. Raises InputError where the run is not done, and what merging raises.
-    """
-    if store_address(given):
-        fs, path = _locate(given, storage)
-        try:
-            is_run = fs.get_file_info(f"{path}/run.json").type == pafs.FileType.File
-        except read_errors(fs) as failure:
-            raise _inaccessible(given, failure) from None
-    else:
-        is_run = "://" not in given and holds_run(Path(given))
-    if not is_run:
-        return given
-    from batchrunner.output.merge import merge_finished_run  # noqa: PLC0415 - only for such an input
-
-    merge_finished_run(look_at_run(given, storage), given)
-    return f"{given}/merged"
+def names_run(path: str, storage: StorageSpec) -> bool:
+    """Tell whether a path is the directory of a run. Raises InputError if nobody can tell."""
+    if not store_address(path):
+        return "://" not in path and holds_run(Path(path))
+    fs, directory = _locate(path, storage)
+    try:
+        return bool(fs.get_file_info(f"{directory}/run.json").type == pafs.FileType.File)
+    except read_errors(fs) as failure:
+        raise _inaccessible(path, failure) from None
 
 
 def _inaccessible(name: str, failure: Exception) -> BatchrunError:

@@ -87,12 +87,12 @@ class JobInput:
         is_true = len(selected) - failed
         if is_true and is_true >= failed:
             return selected
-        told = f"true for none of the {total} rows: {self.job.input.filter}"
+        problem = f"true for none of the {total} rows: {self.job.input.filter}"
         if failed:
-            told = f"fails on {counted(failed, 'row')}, and is true for {is_true}: {error}"
+            problem = f"fails on {counted(failed, 'row')}, and is true for {is_true}: {error}"
         of_text = self.dataset.has_text_files and (not failed or "TypeError" in error)
         hint = "values of CSV are texts: input.types gives others" if of_text else None
-        raise InputError(f"input.filter: {told}", hint=hint)
+        raise InputError(f"input.filter: {problem}", hint=hint)
 
 
 def lease_rows(rows: int) -> int:

@@ -50,15 +50,15 @@ def messages_in(column: str, row: Mapping[str, Any], *, continues: bool) -> list
     return conversation(label, value, continues=continues)
 
 
-def conversation(label: str, given: Sequence[Any], *, continues: bool) -> list[dict[str, Any]]:
+def conversation(label: str, row_messages: Sequence[Any], *, continues: bool) -> list[dict[str, Any]]:
     """Return messages of the chat endpoint; raises RowRefusedError, which begins with the label.
 
     With `continues` the model goes on with an assistant's last message, which else is left out.
     """
     messages = []
-    for number, each in enumerate(given, 1):
+    for number, item in enumerate(row_messages, 1):
         try:
-            messages.append(_message(each))
+            messages.append(_message(item))
         except ValueError as why:
             raise RowRefusedError(f"{label}: message {number} has {why}") from None
     while not continues and messages and messages[-1]["role"] == ASSISTANT:
@@ -68,10 +68,10 @@ def conversation(label: str, given: Sequence[Any], *, continues: bool) -> list[d
     return messages
 
 
-def _message(given: Any) -> dict[str, Any]:
-    if not isinstance(given, Mapping):
+def _message(item: Any) -> dict[str, Any]:
+    if not isinstance(item, Mapping):
         raise ValueError("no role")  # noqa: TRY004 - of the data
-    message = _filled(given)
+    message = _filled(item)
     if "role" not in message and "content" not in message:
         message = {"role": message.get("from"), "content": message.get("value")}
     role, content = message.get("role"), message.get("content")
@@ -117,9 +117,9 @@ def _parsed(label: str, text: str) -> Any:
         raise RowRefusedError(f"{label}: not JSON: {failure}") from None
 
 
-def _filled(given: Mapping[str, Any]) -> dict[str, Any]:
+def _filled(struct: Mapping[str, Any]) -> dict[str, Any]:
     """Return a struct of Arrow without the fields that are null in this row."""
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in struct.items() if value is not None}
 
 
 def _without_nulls(value: Any) -> Any:

@@ -13,11 +13,11 @@ from pyroaring import BitMap64
 from batchrunner.core.errors import InputError, JobError
 from batchrunner.core.files import format_of
 from batchrunner.input.compression import DECOMPRESSION_ERRORS, decompressed
+from batchrunner.input.csv_records import delimiter_on
 from batchrunner.input.dataset import Dataset, is_ids, usable_columns
 from batchrunner.input.files import find_files, format_in, read_errors
 from batchrunner.input.messages import holds_messages
 from batchrunner.input.templates import template_of_column
-from batchrunner.input.text_files import delimiter_on
 from batchrunner.job.arrow_types import is_text, type_name
 from batchrunner.job.fields import user_paths
 from batchrunner.job.output import RESULT_COLUMNS
@@ -27,12 +27,12 @@ TEXT_NAMES = (
     "prompt", "instruction", "question", "query", "input", "text", "content", "document", "body", "article",
     "message", "source", "review", "comment", "description", "abstract", "title",
 )  # fmt: skip
-"""Names of columns that commonly hold what is asked, the likeliest first."""
+"""Common names of the column with the question, the likeliest first."""
 ID_NAME = re.compile(r"(.*[ _-])?(?i:id|uuid|guid|key|sku|no|code|isbn|.*nr)|.*[a-z](Id|ID)")
 SAMPLED_ROWS, SAMPLED_BYTES = 1000, 16 << 20
-"""What is looked at of the data."""
+"""Most rows and bytes of the data that are sampled."""
 ENCODINGS = ("utf-8", "utf-16", "cp1252", "latin-1")
-"""Encodings of CSV files, in the order in which they are tried; the last one is never wrong."""
+"""Encodings of CSV files, in the order in which they are tried; the last one decodes any bytes."""
 ENGINES = {
     "server": """engine:
   kind: server                    # starts an SGLang server here, and ends it with the run
@@ -49,14 +49,17 @@ ENGINES = {
 """The part `engine` of a job, by its kind."""
 
 
-def new_job(path: str, engine: str) -> str:
-    """Return a job for the data at `path`, with an engine of a kind; raises JobError or InputError."""
+def new_job(path: str, engine: str, files: str) -> str:
+    """Return a job for the data at `path`, whose rows are in `files`; `engine` is the kind of its engine.
+
+    Raises JobError or InputError.
+    """
     if engine not in ENGINES:
         raise JobError(
             f"--engine {engine}", hint="give server or simulated; change the job for the other kinds"
         )
-    options = _of_csv(path)
-    dataset = Dataset(InputSpec.model_validate({"path": path, **options}))
+    options = _csv_options(files)
+    dataset = Dataset(InputSpec.model_validate({"path": files, **options}))
     if not dataset.total_rows:
         raise InputError(f"{path}: no rows in {len(dataset.files)} file(s)")
     usable = usable_columns(dataset)
@@ -66,8 +69,10 @@ def new_job(path: str, engine: str) -> str:
     rows = BitMap64(range(min(SAMPLED_ROWS, dataset.total_rows)))
     sample = pa.Table.from_batches(batch.data for batch in dataset.read(rows, texts))
     name, prompt = _prompt(usable, sample)
-    others = [other for other in usable if other not in {name, *RESULT_COLUMNS}]
-    carried = [other for other in others if ID_NAME.fullmatch(other) and not pt.is_nested(usable[other])]
+    free_columns = [column for column in usable if column not in {name, *RESULT_COLUMNS}]
+    carried = [
+        column for column in free_columns if ID_NAME.fullmatch(column) and not pt.is_nested(usable[column])
+    ]
     columns = "".join(f"#   {_quoted(f.name)}: {type_name(f.type)}\n" for f in dataset.schema)
     notes = "".join(f"# {' '.join(note.split())}\n" for note in dataset.notes())
     return (
@@ -78,7 +83,7 @@ def new_job(path: str, engine: str) -> str:
         f"input:\n  path: {_quoted(path)}\n"
         + "".join(f"  {option}: {_quoted(value)}\n" for option, value in options.items())
         + f"  columns: [{', '.join(map(_quoted, carried))}]"
-        "   # copied into the results: those that tell rows apart\n"
+        "   # copied into the results: columns that tell rows apart\n"
         "  # limit: 100                    # for a trial: the first rows only\n\n"
         f"prompt:\n  {prompt}\n\n"
         "sampling:\n"
@@ -90,15 +95,15 @@ def new_job(path: str, engine: str) -> str:
     )
 
 
-def _of_csv(path: str) -> dict[str, str]:
-    """Return how a CSV file is read, by its beginning and its header; nothing for another file."""
+def _csv_options(path: str) -> dict[str, str]:
+    """Return the options that read a CSV file, by its beginning and its header; none for another format."""
     fs, files = find_files([user_paths(path)])
     form = format_of(files[0])
     if form.kind != "CSV":
         return {}
     codec = format_in(fs, files[0], form).compression
     content = b""
-    with contextlib.suppress(*read_errors(fs), *DECOMPRESSION_ERRORS):  # which reading the whole file tells
+    with contextlib.suppress(*read_errors(fs), *DECOMPRESSION_ERRORS):  # reported once the whole file is read
         content = decompressed(fs.open_input_stream(files[0], compression=None), codec).read(SAMPLED_BYTES)
     for encoding in ENCODINGS:
         with contextlib.suppress(UnicodeError):
@@ -112,7 +117,7 @@ def _of_csv(path: str) -> dict[str, str]:
 
 
 def _prompt(usable: Mapping[str, pa.DataType], sample: pa.Table) -> tuple[str, str]:
-    """Return the column that the prompt is made of, and the lines of the job's `prompt`."""
+    """Return the column of the prompt, and the lines of the job's `prompt`."""
     for name, kind in usable.items():
         if holds_messages(kind) and not is_text(kind):
             return name, f"messages: {_quoted(name)}   # the model's chat template is applied"
@@ -120,10 +125,10 @@ def _prompt(usable: Mapping[str, pa.DataType], sample: pa.Table) -> tuple[str, s
     ids = [name for name, kind in usable.items() if is_ids(kind)]
     if ids and not texts:
         return ids[0], f"input_ids: {_quoted(ids[0])}   # token ids"
-    likely = [name for wanted in TEXT_NAMES for name in texts if name.lower() == wanted]
-    others = [name for name in texts if not ID_NAME.fullmatch(name)]
-    others.sort(key=lambda name: -sample.column(name).nbytes)  # the longest text first
-    name = [*likely, *others, *texts, *usable][0]
+    likely = [name for likely_name in TEXT_NAMES for name in texts if name.lower() == likely_name]
+    plain_names = [name for name in texts if not ID_NAME.fullmatch(name)]
+    plain_names.sort(key=lambda name: -sample.column(name).nbytes)  # the longest text first
+    name = [*likely, *plain_names, *texts, *usable][0]
     template = _quoted(f"{{{{ {template_of_column(name)} }}}}")
     return name, f"# system: You are terse.\n  user: {template}   # Jinja2 over the columns of a row"
 

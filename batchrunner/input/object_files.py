@@ -1,4 +1,4 @@
-"""The objects of a store as a file system of pyarrow, to be read only, by obstore. A path is `bucket/key`."""
+"""The objects of a store as a read-only file system of pyarrow, by obstore. A path is `bucket/key`."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -23,9 +23,9 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         self._scheme = scheme
         self._bucket = cache(lambda name: open_bucket(StoreAddress(scheme, name, ""), storage))
         self.e_tags: dict[str, str] = {}
-        """What changes whenever an object is replaced, by path, as it was seen last."""
+        """ETag of each object when it was last looked up, by path; a replaced object has another one."""
         self._sizes: dict[str, int] = {}
-        self._listed: dict[str, pafs.FileInfo] = {}  # what a listing has just shown is not asked again, once
+        self._listed: dict[str, pafs.FileInfo] = {}  # answers one look-up each, without a request
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -41,15 +41,16 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         return path
 
     def get_file_info(self, paths: Sequence[str]) -> list[pafs.FileInfo]:
-        """Return what the paths are: a key below which there are others is a directory."""
+        """Return what the paths are. A key with other keys below it is a directory."""
         return [self._listed.pop(path, None) or self._info(path) for path in paths]
 
     def get_file_info_selector(self, selector: pafs.FileSelector) -> list[pafs.FileInfo]:
         """Return the objects below a directory, at every depth."""
         name = selector.base_dir.partition("/")[0]
-        found = self._below(selector.base_dir)
-        files = [f for f in found if f["size"] or not f["path"].endswith("/")]  # some tools mark directories
-        infos = [self._noted(f"{name}/{f['path']}", f) for f in files]
+        entries = self._below(selector.base_dir)
+        # some tools mark a directory by an empty object
+        files = [entry for entry in entries if entry["size"] or not entry["path"].endswith("/")]
+        infos = [self._noted(f"{name}/{entry['path']}", entry) for entry in files]
         self._listed |= {info.path: info for info in infos}
         return infos
 
@@ -58,7 +59,9 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         name, key = _parts(path)
         if path not in self._sizes and self._info(path).type != pafs.FileType.File:
             raise FileNotFoundError(path)
-        opened = _ObjectFile(self._bucket(name), key, path, self._sizes[path], self.e_tags.get(path))
+        opened = _ObjectFile(
+            self._bucket(name), key, path=path, size=self._sizes[path], e_tag=self.e_tags.get(path)
+        )
         return pa.PythonFile(opened, mode="r")
 
     open_input_stream = open_input_file
@@ -82,13 +85,13 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
             pages = read_whole(lambda: list(islice(obstore.list(self._bucket(name), prefix), at_most)))
         except STORE_ERRORS as failure:
             raise as_os_error(failure, directory) from None
-        return (found for page in pages for found in page)
+        return (entry for page in pages for entry in page)
 
-    def _noted(self, path: str, found: Any) -> pafs.FileInfo:
-        if e_tag := e_tag_of(found):
+    def _noted(self, path: str, info: Any) -> pafs.FileInfo:
+        if e_tag := e_tag_of(info):
             self.e_tags[path] = e_tag
-        self._sizes[path] = found["size"]
-        return pafs.FileInfo(path, pafs.FileType.File, size=found["size"], mtime=found["last_modified"])
+        self._sizes[path] = info["size"]
+        return pafs.FileInfo(path, pafs.FileType.File, size=info["size"], mtime=info["last_modified"])
 
     def _read_only(self, *_: object, **__: object) -> NoReturn:
         raise NotImplementedError("the input is read only")
@@ -98,9 +101,9 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
 
 
 class _ObjectFile(io.RawIOBase):
-    """An open object: bytes of another one that has its key since are never returned."""
+    """An open object. If another object has taken its key, reading fails instead of mixing their bytes."""
 
-    def __init__(self, bucket: Any, key: str, path: str, size: int, e_tag: str | None) -> None:
+    def __init__(self, bucket: Any, key: str, *, path: str, size: int, e_tag: str | None) -> None:
         super().__init__()
         self._bucket, self._key, self._path = bucket, key, path
         self._condition: obstore.GetOptions = {"if_match": e_tag} if e_tag else {}

@@ -67,8 +67,8 @@ class PythonPrompts:
 
     def _filled(self, request: Request, result: HookResult) -> Request | Outcome:
         if result.error is not None or result.value is None:  # a row without an error is left out
-            return Outcome(request.ref, None, result.error, None, 0)
+            return Outcome.unsent(request.ref, result.error)
         try:
             return with_prompt(request, self._label, *result.value)
         except RowRefusedError as failure:
-            return Outcome(request.ref, None, str(failure), None, 0)
+            return Outcome.unsent(request.ref, str(failure))

@@ -86,20 +86,20 @@ class Renderer:
         self.predicate: Predicate | None = None
         self._for_check: Sequence[str] = []
         self.carried_schema = pa.schema([])
-        made = PromptSource(None, dict, ())  # the row stands for the prompt of a Python function at first
+        prompts = PromptSource(None, dict, ())  # for a Python function: it makes the prompt of the row later
         if prompt.python and functions:
             from batchrunner.input.python_prompts import PythonPrompts  # noqa: PLC0415 - few jobs have one
 
             self._python = PythonPrompts(functions, dataset)
-            made = made._replace(columns=self._python.columns)
+            prompts = prompts._replace(columns=self._python.columns)
         else:
             with faults.collect():
-                made = _prompt_source(prompt, dataset, functions)
+                prompts = _prompt_source(prompt, dataset, functions)
         if prompt.media:
             from batchrunner.input.media.prompts import MediaPrompts  # noqa: PLC0415 - few jobs have files
 
             with faults.collect():
-                self._media = MediaPrompts(prompt, dataset, made.prompt_of, made.printed)
+                self._media = MediaPrompts(prompt, dataset, prompts.prompt_of, prompts.printed)
         with faults.collect():
             fixed, per_row = _split_sampling(job.sampling, dataset)
             if answers.task is None:
@@ -108,13 +108,13 @@ class Renderer:
             for field, value in _other_fields(job, dataset).items():
                 (self._by_row if isinstance(value, ByColumn) else self._shared)[field] = value
         self._compile_expressions(job, dataset.schema.names, faults)
-        self.kind, self._prompt_of = made.kind, made.prompt_of
+        self.kind, self._prompt_of = prompts.kind, prompts.prompt_of
         self._request_kind: PromptKind = self.kind or "messages"  # until the prompt is filled in
         self._same: tuple[Any, ...] | None = None
         """The fields of a request after its sampling, where all rows have the same ones."""
         if not (self._by_row or self._for_check or self._media):
             self._same = tuple({**Request._field_defaults, **self._shared}.values())
-        self._used = self._columns_used(made)
+        self._used = self._columns_used(prompts)
         with faults.collect():
             self.carried_schema = _carried_schema(source, dataset, self._used)
         faults.raise_all()
@@ -132,9 +132,9 @@ class Renderer:
             if job.accept.expression:
                 self._for_check = AnswerExpression(job.accept.expression, columns).columns
 
-    def _columns_used(self, made: PromptSource) -> list[str]:
+    def _columns_used(self, prompts: PromptSource) -> list[str]:
         """Return the columns that requests are made of, and that filter and checks read."""
-        used = {*made.columns, *self._per_row.values(), *self._for_check}
+        used = {*prompts.columns, *self._per_row.values(), *self._for_check}
         used |= {value.column for value in self._by_row.values()}
         if self._media is not None:
             used |= {*self._media.columns}
@@ -166,7 +166,7 @@ class Renderer:
             try:
                 items.append(self._request(ref, values))
             except RowRefusedError as failure:
-                items.append(Outcome(ref, None, str(failure), None, 0))
+                items.append(Outcome.unsent(ref, str(failure)))
         return items if self._python is None else self._python.fill(items, is_stopped)
 
     def _request(self, ref: RowRef, row: Row | str) -> Request:
@@ -183,14 +183,18 @@ class Renderer:
         if isinstance(prompt, RequestBody):
             sampling = {"max_new_tokens": prompt.most_tokens}
         if self._per_row:
-            given = {name: row[column] for name, column in self._per_row.items() if row[column] is not None}
-            sampling = {**sampling, **{name: _sendable(name, value) for name, value in given.items()}}
+            sampling = {**sampling, **self._sampling_of(row)}
         if self._same is not None:
             return Request(ref, self._request_kind, prompt, sampling, *self._same)
-        own = {field: each.of(row[each.column]) for field, each in self._by_row.items()}
+        row_fields = {name: field.of(row[field.column]) for name, field in self._by_row.items()}
         if self._for_check:
-            own["row"] = {name: row[name] for name in self._for_check}
-        return Request(ref, self._request_kind, prompt, sampling, media=media, **self._shared, **own)
+            row_fields["row"] = {name: row[name] for name in self._for_check}
+        return Request(ref, self._request_kind, prompt, sampling, media=media, **self._shared, **row_fields)
+
+    def _sampling_of(self, row: Row) -> dict[str, Any]:
+        """Return the sampling parameters that a row's columns give; a null leaves the default."""
+        values = {name: row[column] for name, column in self._per_row.items()}
+        return {name: _sendable(name, value) for name, value in values.items() if value is not None}
 
 
 def _sendable(name: str, value: Any) -> Any:
@@ -240,8 +244,8 @@ def _prompt_source(prompt: PromptSpec, dataset: ColumnSource, functions: HookPoo
         return PromptSource(None, lambda row: [{name: row[name] for name in names}], names)
     if isinstance(prompt.messages, str):
         column = prompt.messages
-        wanted = "lists of {role, content} or {from, value}, or JSON texts of such lists"
-        _check(dataset, column, "prompt.messages", holds_messages, wanted)
+        expected = "lists of {role, content} or {from, value}, or JSON texts of such lists"
+        _check(dataset, column, "prompt.messages", holds_messages, expected)
         return PromptSource("messages", partial(messages_in, column, continues=prompt.continues), [column])
     if prompt.is_batch:
         return PromptSource("body", request_of, [URL, BODY])
@@ -264,16 +268,16 @@ def _prompt_in(column: str, row: Row) -> Any:
 
 
 def _from_templates(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
-    given: list[tuple[str, str, str]] = []
+    sources: list[tuple[str, str, str]] = []
     if isinstance(prompt.messages, list):
-        given += ((f"messages.{at}.content", m.role, m.content) for at, m in enumerate(prompt.messages))
+        sources += ((f"messages.{at}.content", m.role, m.content) for at, m in enumerate(prompt.messages))
     for role in ("system", "user", "text"):
         if getattr(prompt, role) is not None:
-            given.append((role, role, getattr(prompt, role)))
+            sources.append((role, role, getattr(prompt, role)))
     available = [*dataset.schema.names, *([FIELDS] if prompt.fields else [])]
     templates: list[tuple[str, Template]] = []
     faults = Faults()
-    for field, role, source in given:
+    for field, role, source in sources:
         with faults.collect():
             template = Template(source, where=f"prompt.{field}", available=available)
             for name in template.printed:
@@ -283,7 +287,7 @@ def _from_templates(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
     faults.raise_all()
     columns = {name for _, template in templates for name in template.columns}
     if not columns:
-        _refuse_single_braces(str(given), dataset)
+        _refuse_single_braces(str(sources), dataset)
     printed = frozenset(name for _, template in templates for name in template.printed)
     kind: PromptKind = "messages" if prompt.text is None else "text"
     make: Callable[[Row], Any] = partial(_messages, templates)
@@ -298,8 +302,8 @@ def _refuse_single_braces(templates: str, dataset: ColumnSource) -> None:
     """Raise JobError for `{text}` in templates that read no column: each row would get the same prompt."""
     for name in dataset.schema.names:
         if f"{{{name}}}" in templates:
-            shown = f"{{{{ {template_of_column(name)} }}}}"
-            raise JobError(f"prompt: {{{name}}} is no column in a template", hint=f"write {shown}")
+            expression = f"{{{{ {template_of_column(name)} }}}}"
+            raise JobError(f"prompt: {{{name}}} is no column in a template", hint=f"write {expression}")
 
 
 def _with_fields(
@@ -333,7 +337,7 @@ def _refuse_bytes(dataset: ColumnSource, name: str, where: str) -> None:
 
 
 def _check(
-    dataset: ColumnSource, name: str, where: str, fits: Callable[[pa.DataType], bool], wanted: str
+    dataset: ColumnSource, name: str, where: str, fits: Callable[[pa.DataType], bool], expected: str
 ) -> None:
     """Raise InputError for a missing column, or one whose type does not fit.
 
@@ -343,7 +347,7 @@ def _check(
     values = kind.value_type if is_list(kind) else kind
     if not (pt.is_null(values) or fits(kind)):
         raise InputError(
-            f"{where}: column {name!r} must hold {wanted} (got {type_name(kind)})",
+            f"{where}: column {name!r} must hold {expected} (got {type_name(kind)})",
             hint="a column of CSV gets a type in input.types" if is_text(kind) else None,
         )
 
@@ -380,8 +384,8 @@ def _tools(prompt: PromptSpec, sampling: SamplingSpec, dataset: ColumnSource) ->
     """Return which tools the model may call in a chat."""
     choice = sampling.tool_choice
     if isinstance(prompt.tools, str):
-        wanted = "lists of tools, or JSON texts of such lists"
-        _check(dataset, prompt.tools, "prompt.tools", lambda kind: is_text(kind) or is_list(kind), wanted)
+        expected = "lists of tools, or JSON texts of such lists"
+        _check(dataset, prompt.tools, "prompt.tools", lambda kind: is_text(kind) or is_list(kind), expected)
         return ByColumn(prompt.tools, partial(tools_in, prompt.tools, choice))
     has_tools = prompt.tools is not None or choice is not None
     return Tools(prompt.tools, choice) if has_tools else None
@@ -390,19 +394,19 @@ def _tools(prompt: PromptSpec, sampling: SamplingSpec, dataset: ColumnSource) ->
 def _items(prompt: PromptSpec, dataset: ColumnSource) -> ByColumn | tuple[str, ...]:
     """Return the texts that go with a prompt one by one: its choices or documents."""
     field = "choices" if prompt.documents is None else "documents"
-    given = getattr(prompt, field) or ()
-    if not isinstance(given, str):
-        return tuple(given)
-    _check(dataset, given, f"prompt.{field}", _is_text_or_texts, "texts or lists of texts")
-    return ByColumn(given, partial(_items_in, f"prompt.{field}: column {given!r}"))
+    value = getattr(prompt, field) or ()
+    if not isinstance(value, str):
+        return tuple(value)
+    _check(dataset, value, f"prompt.{field}", _is_text_or_texts, "texts or lists of texts")
+    return ByColumn(value, partial(_items_in, f"prompt.{field}: column {value!r}"))
 
 
 def _items_in(label: str, value: str | list[Any] | None) -> tuple[str, ...]:
     """Return the items in a column; raises RowRefusedError for none, a null and an empty one."""
-    found = (value,) if isinstance(value, str) else tuple(value or ())
-    if not found or not all(found):
+    items = (value,) if isinstance(value, str) else tuple(value or ())
+    if not items or not all(items):
         raise RowRefusedError(f"{label} is null or empty, or has such an item")
-    return found
+    return items
 
 
 def _is_number(kind: pa.DataType) -> bool:

@@ -28,8 +28,10 @@ from batchrunner.core.types import Request, rows_of_column
 from batchrunner.input.dataset import RowBatch, batch_rows
 from batchrunner.input.files import READ_BUFFER_BYTES
 from batchrunner.input.job_input import JobInput, lease_rows
-from batchrunner.input.order import OrderDecision, decide_order, prompt_bytes, sort_key
+from batchrunner.input.order import OrderDecision
+from batchrunner.input.order_sample import decide_order
 from batchrunner.input.parquet_copy import first_line
+from batchrunner.input.prompt_bytes import prompt_bytes, sort_key
 from batchrunner.job.sampling import FromColumn
 from batchrunner.output.arrow_arrays import arrow_array
 from batchrunner.output.buckets import Buckets
@@ -72,11 +74,11 @@ class SortedCopy:
 
     def rows(self, positions: range) -> BitMap64:
         """Return the ordinals of the rows at these positions, which must be whole row groups."""
-        found = BitMap64()
+        rows = BitMap64()
         ordinals = self._file.schema_arrow.names[-1:]
         for group in self._groups(positions):
-            found |= rows_of_column(self._file.read_row_group(group, ordinals, use_threads=False).column(0))
-        return found
+            rows |= rows_of_column(self._file.read_row_group(group, ordinals, use_threads=False).column(0))
+        return rows
 
     def read(self, rows: BitMap64, positions: range | None = None) -> Iterator[RowBatch]:
         """Yield the rows, which lie at these positions, in the order of the copy; raises InputError.
@@ -90,10 +92,10 @@ class SortedCopy:
                 for data in self._file.iter_batches(size, [group], use_threads=False):
                     *columns, numbers = data.schema.names
                     ordinals = data.column(numbers).to_pylist()
-                    kept = [at for at, row in enumerate(ordinals) if row in rows]
-                    if kept:
-                        picked = data.select(columns).take(arrow_array(kept, pa.int64()))
-                        yield RowBatch([ordinals[at] for at in kept], picked)
+                    indices = [at for at, row in enumerate(ordinals) if row in rows]
+                    if indices:
+                        picked_data = data.select(columns).take(arrow_array(indices, pa.int64()))
+                        yield RowBatch([ordinals[at] for at in indices], picked_data)
         except (OSError, pa.ArrowException) as failure:
             raise InputError(f"{self._path}: cannot be read: {first_line(failure)}") from None
 
@@ -216,14 +218,14 @@ def _keys(
             yield first, *sort_key(prompt), item.ref.row, size + len(prompt)
 
 
-def cut_into_groups(sizes: Iterable[int], wanted: int) -> Iterator[tuple[int, int]]:
+def cut_into_groups(sizes: Iterable[int], group_rows: int) -> Iterator[tuple[int, int]]:
     """Yield the number of rows and of bytes of each row group, by the bytes of rows in order.
 
     A group has as many rows as are wanted, unless it would have more than MOST_GROUP_BYTES.
     """
     rows = total = 0
     for size in sizes:
-        if rows == wanted or (rows and total + size > MOST_GROUP_BYTES):
+        if rows == group_rows or (rows and total + size > MOST_GROUP_BYTES):
             yield rows, total
             rows = total = 0
         rows, total = rows + 1, total + size
@@ -233,13 +235,13 @@ def cut_into_groups(sizes: Iterable[int], wanted: int) -> Iterator[tuple[int, in
 
 def _bucket_ends(groups: list[tuple[int, int]]) -> Iterator[int]:
     """Yield the position after the last row of each bucket; a bucket holds whole row groups."""
-    position = gathered = 0
+    position = bucket_bytes = 0
     for rows, size in groups:
         position += rows
-        gathered += size
-        if gathered >= BUCKET_BYTES:
+        bucket_bytes += size
+        if bucket_bytes >= BUCKET_BYTES:
             yield position
-            gathered = 0
+            bucket_bytes = 0
     yield position + 1  # the end of the last bucket, which may be empty
 
 
@@ -251,8 +253,8 @@ def _with_positions(
     places = [pa.field(_ORDINAL, pa.int64()), pa.field(_POSITION, pa.int64())]
     schema = pa.schema([*job_input.dataset.schema_of(names), *places])
     for batch in job_input.dataset.read(rows, names):
-        found = [position for (position,) in islice(positions, len(batch.rows))]
-        numbers = [arrow_array(values, pa.int64()) for values in (batch.rows, found)]
+        batch_positions = [position for (position,) in islice(positions, len(batch.rows))]
+        numbers = [arrow_array(values, pa.int64()) for values in (batch.rows, batch_positions)]
         yield pa.Table.from_arrays([*batch.data.columns, *numbers], schema=schema)
 
 
@@ -285,10 +287,10 @@ def prepare_order(
     try:
         write_sorted(job_input, rows, path, about, check_stop)
     except (OSError, pa.ArrowException) as failure:
-        told = f"{directory}: {len(rows)} rows could not be sorted: {first_line(failure)}"
+        problem = f"{directory}: {len(rows)} rows could not be sorted: {first_line(failure)}"
         if job_input.job.order != "auto":
-            raise OutputError(told, hint="make room, or set order: input") from None
-        decision = OrderDecision("input", f"{decision.order} would be better, but {told}")
+            raise OutputError(problem, hint="make room, or set order: input") from None
+        decision = OrderDecision("input", f"{decision.order} would be better, but {problem}")
         log.warning("%s", decision)
         return None, decision
     log.info("sorted in %.0f s (%d MiB)", time.monotonic() - began, path.stat().st_size >> 20)
@@ -299,7 +301,7 @@ def find_sorted_copy(
     job_input: JobInput, rows: BitMap64, directory: Path
 ) -> tuple[Path, OrderDecision] | None:
     """Return an earlier attempt's sorted copy if it has the job's order and all these rows, else None."""
-    asked = job_input.job.order
+    order = job_input.job.order
     for path in directory.glob("order-*.parquet"):
         try:
             copy = SortedCopy(path)
@@ -308,7 +310,7 @@ def find_sorted_copy(
         except (InputError, ResumeError):
             continue
         kind = copy.about["order"]
-        fits = kind == ("prefix" if asked == "auto" else asked)
+        fits = kind == ("prefix" if order == "auto" else order)
         if rows and fits and not rows - copy.rows(copy.positions):
             return path, OrderDecision(kind, "sorted by an earlier attempt")
     return None

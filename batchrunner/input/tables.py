@@ -16,7 +16,7 @@ import pyarrow as pa
 from batchrunner.core.console import counted
 from batchrunner.core.errors import InputError
 from batchrunner.input.files import find_files
-from batchrunner.input.parquet_copy import array_of, first_line, in_chunks
+from batchrunner.input.parquet_copy import array_of, empty_batch, first_line, in_chunks
 
 TEXT = "text"
 """Name of the column that texts become."""
@@ -59,9 +59,9 @@ def paths_of(data: object) -> list[str] | None:
 
     Raises InputError where a text names nothing.
     """
-    given: Any = data if isinstance(data, (list, tuple)) else [data]
-    if given and all(isinstance(item, os.PathLike) for item in given):
-        return [os.fspath(item) for item in given]
+    items: Any = data if isinstance(data, (list, tuple)) else [data]
+    if items and all(isinstance(item, os.PathLike) for item in items):
+        return [os.fspath(item) for item in items]
     if not isinstance(data, str):
         return None
     try:
@@ -73,14 +73,14 @@ def paths_of(data: object) -> list[str] | None:
     return [data]
 
 
-def batches_of(data: object, seen: Callable[[Any], Any]) -> Iterator[pa.RecordBatch]:
+def batches_of(data: object, on_each: Callable[[Any], Any]) -> Iterator[pa.RecordBatch]:
     """Yield data as Arrow batches, at least one; those of an iterator may differ in their columns and types.
 
-    `seen` is called with each batch, or each row, and returns it. Raises InputError, and what an iterator or
-    `seen` raises.
+    `on_each` is called with each batch, or each row, and returns it. Raises InputError, and what an iterator
+    or `on_each` raises.
     """
     batches = as_batches(data)
-    batches = _of_rows(map(seen, as_rows(data))) if batches is None else map(seen, batches)
+    batches = _of_rows(map(on_each, as_rows(data))) if batches is None else map(on_each, batches)
     first = next(batches, None)
     yield pa.RecordBatch.from_pydict({TEXT: pa.nulls(0, pa.string())}) if first is None else first
     yield from batches
@@ -119,9 +119,8 @@ def rows_known(data: Any) -> int:
 
 
 def _from_reader(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of a reader, and before them one without rows, which has the columns."""
-    nothing = [pa.nulls(0, field.type) for field in reader.schema]
-    yield pa.RecordBatch.from_arrays(nothing, schema=reader.schema)
+    """Yield an empty batch with the schema, then the data."""
+    yield empty_batch(reader.schema)
     try:
         yield from reader
     except (OSError, pa.ArrowException) as failure:  # of a query or a file behind the reader

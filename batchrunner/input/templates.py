@@ -85,7 +85,7 @@ class _OfColumns:
     ) -> None:
         try:
             tree = parse(source)
-            found, self._reads_row = _columns_read(tree, available)
+            columns, self._reads_row = _columns_read(tree, available)
             self._template = _environment().from_string(tree)
         except Exception as failure:  # noqa: BLE001 - of jinja2, and of Python, which compiles what jinja2 writes
             problem = (str(failure).partition("\n")[0] or type(failure).__name__).removesuffix(".")
@@ -99,10 +99,10 @@ class _OfColumns:
                 else None,
             ) from None
         self._source = source
-        for name in sorted(found.difference(available)):
+        for name in sorted(columns.difference(available)):
             raise unknown_column(JobError, where, name, available, in_template=True)
-        self.columns = sorted(found)
-        self.printed = sorted(found.intersection(_printed(tree)))
+        self.columns = sorted(columns)
+        self.printed = sorted(columns.intersection(_printed(tree)))
         """Columns that are shown as they are, or through filters that do."""
 
     def _variables(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -129,10 +129,10 @@ class Template(_OfColumns):
             failing = self._failing(row, failure.kind) or "a value"
             raise RowRefusedError(f"template: {failing} {failure.what}") from None
         except Exception as failure:  # noqa: BLE001 - templates run user data through any operator
-            told = _told(failure, self.columns, row)
-            if _ABOUT_NULL.search(told) and (failing := self._failing(row, type(None))):
-                told += f" (in {failing})"
-            raise RowRefusedError(f"template: {told}") from None
+            message = _told(failure, self.columns, row)
+            if _ABOUT_NULL.search(message) and (failing := self._failing(row, type(None))):
+                message += f" (in {failing})"
+            raise RowRefusedError(f"template: {message}") from None
         if len(text) > LONGEST_PROMPT:
             raise RowRefusedError(f"template: a prompt of {len(text)} characters is too long")
         return text
@@ -143,13 +143,13 @@ class Template(_OfColumns):
         That is the field that it prints, or those columns of the expression, or of the whole template, that
         hold a value of this kind.
         """
-        shown = ""
+        expression = ""
         try:
             _environment(_NamingCode).from_string(self._source).render(self._variables(row))
         except Exception as failure:  # noqa: BLE001 - as before
-            shown = [shown, *getattr(failure, "__notes__", ())][-1]
-        names = shown.split(", ") if shown else self.columns
-        return ", ".join(name for name in names if isinstance(row.get(name, names), kind)) or shown
+            expression = [expression, *getattr(failure, "__notes__", ())][-1]
+        names = expression.split(", ") if expression else self.columns
+        return ", ".join(name for name in names if isinstance(row.get(name, names), kind)) or expression
 
 
 class Predicate(_OfColumns):
@@ -220,12 +220,12 @@ class _Environment(ImmutableSandboxedEnvironment):
         """Return what `~` makes of its operands."""
         return "".join([str(as_text(value)) for value in values])
 
-    def named(self, shown: str, text: Callable[[], str]) -> str:
+    def named(self, expression: str, text: Callable[[], str]) -> str:
         """Return the text of what is printed; an error gets a note of what it is."""
         try:
             return text()
         except Exception as failure:
-            failure.add_note(shown)
+            failure.add_note(expression)
             raise
 
     def unless_null(self, operand: Callable[[], Any]) -> Any:
@@ -319,8 +319,8 @@ def _fromjson(value: Any) -> Any:
     try:
         return json.loads(value)
     except json.JSONDecodeError as failure:
-        shown = value if len(value) <= LINE_SHOWN else f"{value[:LINE_SHOWN]}…"
-        raise ValueError(f"fromjson: {shown!r} is not JSON: {failure}") from None
+        excerpt = value if len(value) <= LINE_SHOWN else f"{value[:LINE_SHOWN]}…"
+        raise ValueError(f"fromjson: {excerpt!r} is not JSON: {failure}") from None
 
 
 def as_text(value: Any) -> Any:
@@ -350,8 +350,8 @@ def _expression_tree(source: str) -> nodes.Template:
     parser = Parser(_environment(), source, state="variable")
     value = parser.parse_expression()
     if not parser.stream.eos:
-        found = parser.stream.current.value
-        parser.fail(f"unexpected {found!r} after the expression (write ==, and, or, not, in, is none)")
+        token = parser.stream.current.value
+        parser.fail(f"unexpected {token!r} after the expression (write ==, and, or, not, in, is none)")
     target = nodes.Name(_RESULT, "store", lineno=1)
     tree = nodes.Template([nodes.Assign(target, value, lineno=1)], lineno=1)
     tree.set_environment(_environment())
@@ -360,14 +360,14 @@ def _expression_tree(source: str) -> nodes.Template:
 
 def _columns_read(tree: nodes.Template, available: Collection[str]) -> tuple[set[str], bool]:
     """Return the names of the columns that a template reads, and whether it reads `row`."""
-    found = _free_names(tree, available)
-    if ROW not in found:
-        return found, False
+    free_names = _free_names(tree, available)
+    if ROW not in free_names:
+        return free_names, False
     fields = [_field_of_row(node) for node in tree.find_all((nodes.Getattr, nodes.Getitem))]
     names = {name for name in fields if name and (name in available or name not in _METHODS)}
     uses = sum(name.name == ROW for name in tree.find_all(nodes.Name))
     is_each_named = sum(name in names for name in fields) == uses
-    return found - {ROW} | (names if is_each_named else {*available}), True
+    return free_names - {ROW} | (names if is_each_named else {*available}), True
 
 
 def _field_of_row(node: nodes.Node) -> str | None:
@@ -384,10 +384,10 @@ def _printed(tree: nodes.Template) -> Iterator[str | None]:
     """Yield the names of what a template prints."""
     for output in tree.find_all(nodes.Output):
         for node in output.nodes:
-            shown: nodes.Expr = node
-            while isinstance(shown, nodes.Filter) and shown.name in PRINTING and shown.node:
-                shown = shown.node
-            yield shown.name if isinstance(shown, nodes.Name) else _field_of_row(shown)
+            expression: nodes.Expr = node
+            while isinstance(expression, nodes.Filter) and expression.name in PRINTING and expression.node:
+                expression = expression.node
+            yield expression.name if isinstance(expression, nodes.Name) else _field_of_row(expression)
 
 
 def _free_names(tree: nodes.Template, available: Collection[str]) -> set[str]:
@@ -402,10 +402,10 @@ def _free_names(tree: nodes.Template, available: Collection[str]) -> set[str]:
     tree.set_environment(bare)
     names = jinja2.meta.find_undeclared_variables(tree)
     tree.set_environment(environment)
-    own = {macro.name for macro in tree.find_all(nodes.Macro)}
-    own |= {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
-    others = (own - {ROW}) | set(environment.globals)
-    return names - (others - set(available))
+    template_names = {macro.name for macro in tree.find_all(nodes.Macro)}
+    template_names |= {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
+    not_columns = (template_names - {ROW}) | set(environment.globals)
+    return names - (not_columns - set(available))
 
 
 def unknown_column(
@@ -421,8 +421,8 @@ def unknown_column(
     if len(available) == 1 and (mark := re.search("[;\t|]", "".join(available))):
         hint = f"if {mark[0]!r} divides the columns of the file, write input.delimiter: {json.dumps(mark[0])}"
     names = ", ".join(column or '""' for column in available)
-    told = f"{where}: unknown column {name!r}{f'; {hint}' if hint else ''} (the input has: {names})"
-    return kind(told, hint=hint)
+    message = f"{where}: unknown column {name!r}{f'; {hint}' if hint else ''} (the input has: {names})"
+    return kind(message, hint=hint)
 
 
 def template_of_column(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What the answers of a run bring besides their text, and when they are good."""
+"""Columns of answers besides their text, and the checks of answers."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """The columns of a run's results beyond those of every result, their rows, and the checks of answers."""
+    """The columns that a run adds to those of every result, and the checks of its answers."""
 
     columns: tuple[str, ...]
     """Keys of ANSWER_COLUMNS, in their order, or RESPONSE."""
     samples: int = 1
-    """Outputs of a row (`sampling.n`)."""
+    """Completions of a row (`sampling.n`)."""
     top_logprobs: int = 1
     parsed: tuple[tuple[str, ColumnKind], ...] = ()
-    """Columns that the job's Python function `parse` makes, with their types; they come last."""
+    """Columns that the job's Python function `parse` returns, with their types; they come last."""
     checks_json: bool = False
-    """Whether an answer must be JSON, and satisfy the schema where there is one."""
+    """Whether an answer must be JSON, and satisfy the schema if there is one."""
     schema: dict[str, Any] | None = None
     """JSON Schema of all answers."""
     schema_by_row: bool = False
-    """Whether each row has its own."""
+    """Whether each row has a schema of its own."""
     on_length: OnLength = "keep"
-    """What becomes of an answer that was truncated at `max_new_tokens`."""
+    """What happens to an answer that was truncated at `max_new_tokens`."""
     tries: int = 1
     """Most answers of a row that are checked."""
     checks: bool = False
-    """Whether answers are looked at."""
+    """Whether answers are checked at all."""
     asked: frozenset[str] | None = None
-    """What the answers of a rollout bring of ANSWER_COLUMNS; None where rows are requests."""
+    """Columns of ANSWER_COLUMNS that each answer to a rollout has; None if rows are requests."""
     task: ForwardTask | None = None
-    """The task, if it is one without decoding, whose columns are then `parsed`."""
+    """The task, if it is one without decoding; its columns are `parsed`."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -60,7 +60,7 @@ class AnswerPlan:
 
     @property
     def asks(self) -> AskedColumns | None:
-        """What each request asks for; None for nothing."""
+        """Columns that each request asks the engine for; None for none."""
         names = ({*self.columns} if self.asked is None else {*self.asked}) - {PARSED, RESPONSE}
         if not names:
             return None
@@ -73,60 +73,76 @@ class AnswerPlan:
 def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
     """Return the plan of a run; `functions` are the job's Python functions."""
     if (task := job.forward) is not None:
-        return AnswerPlan((), parsed=task.columns, task=task)
+        return AnswerPlan(columns=(), parsed=task.columns, task=task)
     if job.prompt.is_batch:
-        return AnswerPlan((RESPONSE,))
-    of_rollouts = job.prompt.rollout is not None
-    maker = ROLLOUT if of_rollouts else PARSE
-    parsed = functions.facts[maker].columns if functions and maker in functions.facts else ()
-    given, wanted = job.sampling.json_schema, job.accept.json_
-    schema = next((each for each in (wanted, given) if isinstance(each, dict)), None)
-    has_schema = given is not None or schema is not None
-    checks_json = has_schema if wanted is None else bool(wanted)
-    names = {*job.output.asked}
-    names |= {REASONING} if job.prompt.is_chat else set()
-    names |= {PARSED} if has_schema else set()
-    names |= {TOOL_CALLS} if job.prompt.tools is not None else set()
-    schema_by_row, asked = isinstance(given, FromColumn) and schema is None, None
-    if of_rollouts:  # each request may have a schema of its own
-        checks_json, schema_by_row = wanted is not False, not isinstance(wanted, dict)
+        return AnswerPlan(columns=(RESPONSE,))
+
+    is_rollout = job.prompt.rollout is not None
+    function = ROLLOUT if is_rollout else PARSE
+    parsed = functions.facts[function].columns if functions and function in functions.facts else ()
+
+    sampling_schema, accept_schema = job.sampling.json_schema, job.accept.json_
+    dict_schemas = [schema for schema in (accept_schema, sampling_schema) if isinstance(schema, dict)]
+    schema = dict_schemas[0] if dict_schemas else None
+    has_schema = sampling_schema is not None or schema is not None
+    checks_json = has_schema if accept_schema is None else bool(accept_schema)
+    schema_by_row = isinstance(sampling_schema, FromColumn) and schema is None
+    if is_rollout:  # each of its requests may have a schema of its own
+        checks_json = accept_schema is not False
+        schema_by_row = not isinstance(accept_schema, dict)
         schema = None if schema_by_row else schema
-        asked = frozenset({*job.output.asked, REASONING, TOOL_CALLS})
-        names = {*ROLLOUT_COLUMNS} - ({RETURNED} if parsed else set())
-    names -= {*job.input.carried_names}
-    names -= {name for name, _ in parsed}
-    may_have_schema = has_schema or of_rollouts
-    on_length = job.on_length or ("fail" if checks_json and may_have_schema else "keep")
+        has_schema = True
+
+    on_length = job.on_length or ("fail" if checks_json and has_schema else "keep")
+    names = _rollout_columns(parsed) if is_rollout else _answer_columns(job, has_schema=has_schema)
+    names -= {*job.input.carried_names, *(name for name, _ in parsed)}
     return AnswerPlan(
-        tuple(name for name in (*ANSWER_COLUMNS, *ROLLOUT_COLUMNS) if name in names),
-        job.sampling.n,
-        job.output.top_logprobs,
-        parsed,
-        checks_json,
-        schema,
-        schema_by_row,
-        on_length,
-        (job.accept.tries or TRIES) if job.has_check else 1,
-        checks_json
+        columns=tuple(name for name in (*ANSWER_COLUMNS, *ROLLOUT_COLUMNS) if name in names),
+        samples=job.sampling.n,
+        top_logprobs=job.output.top_logprobs,
+        parsed=parsed,
+        checks_json=checks_json,
+        schema=schema,
+        schema_by_row=schema_by_row,
+        on_length=on_length,
+        tries=(job.accept.tries or TRIES) if job.has_check else 1,
+        checks=checks_json
         or job.accept.has_condition
         or on_length != "keep"
         or PARSED in names
         or job.sampling.regex is not None,
-        asked,
+        asked=frozenset({*job.output.asked, REASONING, TOOL_CALLS}) if is_rollout else None,
     )
 
 
+def _answer_columns(job: Job, *, has_schema: bool) -> set[str]:
+    """Return the columns of ANSWER_COLUMNS that a job asks for, or gets because of what it asks."""
+    names = {*job.output.asked}
+    if job.prompt.is_chat:
+        names.add(REASONING)
+    if has_schema:
+        names.add(PARSED)
+    if job.prompt.tools is not None:
+        names.add(TOOL_CALLS)
+    return names
+
+
+def _rollout_columns(parsed: tuple[tuple[str, ColumnKind], ...]) -> set[str]:
+    """Return the columns of a rollout; without declared columns, what its function returns is a column."""
+    return {*ROLLOUT_COLUMNS} - ({RETURNED} if parsed else set())
+
+
 def of_sample(complaint: str, number: int, completion: Completion) -> str:
-    """Return a complaint about sample `number` of an answer; it names the sample where there are several."""
+    """Return a complaint about completion `number` of a row; it names the number if the row has several."""
     return complaint if len(completion.texts) == 1 else f"sample {number}: {complaint}"
 
 
 def takes_row(functions: HookPool | None) -> bool:
-    """Tell whether a job's function is called with an answer and its row."""
+    """Tell whether a Python function of the job is called with the row besides the answer."""
     facts = functions.facts if functions is not None else {}
     return any(facts[where].takes_row for where in (PARSE, CHECK) if where in facts)
 
 
 def judges_by_row(functions: HookPool | None) -> bool:
-    """Tell whether a job's function may judge the same answer to equal rows in different ways."""
+    """Tell whether a Python function of the job may judge equal answers to equal rows differently."""
     return functions is not None and CHECK in functions.facts and functions.facts[CHECK].takes_row

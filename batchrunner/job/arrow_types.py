@@ -75,13 +75,15 @@ class _SchemaReader:
         choices = next((schema[name] for name in ("anyOf", "oneOf", "allOf") if name in schema), None)
         if choices is not None:
             is_plain = isinstance(choices, list) and "properties" not in schema
-            others = [each for each in choices if each != {"type": "null"}] if is_plain else []
-            return common_kind(map(self.kind_of, others))
+            not_null = [choice for choice in choices if choice != {"type": "null"}] if is_plain else []
+            return common_kind(map(self.kind_of, not_null))
         if "enum" in schema or "const" in schema:
             values = schema["enum"] if "enum" in schema else [schema["const"]]
-            return common_kind(kind for each in values for kind in kinds_of_value(each))
-        given = schema.get("type", "object" if "properties" in schema else None)
-        types = [word for word in (given if isinstance(given, list) else [given]) if word != "null"]
+            return common_kind(kind for choice in values for kind in kinds_of_value(choice))
+        type_value = schema.get("type", "object" if "properties" in schema else None)
+        types = [
+            word for word in (type_value if isinstance(type_value, list) else [type_value]) if word != "null"
+        ]
         return self._of_type(types[0], schema) if len(types) == 1 else "json"
 
     def _of_type(self, word: Any, schema: dict[str, Any]) -> ColumnKind:
@@ -103,11 +105,11 @@ class _SchemaReader:
         if reference in self._open or not str(reference).startswith("#/"):
             return "json"
         try:
-            found = part_at(self._root, reference)
+            part = part_at(self._root, reference)
         except LookupError:
             return "json"
         self._open.add(reference)
-        kind = self.kind_of(found)
+        kind = self.kind_of(part)
         self._open.discard(reference)
         return kind
 
@@ -130,12 +132,12 @@ def kinds_of_value(value: Any) -> list[ColumnKind]:
 
 def common_kind(kinds: Iterable[ColumnKind]) -> ColumnKind:
     """Return the kind that holds values of all these."""
-    found = set(kinds)
-    if found and all(kind[0] == "list" for kind in found):
-        return "list", common_kind(kind[1] for kind in found)
-    if len(found) == 1:
-        return found.pop()
-    return "float64" if found == {"int64", "float64"} else "json"
+    distinct = set(kinds)
+    if distinct and all(kind[0] == "list" for kind in distinct):
+        return "list", common_kind(kind[1] for kind in distinct)
+    if len(distinct) == 1:
+        return distinct.pop()
+    return "float64" if distinct == {"int64", "float64"} else "json"
 
 
 def fit(value: Any, kind: ColumnKind) -> Any:
@@ -150,8 +152,8 @@ def fit(value: Any, kind: ColumnKind) -> Any:
     name, inner = kind
     if name == "list":
         return [fit(item, inner) for item in _instance(value, "list", list, tuple)]
-    given = _instance(value, "object", dict)
-    return {field: fit(given.get(field), below) for field, below in inner}
+    fields = _instance(value, "object", dict)
+    return {field: fit(fields.get(field), below) for field, below in inner}
 
 
 def _instance(value: Any, name: str, *classes: type) -> Any:
@@ -180,12 +182,12 @@ def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{value!r} is no number")  # noqa: TRY004
     try:
-        found = float(value)
+        number = float(value)
     except OverflowError:  # of a whole number
-        found = math.inf
-    if not math.isfinite(found):
+        number = math.inf
+    if not math.isfinite(number):
         raise ValueError("a number of more than 1.8e308 is too large")
-    return found
+    return number
 
 
 def _time(value: Any) -> dt.datetime:

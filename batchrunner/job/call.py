@@ -114,8 +114,8 @@ def default_prompt(schema: pa.Schema) -> str:
 
 def _anywhere(name: str, part: Any) -> Any:
     """Return a part of a prompt so that paths of files may lead anywhere, unless it names a folder."""
-    found = media_part(name, part) if name in KIND_OF_FIELD else None
-    return {"folder": "/", **found} if isinstance(found, Mapping) else part
+    expanded = media_part(name, part) if name in KIND_OF_FIELD else None
+    return {"folder": "/", **expanded} if isinstance(expanded, Mapping) else part
 
 
 _OF_BASE = {
@@ -137,10 +137,10 @@ def job_of_batch(requests: str, run: str, *, engine: Sequence[str], overrides: S
         name = override.partition("=")[0].strip()
         if not {name, name.partition(".")[0]} & _OF_BASE:
             raise JobError(f"--set {override}: no part of a batch", hint="leave it out")
-    first, *others = engine
-    base = first if not others and first.endswith((".yaml", ".yml")) else "batch"
-    given = engine if others else first
-    tree: dict[str, Any] = {"engine": given} if base == "batch" else read_job_file(base)
+    first, *more = engine
+    base = first if not more and first.endswith((".yaml", ".yml")) else "batch"
+    source = engine if more else first
+    tree: dict[str, Any] = {"engine": source} if base == "batch" else read_job_file(base)
     for part in ("output", "limits"):
         if not isinstance(tree.setdefault(part, {}), dict):
             raise JobError(f"{part}: should be a mapping", hint="write keys below it")

@@ -61,31 +61,31 @@ def _load(function: HookFunction) -> tuple[HookFacts, Callable[..., Any]]:
     name = f"{function.where}: {function.name}"
     try:
         if isinstance(function.target, bytes):
-            found, known = pickle.loads(function.target)  # noqa: S301 - of the program itself
+            target, annotations = pickle.loads(function.target)  # noqa: S301 - of the program itself
         else:
-            found, known = pkgutil.resolve_name(function.target), None
+            target, annotations = pkgutil.resolve_name(function.target), None
     except BaseException as failure:  # noqa: BLE001 - a module may raise anything, SystemExit too
         raise HookLoadError(failure_text(f"{name}: cannot be imported", failure)) from None
     try:
-        takes_row = _takes_row(found, function.where)
-        known = known or known_of(found, function.where)
+        takes_row = _takes_row(target, function.where)
+        annotations = annotations or known_of(target, function.where)
     except HookLoadError as failure:
         raise HookLoadError(f"{name} {failure}") from None
-    columns = known.columns if function.where in {PARSE, ROLLOUT} else ()
-    facts = HookFacts(function.where, function.name, columns, takes_row, known.reads)
+    columns = annotations.columns if function.where in {PARSE, ROLLOUT} else ()
+    facts = HookFacts(function.where, function.name, columns, takes_row, annotations.reads)
     convert: dict[str, Callable[[Any], Any]] = {
         PROMPT: _prompt,
-        PARSE: functools.partial(row_value, known=known),
+        PARSE: functools.partial(row_value, annotations=annotations),
         CHECK: _judgement,
         MEDIA: lambda value: value,
     }
     if function.where == ROLLOUT:
-        return facts, functools.partial(_solve, found, known, function.name)
-    return facts, functools.partial(_call, found, convert[function.where], function.name)
+        return facts, functools.partial(_solve, target, annotations, function.name)
+    return facts, functools.partial(_call, target, convert[function.where], function.name)
 
 
-def _call(function: Callable[..., Any], convert: Callable[[Any], Any], name: str, *given: Any) -> Any:
-    value = function(*given)
+def _call(function: Callable[..., Any], convert: Callable[[Any], Any], name: str, *args: Any) -> Any:
+    value = function(*args)
     try:
         return convert(value)
     except (ValueError, TypeError, OverflowError, RecursionError) as failure:
@@ -93,13 +93,13 @@ def _call(function: Callable[..., Any], convert: Callable[[Any], Any], name: str
 
 
 async def _solve(
-    function: Callable[..., Any], known: Annotations, name: str, *given: Any
+    function: Callable[..., Any], annotations: Annotations, name: str, *args: Any
 ) -> list[dict[str, Any]]:
     """Run a rollout; return the values of each row that it makes."""
-    value = await function(*given)
+    value = await function(*args)
     rows = value if isinstance(value, (list, tuple)) and not hasattr(value, "_fields") else [value]
     try:
-        return [row_value(row, known) for row in rows if row is not None]
+        return [row_value(row, annotations) for row in rows if row is not None]
     except (ValueError, TypeError, OverflowError, RecursionError) as failure:
         raise UnusableValueError(f"{name}: {failure}") from None
 
@@ -122,14 +122,14 @@ def _takes_row(function: Any, where: str) -> bool:
         return False
     takes_row = not _binds(signature, "row or answer")
     if takes_row and (where in {PROMPT, MEDIA} or not _binds(signature, "answer", "row")):
-        wanted = "the row" if where in {PROMPT, MEDIA} else "the answer, or also the row"
-        raise HookLoadError(f"takes {signature}: it is called with one argument, {wanted}")
+        expected = "the row" if where in {PROMPT, MEDIA} else "the answer, or also the row"
+        raise HookLoadError(f"takes {signature}: it is called with one argument, {expected}")
     return takes_row
 
 
-def _binds(signature: inspect.Signature, *given: str) -> bool:
+def _binds(signature: inspect.Signature, *args: str) -> bool:
     try:
-        signature.bind(*given)
+        signature.bind(*args)
     except TypeError:
         return False
     return True
@@ -143,17 +143,17 @@ def known_of(function: Any, where: str) -> Annotations:
     if where not in {PROMPT, PARSE, ROLLOUT}:
         return Annotations()
     try:
-        known = annotations_of(function)
+        annotations = annotations_of(function)
     except ValueError as failure:
         if where != PROMPT:
             raise HookLoadError(str(failure)) from None
         return Annotations()
-    if where == PARSE and not known.columns:
+    if where == PARSE and not annotations.columns:
         raise HookLoadError(
             "does not say its columns: let it return a TypedDict, a dataclass or a pydantic model by its "
             "annotation"
         )
-    return known
+    return annotations
 
 
 def annotations_of(function: Any) -> Annotations:
@@ -217,38 +217,38 @@ def columns_of(kind: Any) -> Columns:
         try:
             schema = TypeAdapter(annotation).json_schema(mode="serialization")
         except (PydanticSchemaGenerationError, PydanticUserError) as failure:
-            said = str(failure).splitlines()[0]
-            raise ValueError(f"returns a column {name}: {said}") from None
+            reason = str(failure).splitlines()[0]
+            raise ValueError(f"returns a column {name}: {reason}") from None
         columns.append((name, kind_of_schema(schema, formats=True)))
     return tuple(columns)
 
 
-def row_value(value: Any, known: Annotations) -> dict[str, Any]:
+def row_value(value: Any, annotations: Annotations) -> dict[str, Any]:
     """Return what a function returned as a value for each column; a missing one is None.
 
     Without columns, which only a rollout may lack, it is a dict as JSON has it. Raises ValueError, whose text
     follows the function's name, or TypeError, for one that does not fit, or a key that is no column.
     """
-    if value is None and known.may_be_none:
+    if value is None and annotations.may_be_none:
         value = {}
-    given = plain(value._asdict() if hasattr(value, "_asdict") else value)
-    if not isinstance(given, dict):
+    fields = plain(value._asdict() if hasattr(value, "_asdict") else value)
+    if not isinstance(fields, dict):
         raise ValueError(f"returned {_a(value)}: return a dict")  # noqa: TRY004
-    if not known.columns:
-        return _read_mapping.decode(msgspec.json.encode(given))
+    if not annotations.columns:
+        return _read_mapping.decode(msgspec.json.encode(fields))
     from batchrunner.job.arrow_types import fit  # noqa: PLC0415 - it loads pyarrow
 
-    names = [name for name, _ in known.columns]
-    unknown = [key for key in given if key not in names]
+    names = [name for name, _ in annotations.columns]
+    unknown = [key for key in fields if key not in names]
     if unknown:
         raise ValueError(f"returned {unknown[0]!r}, which is no column (columns: {', '.join(names)})")
-    found = {}
-    for name, kind in known.columns:
+    row = {}
+    for name, kind in annotations.columns:
         try:
-            found[name] = fit(given.get(name), kind)
+            row[name] = fit(fields.get(name), kind)
         except (ValueError, TypeError) as failure:
             raise ValueError(f"{name}: {failure}") from None
-    return found
+    return row
 
 
 def plain(value: Any) -> Any:
@@ -273,25 +273,25 @@ def _prompt(value: Any) -> tuple[PromptKind, Any] | None:
     return None if value is None else kind_of_prompt(msgspec.to_builtins(value, enc_hook=_plain_object))
 
 
-def kind_of_prompt(given: Any) -> tuple[PromptKind, Any]:
+def kind_of_prompt(value: Any) -> tuple[PromptKind, Any]:
     """Return a prompt's kind and its value; raises ValueError for what is none."""
-    if isinstance(given, str) and given:
-        return "text", given
-    if isinstance(given, (list, tuple)) and given:
-        if all(isinstance(item, dict) for item in given):
-            return "messages", [*given]
-        if all(type(item) is int for item in given):
-            return "input_ids", [*given]
-    raise ValueError(f"{_a(given)} is no prompt: give messages, a text or token ids")
+    if isinstance(value, str) and value:
+        return "text", value
+    if isinstance(value, (list, tuple)) and value:
+        if all(isinstance(item, dict) for item in value):
+            return "messages", [*value]
+        if all(type(item) is int for item in value):
+            return "input_ids", [*value]
+    raise ValueError(f"{_a(value)} is no prompt: give messages, a text or token ids")
 
 
 def _judgement(value: Any) -> bool | str:
     """Return true for a good answer, false, or a text that says what is wrong."""
-    given = plain(value)
-    if isinstance(given, str):
-        return given or True
-    if isinstance(given, bool):
-        return given
+    judgement = plain(value)
+    if isinstance(judgement, str):
+        return judgement or True
+    if isinstance(judgement, bool):
+        return judgement
     raise ValueError(f"returned {_a(value)}: return True, False, or a text that says what is wrong")
 
 

@@ -125,16 +125,16 @@ class _StrictLoader(yaml.SafeLoader):
     """SafeLoader that refuses a repeated key, where YAML would keep the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: list[Any] = []
+        keys: list[Any] = []
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue  # `<<: *base` is not a key: the base class merges it
             key = self.construct_object(key_node, deep=True)
-            if key in seen:
+            if key in keys:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key!r} is given twice", key_node.start_mark
                 )
-            seen.append(key)
+            keys.append(key)
         return super().construct_mapping(node, deep)
 
 
@@ -181,12 +181,12 @@ def read_job_file(source: str | Path) -> dict[str, Any]:
 
 def _override(tree: dict[str, Any], override: str) -> None:
     """Set a field of a job by a text `a.b=c`; raises JobError."""
-    given, equals, text = override.partition("=")
-    if not equals or not given:
+    place, equals, text = override.partition("=")
+    if not equals or not place:
         raise JobError(f"--set {override}", hint="write it as a.b=value")
-    where = f"--set {given}"
+    where = f"--set {place}"
     value = _value_of(text, where)
-    *path, last = given.strip().split(".")
+    *path, last = place.strip().split(".")
     for step in path:
         below = tree.setdefault(step, {})
         if not isinstance(below, dict):
@@ -248,27 +248,29 @@ def _explain(failure: ValidationError, kind: Any, tree: object) -> Iterator[tupl
     unions = {union for place, _ in problems for union in place.branches}
     for union in sorted(unions, key=len):
         # pydantic reports every branch: the one that got furthest is the one that the user meant
-        rivals = [each for each in problems if union in each[0].branches]
+        rivals = [candidate for candidate in problems if union in candidate[0].branches]
         best, _ = max(
             rivals,
-            key=lambda each: (each[1]["type"] == "extra_forbidden", len(each[1]["loc"])),
+            key=lambda candidate: (candidate[1]["type"] == "extra_forbidden", len(candidate[1]["loc"])),
             default=(_Place(union, {}), None),
         )
         if best.path == union:  # no branch got further: together they say what is allowed
-            losers = [each for each in rivals if each[0].path != union]
+            losers = [candidate for candidate in rivals if candidate[0].path != union]
         else:
-            losers = [each for each in rivals if each[0].branches[union] != best.branches[union]]
-        problems = [each for each in problems if each not in losers]
+            losers = [
+                candidate for candidate in rivals if candidate[0].branches[union] != best.branches[union]
+            ]
+        problems = [candidate for candidate in problems if candidate not in losers]
     faults: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for place, problem in problems:
         faults.setdefault(place.path, []).append(problem)
-    meant = {
+    likely_paths = {
         (*path[:-1], _closest(path[-1], _keys(kind, path[:-1])))
         for path, of_path in faults.items()
         if of_path[0]["type"] == "extra_forbidden"
     }
     for path, of_path in faults.items():
-        if of_path[0]["type"] != "missing" or path not in meant:
+        if of_path[0]["type"] != "missing" or path not in likely_paths:
             yield from _told(path, of_path, kind)
 
 
@@ -286,12 +288,12 @@ def _told(path: Sequence[str], problems: list[ErrorDetails], kind: Any) -> Itera
     else:
         messages = dict.fromkeys(map(_message, problems))
         got = problem["input"]
-        shown = "" if isinstance(got, (Mapping, BaseModel)) else f" (got {got!r:.200})"
+        value = "" if isinstance(got, (Mapping, BaseModel)) else f" (got {got!r:.200})"
         hint = None
-        if isinstance(got, bool) and any(each["type"] == "string_type" for each in problems):
+        if isinstance(got, bool) and any(error["type"] == "string_type" for error in problems):
             hint = "YAML reads yes, no, on and off as true and false: put quotes around a text"
         for line in ", or ".join(messages).split("\n"):  # of rules between fields
-            yield f"{where + ': ' if where else ''}{line}{shown}", hint
+            yield f"{where + ': ' if where else ''}{line}{value}", hint
 
 
 def _message(problem: ErrorDetails) -> str:
@@ -325,23 +327,23 @@ def _place_of(tree: object, problem: ErrorDetails) -> _Place:
 
 def _nearest(path: Sequence[str], kind: Any) -> str:
     """Return what may be meant by an unknown key of a job, or of another `kind` of part."""
-    known = _keys(kind, path[:-1])
-    if path[-1] in known:
+    keys = _keys(kind, path[:-1])
+    if path[-1] in keys:
         return "another kind has it: leave it out, or change the kind"
-    hint = _near(path[-1], sorted(known))
+    hint = _near(path[-1], sorted(keys))
     return f"{hint} (arguments of SGLang go into engine.args)" if [*path[:-1]] == ["engine"] else hint
 
 
-def _near(word: str, known: Sequence[str]) -> str:
+def _near(word: str, words: Sequence[str]) -> str:
     """Return which of the known words may be meant, or all of them."""
-    near = _closest(word, known)
-    return f"did you mean {near!r}?" if near else f"known: {', '.join(known)}"
+    near = _closest(word, words)
+    return f"did you mean {near!r}?" if near else f"known: {', '.join(words)}"
 
 
-def _closest(word: str, known: Collection[str]) -> str | None:
+def _closest(word: str, words: Collection[str]) -> str | None:
     """Return the known word that may be meant."""
-    near = get_close_matches(word, known, n=1)
-    near = near or [name for name in known if word in name.split("_")]  # seed: sampling_seed
+    near = get_close_matches(word, words, n=1)
+    near = near or [name for name in words if word in name.split("_")]  # seed: sampling_seed
     return near[0] if near else None
 
 

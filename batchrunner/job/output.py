@@ -118,8 +118,8 @@ def result_columns(task: ForwardTask | None) -> list[str]:
     """Return the columns of every result, without the carried ones; `task` is None for generating."""
     if task is None:
         return [*RESULT_COLUMNS]
-    own = (name for name, _ in task.columns)
-    return [*(name for name in RESULT_COLUMNS if name not in OF_TEXTS), *own]
+    task_columns = (name for name, _ in task.columns)
+    return [*(name for name in RESULT_COLUMNS if name not in OF_TEXTS), *task_columns]
 
 
 Secret: TypeAlias = Literal[
@@ -151,7 +151,7 @@ class StorageSpec(Spec):
 
     def secret_values(self) -> dict[str, str]:
         """Return the credentials; raises JobError where a variable is not set."""
-        found: dict[str, str] = {}
+        values: dict[str, str] = {}
         for name, variable in self.secrets.items():
             value = os.environ.get(variable)
             if not value:  # the name, which may be the secret itself, is not shown
@@ -159,5 +159,5 @@ class StorageSpec(Spec):
                     f"storage.secrets.{name}: no environment variable of this name is set",
                     hint="export the secret as a variable, and give the variable's name",
                 )
-            found[name] = value
-        return found
+            values[name] = value
+        return values

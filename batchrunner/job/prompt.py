@@ -135,8 +135,8 @@ class PromptSpec(Spec):
     @property
     def media(self) -> dict[str, MediaSpec | PdfSpec]:
         """The fields that bring files, by their names."""
-        given = {field: getattr(self, field) for field in KIND_OF_FIELD}
-        return {field: spec for field, spec in given.items() if spec is not None}
+        specs = {field: getattr(self, field) for field in KIND_OF_FIELD}
+        return {field: spec for field, spec in specs.items() if spec is not None}
 
     @property
     def media_columns(self) -> list[str]:
@@ -203,10 +203,12 @@ class PromptSpec(Spec):
         if self.is_batch:
             return self
         kinds = ("user", "messages", "text", "input_ids", "python", "rollout")
-        given = [name for name in kinds if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"give exactly one of {', '.join(kinds)} (got {', '.join(given) or 'none'})")
-        (kind,) = given
+        kinds_here = [name for name in kinds if getattr(self, name) is not None]
+        if len(kinds_here) != 1:
+            raise ValueError(
+                f"give exactly one of {', '.join(kinds)} (got {', '.join(kinds_here) or 'none'})"
+            )
+        (kind,) = kinds_here
         in_column = isinstance(self.messages, str)
         allowed = {
             "fields": kind in {"user", "text"} or isinstance(self.messages, list),
@@ -230,11 +232,11 @@ class PromptSpec(Spec):
         return self
 
 
-def media_part(field: str, given: Any) -> Any:
+def media_part(field: str, value: Any) -> Any:
     """Return the part of a job for a field that brings files, which may be given by its columns alone."""
-    if not isinstance(given, (str, list, tuple)):
-        return given
-    return {"column" if field == PDF_FIELD else "columns": given}
+    if not isinstance(value, (str, list, tuple)):
+        return value
+    return {"column" if field == PDF_FIELD else "columns": value}
 
 
 class BatchPrompts(PromptSpec):

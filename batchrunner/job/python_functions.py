@@ -31,13 +31,13 @@ def open_functions(job: Job) -> HookPool | None:
 
     Raises JobError for one that cannot be called.
     """
-    given = {
+    by_place = {
         PROMPT: job.prompt.python,
         PARSE: job.parse,
         CHECK: job.accept.python,
         ROLLOUT: job.prompt.rollout,
     }
-    functions = [_function(where, function) for where, function in given.items() if function is not None]
+    functions = [_function(where, function) for where, function in by_place.items() if function is not None]
     if job.prompt.media:
         _check_packages(job)
         functions.append(HookFunction(MEDIA, "reading its files", _PREPARE))
@@ -87,11 +87,11 @@ def _function(where: str, function: PythonFunction) -> HookFunction:
 
 def _check_columns(job: Job, facts: HookFacts) -> None:
     """Raise JobError where a column has a name that results have already."""
-    taken = {*RESULT_COLUMNS, REQUEST_DIGEST, *job.output.asked, *job.input.carried_names}
+    used_names = {*RESULT_COLUMNS, REQUEST_DIGEST, *job.output.asked, *job.input.carried_names}
     if facts.where == ROLLOUT:
-        taken |= {*ROLLOUT_COLUMNS} - {TURNS}
+        used_names |= {*ROLLOUT_COLUMNS} - {TURNS}
     for name, _ in facts.columns:
-        if name in taken:
+        if name in used_names:
             raise JobError(
                 f"{facts.where}: a result has a column {name!r} already",
                 hint=f"let {facts.name} name its own otherwise, or rename yours by input.rename",

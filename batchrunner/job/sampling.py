@@ -111,12 +111,12 @@ class SamplingSpec(Spec):
     def _fit_together(self) -> SamplingSpec:
         least, most = self.min_new_tokens, self.max_new_tokens
         if isinstance(least, int) and isinstance(most, int) and least > most:
-            raise ValueError(f"the fewest tokens of an output ({least}) are more than the most ({most})")
-        given = [name for name in GRAMMARS if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"an output has one grammar: give one of {', '.join(given)}")
-        if given and self.tool_choice not in {None, "auto", "none"}:
-            raise ValueError(f"{given[0]} does not go with a tool_choice that wants a call of a tool")
+            raise ValueError(f"min_new_tokens ({least}) exceeds max_new_tokens ({most})")
+        grammars = [name for name in GRAMMARS if getattr(self, name) is not None]
+        if len(grammars) > 1:
+            raise ValueError(f"give only one of {', '.join(grammars)}: an output follows one grammar")
+        if grammars and self.tool_choice not in {None, "auto", "none"}:
+            raise ValueError(f"{grammars[0]} excludes a tool_choice that demands a tool call")
         return self
 
 

@@ -53,13 +53,13 @@ WHOLE_PROMPTS = ("prompt.input_ids", "prompt.python", "prompt.truncate")
 
 def given_fields(job: BaseModel) -> list[str]:
     """Return the fields that a job gives and that are not as without them, such as `sampling.n`."""
-    found = []
+    names = []
     for name, field in type(job).model_fields.items():
         value = getattr(job, name)
         if name in job.model_fields_set and value != field.get_default(call_default_factory=True):
             below = given_fields(value) if isinstance(value, BaseModel) else []
-            found += [f"{field.alias or name}.{key}" for key in below] or [field.alias or name]
-    return found
+            names += [f"{field.alias or name}.{key}" for key in below] or [field.alias or name]
+    return names
 
 
 def task_faults(task: TaskName, given: Collection[str]) -> Iterator[str]:
@@ -109,8 +109,8 @@ class AcceptSpec(Spec):
     @property
     def has_condition(self) -> bool:
         """Whether the section itself says what an answer must be."""
-        given = (self.regex, self.expression, self.python)
-        return bool(self.json_) or any(condition is not None for condition in given)
+        conditions = (self.regex, self.expression, self.python)
+        return bool(self.json_) or any(condition is not None for condition in conditions)
 
 
 TRIES = 3
@@ -262,9 +262,9 @@ class Job(Spec):
         if self.task == GENERATE:
             return None
         kind = TASKS[self.task] if self.prompt.choices is None else ChoiceTask
-        known = {field.name for field in dataclasses.fields(kind)}
-        given = {place.rpartition(".")[2]: attrgetter(place)(self) for place in kind.takes}
-        values = {name: given[name] for name in known & given.keys() if given[name] is not None}
+        field_names = {field.name for field in dataclasses.fields(kind)}
+        options = {place.rpartition(".")[2]: attrgetter(place)(self) for place in kind.takes}
+        values = {name: options[name] for name in field_names & options.keys() if options[name] is not None}
         return kind(**values | {"labels": tuple(self.labels)} if self.labels else values)
 
     @model_validator(mode="before")
@@ -284,7 +284,7 @@ class Job(Spec):
 
     def _rule_faults(self) -> Iterator[str]:
         """Yield what is wrong between fields of several sections."""
-        prompt, sampling, accept, asked = self.prompt, self.sampling, self.accept, self.output.asked
+        prompt, sampling, accept, answer_columns = self.prompt, self.sampling, self.accept, self.output.asked
         fails_cut = self.on_length in {"fail", "longer"}
         has_schema = sampling.json_schema is not None and accept.json_ is not False
         is_checked = accept.has_condition or fails_cut or has_schema or accept.json_ is False
@@ -304,7 +304,7 @@ class Job(Spec):
             ),
             (
                 not prompt.is_chat
-                and (accept.feedback or sampling.tool_choice is not None or TOOL_CALLS in asked),
+                and (accept.feedback or sampling.tool_choice is not None or TOOL_CALLS in answer_columns),
                 "accept.feedback, sampling.tool_choice and the column tool_calls go with chats only",
             ),
             (
@@ -321,7 +321,8 @@ class Job(Spec):
                 "engine.background goes without sampling.n and window",
             ),
             (
-                "prompt_logprobs" in asked and (TOOL_CALLS in asked or prompt.tools is not None),
+                "prompt_logprobs" in answer_columns
+                and (TOOL_CALLS in answer_columns or prompt.tools is not None),
                 "output.columns: SGLang gives tool_calls of chats only, and prompt_logprobs of other prompts",
             ),
         )

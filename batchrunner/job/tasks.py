@@ -75,10 +75,12 @@ def _raise_abort(results: Sequence[NativeResult]) -> None:
     for result in results:
         reason = result.meta_info.finish_reason
         if isinstance(reason, dict) and reason.get("type") == "abort":
-            said, status = str(reason.get("message") or "aborted by the engine"), reason.get("status_code")
+            message, status = str(reason.get("message") or "aborted by the engine"), reason.get("status_code")
             if status in _BUSY:
-                raise EngineBusyError(f"{status}: {said}")
-            raise RowRefusedError(said) if status == HTTPStatus.BAD_REQUEST else AttemptFailedError(said)
+                raise EngineBusyError(f"{status}: {message}")
+            if status == HTTPStatus.BAD_REQUEST:
+                raise RowRefusedError(message)
+            raise AttemptFailedError(message)
 
 
 Score: TypeAlias = float | None
@@ -94,15 +96,15 @@ def _scores(numbers: Sequence[float | None], what: str) -> list[Score]:
 
 def _probabilities(numbers: Sequence[Score], what: str) -> list[float]:
     """Return the probabilities among the scores of a row; raises AttemptFailedError without one of them."""
-    known = [number for number in numbers if number is not None]
-    if len(known) < len(numbers) or max(known) == -math.inf:
+    scores = [number for number in numbers if number is not None]
+    if len(scores) < len(numbers) or max(scores) == -math.inf:
         raise AttemptFailedError(f"output.softmax: {what} is not a number")
-    return softmax(known)
+    return softmax(scores)
 
 
 def _total(counts: Sequence[int | None]) -> int | None:
-    known = [count for count in counts if count is not None]
-    return min(sum(known), _COUNT_MOST) if len(known) == len(counts) else None
+    numbers = [count for count in counts if count is not None]
+    return min(sum(numbers), _COUNT_MOST) if len(numbers) == len(counts) else None
 
 
 def _with_adapters(requests: Sequence[Request], body: dict[str, Any]) -> dict[str, Any]:
@@ -140,14 +142,16 @@ class NativeTask(ForwardTask):
         self, requests: Sequence[Request], replies: Sequence[bytes]
     ) -> list[Completion | RequestError]:
         """Return the numbers of each row; a row with one that is no number has an error."""
-        found = [decode_reply(_read_results, reply) for reply in replies]
-        results = [result for some in found for result in (some if isinstance(some, list) else [some])]
+        parsed = [decode_reply(_read_results, reply) for reply in replies]
+        results: list[NativeResult] = []
+        for one_or_more in parsed:
+            results += one_or_more if isinstance(one_or_more, list) else [one_or_more]
         counts = [max(1, len(request.items)) for request in requests]
         if len(results) != sum(counts):
             raise AttemptFailedError(f"{len(results)} results came for {sum(counts)} prompts")
         return [
-            self._answer(request, some)
-            for request, some in zip(requests, self._by_row(results, counts), strict=True)
+            self._answer(request, row_results)
+            for request, row_results in zip(requests, self._by_row(results, counts), strict=True)
         ]
 
     def _by_row(self, results: Sequence[NativeResult], counts: Sequence[int]) -> list[list[NativeResult]]:
@@ -174,15 +178,15 @@ class NativeTask(ForwardTask):
 
     def _columns_of(self, request: Request, results: Sequence[NativeResult]) -> dict[str, Any]:  # noqa: ARG002
         """Return the columns of a row from the results of its prompts; raises RequestError."""
-        found = []
+        numbers = []
         for result in results:
-            given = result.embedding
-            found.append(given if isinstance(given, list) else [given])
-        return self._values(found)
+            embedding = result.embedding
+            numbers.append(embedding if isinstance(embedding, list) else [embedding])
+        return self._values(numbers)
 
-    def _values(self, found: Sequence[list[float | None]]) -> dict[str, Any]:
+    def _values(self, by_prompt: Sequence[list[float | None]]) -> dict[str, Any]:
         """Return the columns of a row from the numbers of each of its prompts; raises RequestError."""
-        return {SCORES: _scores([self._only(numbers) for numbers in found], A_SCORE)}
+        return {SCORES: _scores([self._only(numbers) for numbers in by_prompt], A_SCORE)}
 
     def _only(self, numbers: Sequence[float | None]) -> float | None:
         """Return the one number of a prompt; raises RowRefusedError where the model makes several."""
@@ -214,17 +218,17 @@ class ScoreTask(NativeTask):
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
         """Return one body: a list of prompts, for each of which the same tokens are asked for."""
-        asked = {
+        logprob_request = {
             "sampling_params": WITHOUT_TOKENS,
             "return_logprob": True,
             "logprob_start_len": -1,
             "token_ids_logprob": [list(self.label_ids) for _ in requests],
         }
-        return [body | asked for body in NativeTask.bodies(self, requests)]
+        return [body | logprob_request for body in NativeTask.bodies(self, requests)]
 
     def _columns_of(self, request: Request, results: Sequence[NativeResult]) -> dict[str, Any]:  # noqa: ARG002
-        told = (results[0].meta_info.output_token_ids_logprobs or [None])[0]
-        by_id = {number: logprob for logprob, number, _ in told or ()}
+        token_scores = (results[0].meta_info.output_token_ids_logprobs or [None])[0]
+        by_id = {number: logprob for logprob, number, _ in token_scores or ()}
         if not by_id.keys() >= {*self.label_ids}:
             raise AttemptFailedError("the answer lacks the probability of a label")
         what = "the probability of a label"
@@ -250,21 +254,21 @@ class ChoiceTask(ScoreTask):
         The others find their prompt in the cache; in one body all would compute it.
         """
         firsts = [(request, request.item_ids[0]) for request in requests]
-        others = [(request, ids) for request in requests for ids in request.item_ids[1:]]
-        return [_body_of(some) for some in (firsts, others) if some]
+        later = [(request, ids) for request in requests for ids in request.item_ids[1:]]
+        return [_body_of(pairs) for pairs in (firsts, later) if pairs]
 
     def _by_row(self, results: Sequence[NativeResult], counts: Sequence[int]) -> list[list[NativeResult]]:
-        firsts, others = results[: len(counts)], results[len(counts) :]
-        rest = iter(others)
+        firsts, later = results[: len(counts)], results[len(counts) :]
+        rest = iter(later)
         return [[first, *islice(rest, count - 1)] for first, count in zip(firsts, counts, strict=True)]
 
     def _columns_of(self, request: Request, results: Sequence[NativeResult]) -> dict[str, Any]:
         totals: list[float | None] = []
         for ids, result in zip(request.item_ids, results, strict=True):
-            told = (result.meta_info.input_token_logprobs or [])[-len(ids) :]
-            if [number for _, number, _ in told] != ids:
+            token_scores = (result.meta_info.input_token_logprobs or [])[-len(ids) :]
+            if [number for _, number, _ in token_scores] != ids:
                 raise AttemptFailedError("the answer lacks log probabilities of a choice's tokens")
-            logprobs = [logprob for logprob, _, _ in told if logprob is not None]
+            logprobs = [logprob for logprob, _, _ in token_scores if logprob is not None]
             if len(logprobs) < len(ids):
                 totals.append(None)
             elif LOWEST in logprobs:
@@ -324,8 +328,8 @@ class RewardTask(NativeTask):
         SCORE: "Reward, as the model's head gives it.",
     }
 
-    def _values(self, found: Sequence[list[float | None]]) -> dict[str, Any]:
-        (score,) = _scores([self._only(found[0])], A_SCORE)
+    def _values(self, by_prompt: Sequence[list[float | None]]) -> dict[str, Any]:
+        (score,) = _scores([self._only(by_prompt[0])], A_SCORE)
         return {SCORE: score}
 
 
@@ -345,8 +349,8 @@ class ClassifyTask(NativeTask):
         LABEL: "Name of the class with the highest score, by `id2label`.",
     }
 
-    def _values(self, found: Sequence[list[float | None]]) -> dict[str, Any]:
-        numbers = _scores(found[0], A_SCORE)
+    def _values(self, by_prompt: Sequence[list[float | None]]) -> dict[str, Any]:
+        numbers = _scores(by_prompt[0], A_SCORE)
         best = numbers.index(max(number for number in numbers if number is not None))
         name = self.names[best] if best < len(self.names) else f"LABEL_{best}"
         return {SCORES: _probabilities(numbers, A_SCORE) if self.softmax else numbers, LABEL: name}
@@ -449,13 +453,13 @@ class EmbedTask(ForwardTask):
         self, requests: Sequence[Request], replies: Sequence[bytes]
     ) -> list[Completion | RequestError]:
         """Return the vectors as bytes of `dtype`; a row whose vector has no use has an error."""
-        found = decode_reply(_read_vectors, replies[0])
-        items = sorted(found.data, key=lambda item: item.index or 0)
+        parsed = decode_reply(_read_vectors, replies[0])
+        items = sorted(parsed.data, key=lambda item: item.index or 0)
         if [item.index or 0 for item in items] != list(range(len(requests))):
             raise AttemptFailedError(
                 f"{len(items)} vectors came for {len(requests)} rows, or they are not numbered from 0 on"
             )
-        tokens = _tokens_of(requests, found.usage.prompt_tokens)
+        tokens = _tokens_of(requests, parsed.usage.prompt_tokens)
         return [self._answer(item, count) for item, count in zip(items, tokens, strict=True)]
 
     def _answer(self, item: EmbeddingItem, prompt_tokens: int | None) -> Completion | RequestError:
@@ -552,23 +556,23 @@ def check_embeddings(reply: bytes, rows: int | None) -> int | None:
 
     Raises RequestError where vectors are missing or have no use, or what msgspec raises where it is no reply.
     """
-    found: EmbeddingReply = _read_vectors.decode(reply)
-    if rows is not None and len(found.data) != rows:
-        raise AttemptFailedError(f"{len(found.data)} vectors came for {rows} inputs")
+    parsed: EmbeddingReply = _read_vectors.decode(reply)
+    if rows is not None and len(parsed.data) != rows:
+        raise AttemptFailedError(f"{len(parsed.data)} vectors came for {rows} inputs")
     task = EmbedTask()
-    lengths = {len(task.stored(_numbers(item))) // NUMBER_BYTES[task.dtype] for item in found.data}
+    lengths = {len(task.stored(_numbers(item))) // NUMBER_BYTES[task.dtype] for item in parsed.data}
     if len(lengths) > 1:
         raise AttemptFailedError(f"vectors of {min(lengths)} and of {max(lengths)} numbers came")
-    return found.usage.prompt_tokens
+    return parsed.usage.prompt_tokens
 
 
 def _numbers(item: EmbeddingItem) -> array[float]:
     """Return the numbers of a vector; raises RequestError where they are none."""
     try:
-        found = decode_reply(_read_vector, bytes(item.embedding))
-        if isinstance(found, str):
-            return array("f", b64decode(found, validate=True))
-        return array("f", [math.nan if number is None else number for number in found])
+        vector = decode_reply(_read_vector, bytes(item.embedding))
+        if isinstance(vector, str):
+            return array("f", b64decode(vector, validate=True))
+        return array("f", [math.nan if number is None else number for number in vector])
     except OverflowError:
         return array("f", [math.inf])
     except (binascii.Error, ValueError):

@@ -20,7 +20,8 @@ from batchrunner.core.types import CHAT_PATH, Outcome, Request, RequestBody
 from batchrunner.engines.http import wire
 from batchrunner.engines.registry import launched_model, model_of
 from batchrunner.engines.request_limits import refuse_invalid
-from batchrunner.input.order import OrderDecision, decide_order
+from batchrunner.input.order import OrderDecision
+from batchrunner.input.order_sample import decide_order
 from batchrunner.input.request_bodies import prompts_in
 from batchrunner.job.call import job_of_batch
 from batchrunner.job.load import load_job

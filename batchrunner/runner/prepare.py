@@ -44,6 +44,7 @@ from batchrunner.output.run_json import (
     known_fields,
     read_run_json,
 )
+from batchrunner.runner.earlier_results import with_merged_results
 
 log = logging.getLogger(__name__)
 
@@ -236,7 +237,8 @@ def _is_held(tasks: list[RunDir]) -> bool:
 
 def _open_dataset(job: Job, run_dir: RunDir, run: Path, copies: Path | None) -> Dataset:
     """Open the input, which must not contain the run's own results: the next attempt would read them."""
-    dataset = Dataset(job.input, run, job.storage, copies, is_batch=job.prompt.is_batch)
+    paths = with_merged_results(job.input.path, run=run, storage=job.storage)
+    dataset = Dataset(job.input, run, job.storage, copies, paths=paths, is_batch=job.prompt.is_batch)
     if not dataset.total_rows:
         raise InputError(f"{join_paths(job.input.path)}: no rows in {len(dataset.files)} file(s)")
     _refuse_results(job.input.path, dataset)

@@ -20,8 +20,8 @@ from batchrunner.core.errors import JobError
 from batchrunner.core.types import Request, rows_of_column
 from batchrunner.engines.registry import model_of
 from batchrunner.input.dataset import DatasetReader
-from batchrunner.input.order import RequestDigests, prompt_bytes
 from batchrunner.input.parquet_copy import in_chunks
+from batchrunner.input.prompt_bytes import RequestDigests, prompt_bytes
 from batchrunner.input.sorted_copy import connect, insert
 from batchrunner.job.answers import judges_by_row
 from batchrunner.job.output import CUT

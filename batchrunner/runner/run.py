@@ -299,7 +299,7 @@ class Run:
             unsent=work.rows.unread,
             now=self.began,
             decodes=model_task == GENERATE,
-            prompt_bytes=work.order.own_bytes(caches_prefixes=info.caches_prefixes),
+            prompt_bytes=work.order.computed_bytes(caches_prefixes=info.caches_prefixes),
         )
 
     def _writer(self) -> ResultWriter:

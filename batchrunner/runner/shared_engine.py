@@ -11,10 +11,9 @@ from pathlib import Path
 from batchrunner.core.engine_info import EngineInfo, QueueBand
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.media import KIND_OF_FIELD
+from batchrunner.core.types import BYTES_PER_TOKEN
 from batchrunner.dispatch.bundles import ForwardPasses
 from batchrunner.dispatch.concurrency.law import (
-    BYTES_A_TOKEN,
-    BYTES_AN_ID,
     TYPICAL_PROMPT_TOKENS,
     UNKNOWN_ENGINE_WINDOW,
     tokens_a_row,
@@ -59,8 +58,7 @@ class SharedEngine:
         batch file generate, and `prompt_bytes` is the mean of what the engine computes of a prompt, if known.
         """
         fixed = None if job.window == "auto" else job.window
-        bytes_a_token = BYTES_A_TOKEN if job.prompt.input_ids is None else BYTES_AN_ID
-        prompt_tokens = None if prompt_bytes is None else prompt_bytes / bytes_a_token
+        prompt_tokens = None if prompt_bytes is None else prompt_bytes / BYTES_PER_TOKEN
         info = self.info
         concurrency = ConcurrencyLimits(
             info,

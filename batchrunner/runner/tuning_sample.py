@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
 from batchrunner.core.console import counted
-from batchrunner.input.order import decide_order
+from batchrunner.input.order_sample import decide_order
 from batchrunner.input.sorted_copy import SortedCopy, prepare_order, remove_sorted_copies
 from batchrunner.output.files import whole_file, writing
 from batchrunner.runner.prepare import PreparedJob

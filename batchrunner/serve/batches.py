@@ -21,7 +21,8 @@ from batchrunner.core.errors import BatchrunError, EngineLostError, InputError, 
 from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import launched_model
-from batchrunner.input.request_bodies import URL, request_lines
+from batchrunner.input.batch_lines import request_lines
+from batchrunner.input.request_bodies import URL
 from batchrunner.input.text_files import BOM
 from batchrunner.job.call import job_of_batch
 from batchrunner.job.spec import Job

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import batchrunner
 from batchrunner.core import errors
 from batchrunner.core.errors import InputError, JobError, StorageError
-from batchrunner.input import text_files
+from batchrunner.input import csv_records, text_lines
 from batchrunner.job.spec import Job
 from batchrunner.runner.prepare import prepare
 from tests.conftest import INSTANT, ROOT, batchrun, ended, job_of, results_of, rows_in, write_job, write_rows
@@ -275,37 +276,57 @@ def test_misplaced_quotes(tmp_path: Path) -> None:
     assert lines == ["2", "3", "7", "8"]
 
 
+@pytest.fixture
+def short_lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the longest line, and the longest value of CSV, have 1000 bytes."""
+    for module in (csv_records, text_lines):
+        monkeypatch.setattr(module, "LONGEST_LINE_BYTES", 1000)
+    limit = csv.field_size_limit(1000)
+    yield
+    csv.field_size_limit(limit)
+
+
+def file_with(name: str, record: bytes) -> bytes:
+    """Return a file with 200 good records, the second of which this one precedes."""
+    good = [b'{"id": "%d", "text": "a"}\n' if name == "a.jsonl" else b"%d,a\n"] * 200
+    head = (b"" if name == "a.jsonl" else b"id,text\n") + good[0] % 1
+    return head + record.replace(b"%s", b"x" * 3000) + b"".join(line % at for at, line in enumerate(good, 3))
+
+
+@pytest.mark.usefixtures("short_lines")
 @pytest.mark.parametrize(
-    ("name", "long", "lines"),
+    ("name", "record", "line"),
     [
-        ("a.jsonl", b'{"id": "2", "text": "%s"}\n', [2]),
-        ("a.csv", b"2,%s\n", [3]),
-        ("a.csv", b'2,"%s"\n', [3]),
-        ("a.csv", b'2,"%s,\n,""%s""\n"\n', [3]),
-        ("a.csv", b'2,"' + b"line,of\n" * 300 + b'"\n', [3]),
-        ("a.csv", b'2,%s 5" wide\n', [3]),
-        ("a.csv", b'2,"not closed\n', [3]),
-        ("a.csv", b'2,%s"\n', [3]),
+        ("a.jsonl", b'{"id": "2", "text": "%s"}\n', 2),
+        ("a.csv", b"2,%s\n", 3),
+        ("a.csv", b'2,"%s"\n', 3),
     ],
 )
-def test_a_very_long_value(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, long: bytes, lines: list[int]
-) -> None:
-    """A line, or a value of many lines, above the limit fails alone, with its line."""
-    monkeypatch.setattr(text_files, "LONGEST_LINE_BYTES", 1000)
-    limit = csv.field_size_limit(1000)
-    good = [b'{"id": "%d", "text": "a"}\n' if name == "a.jsonl" else b"%d,a\n"] * 200
-    content = (b"" if name == "a.jsonl" else b"id,text\n") + good[0] % 1
-    content += long.replace(b"%s", b"x" * 3000) + b"".join(line % at for at, line in enumerate(good, 3))
-    job = job_on(tmp_path, name, content)
-    try:
-        batchrunner.run(job)
-    finally:
-        csv.field_size_limit(limit)
+def test_a_very_long_line(tmp_path: Path, name: str, record: bytes, line: int) -> None:
+    """It fails alone, with its number."""
+    job = job_on(tmp_path, name, file_with(name, record))
+    batchrunner.run(job)
     rows = results_of(job)
     failed = [row["error"] for row in rows if row["error"]]
     assert [row["id"] for row in rows] == ["1", None, *map(str, range(3, 203))]
-    assert [int(error.partition(": line ")[2].partition(":")[0]) for error in failed] == lines
+    assert [int(error.partition(": line ")[2].partition(":")[0]) for error in failed] == [line]
+
+
+@pytest.mark.usefixtures("short_lines")
+@pytest.mark.parametrize(
+    "record",
+    [
+        b'2,"%s,\n,""%s""\n"\n',
+        b'2,"' + b"line,of\n" * 300 + b'"\n',
+        b'2,%s 5" wide\n',
+        b'2,"not closed\n',
+        b'2,%s"\n',
+    ],
+)
+def test_a_quoted_value_whose_end_is_too_far(tmp_path: Path, record: bytes) -> None:
+    """The file is refused with the line: nobody can tell which lines below it are records."""
+    line = refusal(job_on(tmp_path, "a.csv", file_with("a.csv", record)), tmp_path)
+    assert f"{tmp_path}/a.csv: line 3: a quote is not closed within" in line
 
 
 @pytest.mark.parametrize(

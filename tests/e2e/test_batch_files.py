@@ -324,7 +324,7 @@ def test_endpoints_that_are_not_answered(tmp_path: Path, urls: list[str], told: 
 
 def test_a_line_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It fails alone, with its number; the lines around it are answered."""
-    monkeypatch.setattr("batchrunner.input.text_files.LONGEST_LINE_BYTES", 1000)
+    monkeypatch.setattr("batchrunner.input.text_lines.LONGEST_LINE_BYTES", 1000)
     long = request_of(1, user="x" * 5000)
     batch = Batch(tmp_path, [request_of(0), long, request_of(2)])
     assert batch.do("--errors", batch.errors).exit_code == 0
@@ -341,7 +341,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         CHAT,
         {"min_tokens": 5, "max_tokens": 3},
-        "tokens of an output (5) are more than the most (3)",
+        "min_new_tokens (5) exceeds max_new_tokens (3)",
     ),
     (CHAT, {"response_format": {"type": "xml"}}, "response_format.type: should be 'text', 'json_object'"),
     (COMPLETIONS, {"max_tokens": 0}, "max_tokens: should be greater than or equal to 1 (got 0)"),

@@ -10,7 +10,7 @@ import pyarrow as pa
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.types import Request, RowRef
 from batchrunner.dispatch.route import Routes
-from batchrunner.input.order import common_length
+from batchrunner.input.prompt_bytes import common_length
 
 CARRIED = pa.RecordBatch.from_pydict({"a": [1]})
 PASS_TOKENS = 1000

@@ -302,9 +302,6 @@ TYPICAL_MAX_NEW_TOKENS = 512
 SHORT_OUTPUT_TOKENS = 256
 """Most `max_new_tokens` with which prompts that are known to be short count as such. Rows with longer outputs
 grow together: a larger first window had five times as many of them retracted, at the same throughput."""
-BYTES_A_TOKEN, BYTES_AN_ID = 3, 4
-"""Bytes of a prompt that stand for a token, of a text and of token ids. Of a text few: too many rows at the
-start cost more than too few."""
 
 
 def tokens_a_row(max_new_tokens: int | None, prompt_tokens: float | None = None) -> int:

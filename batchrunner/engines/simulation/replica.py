@@ -1,4 +1,4 @@
-"""A server in virtual time: a scheduler, the duration of its passes, and load samples that lag as real ones."""
+"""A server in virtual time: a scheduler, the duration of its passes, and load samples that lag behind."""
 
 import math
 from collections.abc import Sequence

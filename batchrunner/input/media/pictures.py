@@ -33,9 +33,9 @@ def sendable(content: bytes, max_pixels: int | None) -> bytes:
     The file stays as it is where nothing has to be changed. An animated picture becomes its first frame.
     """
     Image.init()
-    known = [name for name in _FORMATS if name in Image.OPEN]
+    formats = [name for name in _FORMATS if name in Image.OPEN]
     try:
-        with Image.open(io.BytesIO(content), formats=known) as image:
+        with Image.open(io.BytesIO(content), formats=formats) as image:
             return _checked(image, content, max_pixels)
     except (BadFileError, MemoryError):
         raise
@@ -111,10 +111,10 @@ def page_images(content: bytes, pages: str, dpi: float, max_pixels: int | None) 
 
     try:
         with pypdfium2.PdfDocument(content) as document:
-            for wanted in page_ranges(pages):
-                if wanted.start > len(document):
-                    raise BadFileError(f"has no page {wanted.start}: it has {len(document)}")
-                for number in wanted[: len(document) + 1 - wanted.start]:
+            for page_range in page_ranges(pages):
+                if page_range.start > len(document):
+                    raise BadFileError(f"has no page {page_range.start}: it has {len(document)}")
+                for number in page_range[: len(document) + 1 - page_range.start]:
                     page = document[number - 1]
                     scale = dpi / _POINTS_AN_INCH
                     width, height = page.get_size()

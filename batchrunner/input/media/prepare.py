@@ -18,43 +18,43 @@ MOST_FILE_BYTES = 256 << 20
 """Most bytes of a file."""
 MOST_FILES, MOST_SENT_BYTES = 1000, 60 << 20
 """Most files of one row, and the bytes of them as they are sent."""
-PIXELS_A_TOKEN = 28 * 28
+PIXELS_PER_TOKEN = 28 * 28
 """Pixels of an image for each token, as of the Qwen-VL and InternVL families; others are near it."""
 MOST_TOKENS = 16_384
 """Most tokens that a file is expected to take: more than the processors of models let through."""
-BYTES_A_TOKEN = {"audio": 640, "video": 500}
+FILE_BYTES_PER_TOKEN = {"audio": 640, "video": 500}
 """Bytes of a file for each token, at 25 tokens and 128 kbit a second of audio, 250 and 1 Mbit of video."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def prepare(files: tuple[PromptFile, ...]) -> list[tuple[tuple[bytes, ...], int]] | str:
     """Return for each file of a row the files that are sent and their tokens, or why it cannot be sent."""
-    found: list[tuple[tuple[bytes, ...], int]] = []
+    results: list[tuple[tuple[bytes, ...], int]] = []
     count = size = 0
     for file in files:
         ready: list[bytes] = []
         try:
-            for each in _made(file):
-                ready.append(each)
-                count, size = count + 1, size + len(each)
+            for content in _made(file):
+                ready.append(content)
+                count, size = count + 1, size + len(content)
                 if count > MOST_FILES or size > MOST_SENT_BYTES:
                     most = f"{MOST_FILES} files or {MOST_SENT_BYTES >> 20} MiB of them"
                     return f"{file.rules.field}: the row has more than {most}"
         except BadFileError as failure:
             return f"{file.rules.field}: {file.label}: {failure}"
-        found.append((tuple(ready), sum(_tokens_of(each, file.kind.name) for each in ready)))
-    return found
+        results.append((tuple(ready), sum(_tokens_of(content, file.kind.name) for content in ready)))
+    return results
 
 
 def _tokens_of(content: bytes, kind: KindName) -> int:
     """Return about how many tokens a file takes, as it is sent."""
-    if kind in BYTES_A_TOKEN:
-        tokens = len(content) / BYTES_A_TOKEN[kind]
+    if kind in FILE_BYTES_PER_TOKEN:
+        tokens = len(content) / FILE_BYTES_PER_TOKEN[kind]
     else:
         from PIL import Image  # noqa: PLC0415 - an extra, and heavy
 
         with Image.open(io.BytesIO(content)) as image:
-            tokens = image.width * image.height / PIXELS_A_TOKEN
+            tokens = image.width * image.height / PIXELS_PER_TOKEN
     return max(1, min(MOST_TOKENS, round(tokens)))
 
 
@@ -75,8 +75,8 @@ def _made(file: PromptFile) -> Iterator[bytes]:
 
 def _read(place: str, rules: MediaRules) -> bytes:
     """Return the bytes at a path in the allowed folder, or at a URL; raises BadFileError."""
-    found = _SCHEME.match(place)
-    scheme = found[1].lower() if found else "file"
+    match = _SCHEME.match(place)
+    scheme = match[1].lower() if match else "file"
     if scheme in {"http", "https"}:
         if not rules.allow_urls:
             raise BadFileError("is a URL: set allow_urls: true to download it")
@@ -84,7 +84,7 @@ def _read(place: str, rules: MediaRules) -> bytes:
     if scheme != "file":
         raise BadFileError(f"{scheme}:// is not known here: give a path, or an http(s) URL")
     try:
-        path = Path(rules.folder, unquote(urlsplit(place).path) if found else place).resolve()
+        path = Path(rules.folder, unquote(urlsplit(place).path) if match else place).resolve()
         if rules.confined and not path.is_relative_to(Path(rules.folder).resolve()):
             raise BadFileError(
                 f"leads out of {rules.folder}: name the folder of the files in `folder`, or set it to /"

@@ -78,11 +78,11 @@ class FileColumn:
         key.update(pages.encode())
         return PromptFile(key.digest(), USUAL_TOKENS, label, content, place, pages, rules)
 
-    def _pages(self, given: Any) -> str:
+    def _pages(self, of_row: Any) -> str:
         """Return the pages of a document as a text; empty for other files."""
         if not isinstance(self._spec, PdfSpec):
             return ""
-        pages = self._spec.pages if self._spec.page_column is None else given
+        pages = self._spec.pages if self._spec.page_column is None else of_row
         if isinstance(pages, float) and pages.is_integer():
             pages = int(pages)  # pandas turns a column of whole numbers with a null into floats
         try:
@@ -108,16 +108,16 @@ def _rules(spec: MediaSpec | PdfSpec, field: str, folder: str | None) -> MediaRu
 def _content_of_url(url: str, where: str) -> bytes:
     """Return the bytes of a data URL; raises RowRefusedError."""
     try:
-        with urlopen(url) as found:  # noqa: S310 - a data URL
-            return bytes(found.read())
+        with urlopen(url) as reply:  # noqa: S310 - a data URL
+            return bytes(reply.read())
     except (ValueError, OSError):
         raise RowRefusedError(f"{where}: no data URL that can be read") from None
 
 
 def _holds_files(kind: pa.DataType) -> bool:
     if pt.is_struct(kind):
-        known = [field.type for field in kind if field.name in {"bytes", "path"}]
-        return bool(known) and all(map(_holds_files, known))
+        types = [field.type for field in kind if field.name in {"bytes", "path"}]
+        return bool(types) and all(map(_holds_files, types))
     return is_bytes(kind) or is_text(kind) or pt.is_null(kind)
 
 
@@ -149,10 +149,10 @@ class MediaPrompts:
             if isinstance(spec, PdfSpec):
                 continue  # it goes with chats, in which nothing stands for files
             self._placeholders[KIND_OF_FIELD[field].name] = spec.placeholder or ""
-            shown = sorted({*spec.columns} & {*printed})
-            if self._is_text and shown and not spec.placeholder:
+            printed_columns = sorted({*spec.columns} & {*printed})
+            if self._is_text and printed_columns and not spec.placeholder:
                 raise JobError(
-                    f"prompt.text: nothing is known to stand for the {field} of {shown[0]!r}",
+                    f"prompt.text: nothing is known to stand for the {field} of {printed_columns[0]!r}",
                     hint=f"give {field}.placeholder, the model's own token, or leave the column out",
                 )
         self._page_column = None if prompt.pdf is None else prompt.pdf.page_column
@@ -164,33 +164,34 @@ class MediaPrompts:
 
     def prompt(self, ordinal: int, row: dict[str, Any]) -> tuple[Any, tuple[PromptFile, ...]]:
         """Return the prompt of a row and its files; raises RowRefusedError."""
-        given: list[PromptFile] = []
+        files: list[PromptFile] = []
         before: list[int] = []  # those that no template places
         marked = dict(row)
         for column in self._columns:
             value, is_printed = row[column.name], column.name in self._printed
             if value is None and is_printed:
                 continue  # the template may do without
-            start = len(given)
-            given += column.files(ordinal, value, row[self._page_column] if self._page_column else None)
-            marks = Marks(f"\ue000{self._secret}:{number}\ue001" for number in range(start, len(given)))
+            start = len(files)
+            files += column.files(ordinal, value, row[self._page_column] if self._page_column else None)
+            marks = Marks(f"\ue000{self._secret}:{number}\ue001" for number in range(start, len(files)))
             marked[column.name] = marks if column.holds_lists else str(marks)
             if not is_printed:
-                before += range(start, len(given))
+                before += range(start, len(files))
         prompt = self._prompt_of(marked)
         placed: list[PromptFile] = []
         if self._is_column:
-            return _conversation(prompt, given, placed), tuple(placed)
+            return _conversation(prompt, files, placed), tuple(placed)
         messages = [{"role": _USER, "content": prompt}] if self._is_text else prompt
-        shown = {int(number) for message in messages for number in self._mark.findall(message["content"])}
-        first = [given[number] for number in before if number not in shown]  # a loop may print more
+        marks_in_texts = (number for message in messages for number in self._mark.findall(message["content"]))
+        by_template = {int(number) for number in marks_in_texts}  # a loop may print more than its column
+        first = [files[number] for number in before if number not in by_template]
         target = max((at for at, message in enumerate(messages) if message["role"] == _USER), default=0)
         filled = []
         for at, message in enumerate(messages):
             parts = [_part(file, placed) for file in first] if at == target else []
             for piece, text in enumerate(self._mark.split(message["content"])):  # text, number, text, …
                 if piece % 2:
-                    parts.append(_part(given[int(text)], placed))
+                    parts.append(_part(files[int(text)], placed))
                 elif text:
                     parts.append({"type": "text", "text": text})
             if self._is_text:  # the only message, without a chat template
@@ -206,24 +207,24 @@ def _conversation(
 ) -> list[dict[str, Any]]:
     """Put files into a conversation, of each kind where it has parts or marks for it, or before its text."""
     contents = [message.get("content") for message in messages]
-    bare = Counter(_bare_kind(part) for each in contents if isinstance(each, list) for part in each)
+    bare = Counter(_bare_kind(part) for content in contents if isinstance(content, list) for part in content)
     texts = [message["content"] for message in messages if _is_users_text(message)]
     waiting: dict[str, Iterator[PromptFile]] = {}
     marks: list[str] = []
     first: list[PromptFile] = []
     for name, kind in KINDS.items():
-        own = [file for file in files if file.kind.name == name]
-        waiting[name] = iter(own)
-        if bare[name] not in {0, len(own)}:
+        kind_files = [file for file in files if file.kind.name == name]
+        waiting[name] = iter(kind_files)
+        if bare[name] not in {0, len(kind_files)}:
             raise RowRefusedError(
                 f"prompt.{kind.field}: the messages have {bare[name]} parts of type {name}, "
-                f"and the row has {len(own)} {kind.field}"
+                f"and the row has {len(kind_files)} {kind.field}"
             )
-        if own and not bare[name]:
-            if sum(text.count(kind.mark) for text in texts) == len(own):
+        if kind_files and not bare[name]:
+            if sum(text.count(kind.mark) for text in texts) == len(kind_files):
                 marks.append(kind.mark)
             else:
-                first += own
+                first += kind_files
     pattern = re.compile(f"({'|'.join(marks)})") if marks else None
     for message in messages:
         content: Any = message.get("content")
@@ -248,8 +249,8 @@ def _conversation(
 
 def _bare_kind(part: Any) -> str | None:
     """Return which kind of file a part stands for that is elsewhere, as in the chats of Hugging Face."""
-    others = [name for name, value in part.items() if name != "type" and value]
-    return part["type"] if part["type"] in KINDS and not others else None
+    values = [name for name, value in part.items() if name != "type" and value]
+    return part["type"] if part["type"] in KINDS and not values else None
 
 
 def _is_users_text(message: Mapping[str, Any]) -> bool:

@@ -60,8 +60,8 @@ class ChatTemplate:
                 messages=messages, tools=tools, documents=None, add_generation_prompt=True, **values
             )
         except Exception as failure:  # noqa: BLE001 - a template runs through any operator
-            said = str(failure) or type(failure).__name__
-            raise RowRefusedError(f"chat template: {' '.join(said.split())}") from None
+            reason = str(failure) or type(failure).__name__
+            raise RowRefusedError(f"chat template: {' '.join(reason.split())}") from None
 
     def refuse_failing(self, body: Mapping[str, Any]) -> None:
         """Raise RowRefusedError for the body of a chat of which the template makes no prompt in SGLang.
@@ -86,19 +86,19 @@ class ChatTemplate:
 
 def _messages_shown(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Return the messages of a chat as SGLang gives them to a template; None for contents in parts."""
-    shown: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     for message in body["messages"]:
-        given = {name: value for name, value in message.items() if value is not None}
-        if not isinstance(given.setdefault("content", ""), str):
+        fields = {name: value for name, value in message.items() if value is not None}
+        if not isinstance(fields.setdefault("content", ""), str):
             return None
-        if "tool_calls" in given:
-            given["tool_calls"] = [_with_parsed_arguments(call) for call in given["tool_calls"]]
-        shown.append(given)
-    if shown[-1]["role"] == "assistant":
-        last = shown.pop()
+        if "tool_calls" in fields:
+            fields["tool_calls"] = [_with_parsed_arguments(call) for call in fields["tool_calls"]]
+        messages.append(fields)
+    if messages[-1]["role"] == "assistant":
+        last = messages.pop()
         if not body.get("continue_final_message"):
-            shown.append({"role": "user", "content": last["content"]})
-    return shown
+            messages.append({"role": "user", "content": last["content"]})
+    return messages
 
 
 def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -66,13 +66,13 @@ class Encoder:
     def encode(self, requests: Sequence[Request]) -> list[Request | Outcome]:
         """Return the requests with token ids as prompts; a row that cannot be sent becomes an Outcome."""
         done: list[Request | Outcome] = [*requests]
-        taken = [n for n, request in enumerate(requests) if self.can_encode(request)]
-        for n, ids in zip(taken, self.token_ids([requests[n] for n in taken]), strict=True):
+        encodable = [n for n, request in enumerate(requests) if self.can_encode(request)]
+        for n, ids in zip(encodable, self.token_ids([requests[n] for n in encodable]), strict=True):
             request = requests[n]
             try:
                 done[n] = self._as_ids(request, self._fitted(request, ids))
             except Exception as failure:  # noqa: BLE001 - the text of one row must not end the run
-                done[n] = Outcome(request.ref, None, str(_refusal(failure)), None, 0)
+                done[n] = Outcome.unsent(request.ref, str(_refusal(failure)))
         return done
 
     def token_ids(self, requests: Sequence[Request]) -> list[Ids]:
@@ -100,12 +100,12 @@ class Encoder:
     def _encoded(self, texts: Sequence[str], *, special: bool) -> list[Ids]:
         """Return the token ids of each text, or an error where it cannot be encoded (unpaired surrogate)."""
         try:
-            found = self._backend.encode_batch_fast(list(texts), add_special_tokens=special)
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=special)
         except Exception as failure:  # noqa: BLE001 - TypeError, or Exception itself
             if len(texts) > 1:
                 return [self._encoded([text], special=special)[0] for text in texts]
             return [_refusal(failure, text) for text in texts]
-        return [encoding.ids for encoding in found]
+        return [encoding.ids for encoding in encodings]
 
     def _as_ids(self, request: Request, ids: list[int]) -> Request:
         sampling = request.sampling
@@ -201,6 +201,6 @@ def _is_plain(message: Any) -> bool:
     """Return whether a message has a role that every chat template knows, a text, and nothing else."""
     if not isinstance(message, dict):  # a null
         return False
-    given = {name: value for name, value in message.items() if value is not None}
-    is_text = all(isinstance(value, str) for value in given.values())
-    return given.keys() == {"role", "content"} and is_text and given["role"] in _ROLES
+    fields = {name: value for name, value in message.items() if value is not None}
+    is_text = all(isinstance(value, str) for value in fields.values())
+    return fields.keys() == {"role", "content"} and is_text and fields["role"] in _ROLES

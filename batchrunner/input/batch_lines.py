@@ -1,0 +1,172 @@
+"""Lines of a batch file in OpenAI's format: which are requests, and which share a custom_id.
+
+`{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": […]}}`
+"""
+
+import logging
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import repeat
+from typing import Annotated, Literal
+
+import msgspec
+from pyroaring import BitMap
+from xxhash import xxh3_64_intdigest
+
+from batchrunner.core.errors import InputError
+from batchrunner.core.types import BATCH_PATHS, EMBEDDINGS_PATH
+from batchrunner.input.request_bodies import BODY, CUSTOM_ID, URL
+from batchrunner.input.text_lines import MOST_SHOWN, TOO_LONG, LineNumbers, TextRecord
+
+log = logging.getLogger(__name__)
+
+MOST_REPEATED = 100_000
+"""Most custom_ids that are compared in full: of ten million different ones some 12,000 look repeated at
+first."""
+CHARACTERS_SHOWN = 40
+_LOW_BITS = (1 << 32) - 1
+
+
+class _Named(msgspec.Struct):
+    custom_id: Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class _NamedByAny(msgspec.Struct):
+    custom_id: msgspec.Raw
+
+
+class _RequestLine(_Named):
+    method: Literal["POST"]
+    url: str
+    body: msgspec.Raw
+
+
+class _ModelOfBody(msgspec.Struct):
+    model: str | None = None
+
+
+_read_custom_id = msgspec.json.Decoder(_NamedByAny)
+_read_request = msgspec.json.Decoder(_RequestLine)
+_read_model = msgspec.json.Decoder(_ModelOfBody)
+
+
+class _WrongEndpointError(ValueError):
+    """A request is for an endpoint that is not served, or for another task than the lines before it."""
+
+
+def request_lines(lines: Iterable[bytes | None], path: str) -> Iterator[TextRecord]:
+    """Yield the request on each line that is not empty; a line of None is too long to be read.
+
+    The first request decides whether all are for embeddings, and the first that names a model decides which
+    one. At the end raises InputError, which begins with `path`, if lines have the wrong endpoint.
+    """
+    for_embeddings: bool | None = None
+    model: str | None = None
+    wrong_endpoints = LineNumbers()
+    for number, line in enumerate(lines, 1):
+        if line is None:
+            yield TextRecord(number, {}, f"not a request: it {TOO_LONG}", 0)
+            continue
+        text = line.strip()
+        if not text:
+            continue
+        values: dict[str, str] = {}
+        problem: str | None = None
+        try:
+            request = _request_in(text)
+            _check_endpoint(request.url, for_embeddings=for_embeddings)
+            for_embeddings = request.url == EMBEDDINGS_PATH
+            model = _same_model(request.body, model)
+            values = {CUSTOM_ID: request.custom_id, URL: request.url, BODY: bytes(request.body).decode()}
+        except _WrongEndpointError as failure:
+            problem = str(failure)
+            wrong_endpoints.add(number, problem)
+        except (ValueError, RecursionError) as failure:  # among them those of msgspec, and of UTF-8
+            values, problem = _custom_id_in(text), f"not a request: {failure}"
+        yield TextRecord(number, values, problem, len(line))
+    if wrong_endpoints.count:
+        raise InputError(
+            f"{path}: {wrong_endpoints}: {wrong_endpoints.reason}",
+            hint="take these lines out, or into a file of their own",
+        )
+
+
+def _request_in(text: bytes) -> _RequestLine:
+    """Return the request on a line; raises ValueError or RecursionError if there is none."""
+    text.decode()
+    return _read_request.decode(text)
+
+
+def _check_endpoint(url: str, *, for_embeddings: bool | None) -> None:
+    """Raise _WrongEndpointError unless an endpoint is served and goes with the lines before."""
+    if url not in BATCH_PATHS:
+        raise _WrongEndpointError(f"url should be {' or '.join(BATCH_PATHS)} (got {url!r:.60})")
+    if for_embeddings not in {None, url == EMBEDDINGS_PATH}:
+        raise _WrongEndpointError(
+            f"url is {url}, and an earlier line's is not: one model makes no embeddings and answers"
+        )
+
+
+def _same_model(body: msgspec.Raw, model: str | None) -> str | None:
+    """Return the model that all lines name so far; raises ValueError if this body names another one."""
+    named = _read_model.decode(body).model
+    if None not in {named, model} and named != model:
+        raise ValueError(f"asks for the model {named!r}, an earlier line for {model!r}: divide the file")
+    return model or named
+
+
+def _custom_id_in(text: bytes) -> dict[str, str]:
+    """Return the custom_id of a line that is no request otherwise; a custom_id that is no text is JSON."""
+    try:
+        written = bytes(_read_custom_id.decode(text).custom_id)
+        name = msgspec.json.decode(written) if written.startswith(b'"') else written.decode()
+    except (ValueError, RecursionError):
+        return {}
+    return {} if written == b"null" else {CUSTOM_ID: name}
+
+
+def log_faults(records: Iterable[TextRecord], path: str) -> Iterator[TextRecord]:
+    """Yield records of a batch file; at the end log which are no requests, and which share a custom_id."""
+    bad_lines, custom_ids = LineNumbers(), _CustomIds()
+    for record in records:
+        if record.problem is not None:
+            bad_lines.add(record.line, record.problem)
+        if CUSTOM_ID in record.values:
+            custom_ids.add(record.line, record.values[CUSTOM_ID])
+        yield record
+    if bad_lines.count:
+        log.warning("%s: %s will fail: %s", path, bad_lines, bad_lines.reason)
+    repeated = custom_ids.repeated()
+    if repeated:
+        shown = "; ".join(f"{name!r} on {lines}" for name, lines in repeated[:MOST_SHOWN])
+        more = f"; and {len(repeated) - MOST_SHOWN:,} more" if len(repeated) > MOST_SHOWN else ""
+        log.warning("%s: each line is answered, also where a custom_id is repeated: %s%s", path, shown, more)
+
+
+class _CustomIds:
+    """The custom_ids of a file. Finds repeated ones with about 10 bytes a line."""
+
+    def __init__(self) -> None:
+        self._digests = array("Q")  # of each line from the first one on; 0 for a line without a custom_id
+        self._low_halves = BitMap()  # of the digests: most custom_ids are known to be new by them
+        self._candidates: dict[int, str] = {}  # custom_ids that may be repeated, by digest
+
+    def add(self, line: int, custom_id: str) -> None:
+        self._digests.extend(repeat(0, line - 1 - len(self._digests)))
+        digest = xxh3_64_intdigest(custom_id.encode())
+        self._digests.append(digest)
+        low_half = digest & _LOW_BITS
+        if low_half not in self._low_halves:
+            self._low_halves.add(low_half)
+        elif len(self._candidates) < MOST_REPEATED:
+            self._candidates.setdefault(digest, custom_id[:CHARACTERS_SHOWN])
+
+    def repeated(self) -> list[tuple[str, LineNumbers]]:
+        """Return the beginnings of the repeated custom_ids, with their lines."""
+        lines_of: defaultdict[int, LineNumbers] = defaultdict(LineNumbers)
+        if self._candidates:
+            for line, digest in enumerate(self._digests, 1):
+                if digest in self._candidates:
+                    lines_of[digest].add(line)
+        return [(self._candidates[digest], lines) for digest, lines in lines_of.items() if lines.count > 1]

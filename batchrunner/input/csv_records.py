@@ -1,0 +1,192 @@
+"""Records of CSV files as RFC 4180 has them; a bad record fails alone.
+
+DuckDB's reader (2.0) cannot stand in for this one. It gives the line of a rejected record, but not that of
+the others, so a failed row would have no place among the rows. Lines that follow a quote without an end
+vanish, partly without a message, and it reads no code page of Windows. Arrow's reader reports no misplaced
+quotes.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections import deque
+from collections.abc import Iterator
+
+from batchrunner.core.errors import InputError
+from batchrunner.core.files import LONGEST_LINE_BYTES
+from batchrunner.input.text_lines import TOO_LONG, TextRecord
+from batchrunner.job.spec import InputSpec
+
+csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE_BYTES))  # a field may hold a whole document
+
+_ENCODING_HINT = "write input.encoding; cp1252 and utf-16 are those of Excel"
+_UNDECODED = re.compile("[\udc80-\udcff]")
+"""Characters that stand for bytes which the encoding lacks (`errors="surrogateescape"`)."""
+_EXCEL_DELIMITER = re.compile(r'"?sep=(?P<delimiter>[^"])"?', re.IGNORECASE)
+"""First line that names the delimiter of a CSV file for Excel, such as `sep=;`."""
+
+
+def delimiter_on(line: str) -> str | None:
+    """Return the delimiter that the first line of a file names for Excel; None if it names none."""
+    match = _EXCEL_DELIMITER.fullmatch(line.rstrip("\r\n"))
+    return match and match["delimiter"]
+
+
+def csv_table(
+    source: io.BufferedReader, path: str, spec: InputSpec, usual_delimiter: str
+) -> tuple[list[str], Iterator[TextRecord]]:
+    """Return the columns and the records of a CSV file.
+
+    Raises InputError for a bad header, for a quoted value without an end, and where no record with characters
+    beyond ASCII fits the encoding. Reading the records raises it too.
+    """
+    text = io.TextIOWrapper(source, spec.encoding, "surrogateescape", newline="\n")
+    records = _decoded_records(_CsvLines(text), path, spec, usual_delimiter)
+    line, header, problem = next(records, (1, [], "is missing"))
+    repeated = [name for name in header if name and header.count(name) > 1]
+    if repeated:
+        problem = f"has {repeated[0]!r} twice"
+    if problem:
+        raise InputError(
+            f"{path}: line {line}: the header {problem}",
+            hint="the first line of a CSV file names its columns",
+        )
+    return header, _named_records(records, header)
+
+
+_Cells = tuple[int, list[str], str | None]
+"""First line of a record, its values, and why it cannot be read."""
+
+
+def _named_records(records: Iterator[_Cells], names: list[str]) -> Iterator[TextRecord]:
+    for line, cells, problem in records:
+        size = sum(map(len, cells))
+        if problem:
+            yield TextRecord(line, {}, problem, size)
+        elif len(cells) != len(names):
+            width_problem = f"{len(cells)} value(s), but the header has {len(names)}"
+            yield TextRecord(line, {}, width_problem, size)
+        else:
+            yield TextRecord(line, dict(zip(names, cells, strict=True)), None, size)
+
+
+def _decoded_records(lines: _CsvLines, path: str, spec: InputSpec, usual_delimiter: str) -> Iterator[_Cells]:
+    """Yield the records; one with bytes that the encoding lacks fails.
+
+    Raises InputError if no record with characters beyond ASCII can be decoded: the encoding is another one.
+    """
+    not_decoded = f"is not {spec.encoding.upper()}: {_ENCODING_HINT}"
+    first_undecoded, encoding_fits = 0, False
+    try:
+        excel_delimiter = lines.read_delimiter()
+        delimiter = spec.delimiter or excel_delimiter or usual_delimiter
+        for line, cells, problem in _records(lines, path, delimiter):
+            text = "".join(cells)
+            if text.isascii():
+                yield line, cells, problem
+            elif _UNDECODED.search(text):
+                first_undecoded = first_undecoded or line
+                yield line, cells, not_decoded
+            else:
+                encoding_fits = True
+                yield line, cells, problem
+    except UnicodeError:  # of UTF-16, which has no bytes that stand for themselves
+        first_undecoded, encoding_fits = lines.begin_record(), False
+    if first_undecoded and not encoding_fits:
+        raise InputError(f"{path}: line {first_undecoded} {not_decoded}")
+
+
+def _records(lines: _CsvLines, path: str, delimiter: str) -> Iterator[_Cells]:
+    """Yield the records, also those that cannot be read.
+
+    A misplaced quote fails only the first line of its record, and the lines below are read again as records:
+    a quote without an end would hide them all.
+    """
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    while True:
+        line = lines.begin_record()
+        try:
+            cells = next(reader, None)
+        except _LineTooLongError:
+            if not lines.ends_outside_quotes():
+                raise _endless_value(path, line) from None
+            yield line, [], TOO_LONG
+        except csv.Error as failure:
+            if "larger than field limit" in str(failure):
+                raise _endless_value(path, line) from None
+            lines.requeue_below_first()
+            yield line, [], f"has misplaced quotes: {failure}"
+        else:
+            if cells is None:
+                return
+            if cells:
+                yield line, cells, None
+
+
+def _endless_value(path: str, line: int) -> InputError:
+    return InputError(
+        f"{path}: line {line}: a quote is not closed within {LONGEST_LINE_BYTES >> 20} MiB",
+        hint="correct the quotes of this record, or write the file as Parquet",
+    )
+
+
+class _LineTooLongError(Exception):
+    """A line of a CSV file is longer than LONGEST_LINE_BYTES."""
+
+
+class _CsvLines:
+    """Lines of a CSV file. The lines of the current record are kept, so that they can be read again."""
+
+    def __init__(self, text: io.TextIOWrapper) -> None:
+        self._text = text
+        self._record: list[str] = []
+        self._requeued: deque[str] = deque()
+        self._number = 0  # of the line that was read last
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        """Return the next line; raises _LineTooLongError once a line that is too long has been skipped."""
+        line = self._requeued.popleft() if self._requeued else self._text.readline(LONGEST_LINE_BYTES)
+        if not line:
+            raise StopIteration
+        self._number += 1
+        self._record.append(line)
+        if len(line) == LONGEST_LINE_BYTES and not line.endswith("\n"):
+            self._skip_rest_of_line()
+            raise _LineTooLongError
+        return line
+
+    def begin_record(self) -> int:
+        """Forget the lines of the record before; return the number of the next line."""
+        self._record.clear()
+        return self._number + 1
+
+    def requeue_below_first(self) -> None:
+        """Let the lines of this record be read again, except the first one."""
+        below = self._record[1:]
+        self._requeued.extendleft(reversed(below))
+        self._number -= len(below)
+
+    def read_delimiter(self) -> str | None:
+        """Skip the first line if it names the delimiter for Excel, and return that."""
+        line = self._text.readline(LONGEST_LINE_BYTES)
+        delimiter = delimiter_on(line)
+        if delimiter is not None:
+            self._number += 1
+        elif line:
+            self._requeued.append(line)
+        return delimiter
+
+    def ends_outside_quotes(self) -> bool:
+        """Tell whether no quote of this record is open: it has an even number of quotes."""
+        return sum(line.count('"') for line in self._record) % 2 == 0
+
+    def _skip_rest_of_line(self) -> None:
+        while piece := self._text.readline(LONGEST_LINE_BYTES):
+            self._record.append('"' * piece.count('"'))
+            if piece.endswith("\n"):
+                return
