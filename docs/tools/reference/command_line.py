@@ -14,8 +14,8 @@ HEAD = """# Command line
 `batchrun JOB.yaml` is short for `batchrun run JOB.yaml`, and `python -m batchrunner` is the same command.
 `batchrun COMMAND --help` shows what this page has. See also: [exit codes](exit-codes.md).
 
-A run prints the path of its results, `RUN/parts`, on standard output; the log goes to standard error.
-With `--json` a command prints its result ([keys](json-output.md)), or its error:
+A run prints the path of its results, `RUN/parts`, to standard output; the log goes to standard error.
+With `--json`, a command prints its result ([keys](json-output.md)) or its error as JSON:
 
 ```json
 {
@@ -28,9 +28,9 @@ With `--json` a command prints its result ([keys](json-output.md)), or its error
 
 ## On a terminal
 
-A run begins with the rows to do, the requests in flight and the order, each with its reason. Then comes a
-bar, elsewhere a line every 5 s, with [these figures](../troubleshooting.md#lines-of-a-healthy-run). While a
-server starts, a line every 15 s says what it does."""
+A run first prints the rows to do, the limit of requests in flight and the order, each with its reason. Then
+a bar shows [these figures](../troubleshooting.md#progress-line); where standard error is not a terminal, a
+line does so every 5 s. While a server starts, a line every 15 s says what it does."""
 
 SHARED = "## Options of several commands"
 COMMANDS_THAT_SHARE = 2

@@ -10,8 +10,9 @@ from docs.tools.reference.markdown import named, one_line
 
 HEAD = """# Job file
 
-All fields of a job file. Any other key is an error, but those at the top that begin with `x-`: they hold YAML
-anchors. [Jobs](../jobs.md) shows how they go together, and `--set input.limit=100` overrides one.
+All fields of a job file. [Write a job file](../jobs.md) shows how they work together; `--set input.limit=100`
+overrides a field. Any other key is an error, except top-level keys that begin with `x-`, which may hold YAML
+anchors.
 
 A *duration* is a number of seconds, or a text such as `90s`, `30m`, `2h30m` or `1d`. A *function* is
 `module:function` in Python: see [Python functions](../how-to/python-hooks.md). *Or column*: `{column: NAME}`

@@ -13,15 +13,16 @@ from docs.tools.reference.markdown import fenced, field_list, paragraphs
 
 HEAD = """# Python library
 
-All that `import batchrunner` exports. There are [examples](../how-to/python.md), and a list of
+Everything that `import batchrunner` exports. See also the [examples](../how-to/python.md) and the list of
 [errors](exit-codes.md#errors-of-the-library)."""
 
 ORDER = ("run", "estimate", "generate", "embed", "score", "rerank", "open_engine", "stream")
 """Functions in the order of the page."""
 AWAITED = """## Awaited calls
 
-{names} do the same in a thread, while the program's event loop goes on. Cancelling one ends its requests in
-flight and keeps the finished rows of a run; an iterator is read to the end of a thousand rows first."""
+{names} do the same in a thread, so the program's event loop continues. Cancelling such a call ends its
+requests in flight and keeps the finished rows of a run. If the input is an iterator, up to a thousand more
+rows are read from it first."""
 
 
 WIDTH = 110
