@@ -14,9 +14,11 @@ values are in the [table below](#flags)), and the cost. *Often* means in 25% of 
 at least 10 s of work. Numbers that SGLang's tuning guides do not give are our own."""
 FLAGS_HEAD = """## Flags
 
-These are the values that a rule's change stands for. [Advice](../advice.md) proposes them,
+These are the values of the flags that rules change. [Advice](../advice.md) proposes them,
 [autotuning](../how-it-works/tuning.md) tries them, and a server that ran out of memory restarts with them.
-G1 to G4 are SGLang's tuning guides: the newest, the one of 2025, the oldest, and the Chinese one."""
+A line has the flag, what it needs, the direction of the change, the new value, and its source. If the value
+depends on the sign, the sign comes first, in italics. G1 to G4 are SGLang's tuning guides: the newest, the
+one of 2025, the oldest, and the Chinese one."""
 
 
 def page() -> str:
@@ -50,7 +52,7 @@ def _values(flag: Flag) -> str:
     values = []
     for sign, move in flag.moves.items():
         is_plain = in_a_rule and ways[move.rule.partition(":")[0]] == 1
-        values.append(f"{'' if is_plain else f'*{SIGNS[sign]}*: '}{move.rule} ({move.source})")
+        values.append(f"{'' if is_plain else f'*if {SIGNS[sign]}*, '}{move.rule} ({move.source})")
     return "; ".join(values)
 
 
