@@ -32,10 +32,10 @@ WIDTH = 110
 def page() -> str:
     """Return the page."""
     things = {name: getattr(batchrunner, name) for name in batchrunner.__all__}
-    found = [thing for thing in things.values() if inspect.isfunction(thing)]
-    made = [thing for thing in found if not inspect.iscoroutinefunction(thing)]
-    awaited = ", ".join(f"`{thing.__name__}`" for thing in found if thing not in made)
-    functions = [_function(thing) for thing in sorted(made, key=lambda thing: ORDER.index(thing.__name__))]
+    functions_and_coroutines = [thing for thing in things.values() if inspect.isfunction(thing)]
+    plain = [thing for thing in functions_and_coroutines if not inspect.iscoroutinefunction(thing)]
+    awaited = ", ".join(f"`{thing.__name__}`" for thing in functions_and_coroutines if thing not in plain)
+    functions = [_function(thing) for thing in sorted(plain, key=lambda thing: ORDER.index(thing.__name__))]
     functions.append(AWAITED.format(names=awaited))
     classes = [
         _class(name, thing)
@@ -68,13 +68,15 @@ def _class(name: str, kind: type) -> str:
 
 def _signature(function: object) -> str:
     """Return a signature without its types, which the text below it tells."""
-    (made,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body  # type: ignore[arg-type]
-    assert isinstance(made, ast.FunctionDef | ast.AsyncFunctionDef)
-    for argument in [*made.args.args, *made.args.kwonlyargs, made.args.kwarg]:
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body  # type: ignore[arg-type]
+    assert isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef)
+    for argument in [*definition.args.args, *definition.args.kwonlyargs, definition.args.kwarg]:
         if argument is not None:
             argument.annotation = None
-    result = f" -> {ast.unparse(made.returns)}" if made.returns else ""
-    return textwrap.fill(f"{made.name}({ast.unparse(made.args)}){result}", WIDTH, subsequent_indent="    ")
+    result = f" -> {ast.unparse(definition.returns)}" if definition.returns else ""
+    return textwrap.fill(
+        f"{definition.name}({ast.unparse(definition.args)}){result}", WIDTH, subsequent_indent="    "
+    )
 
 
 def _linked(text: str) -> str:

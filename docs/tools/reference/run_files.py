@@ -44,23 +44,25 @@ def result_columns() -> str:
     always = named(
         (f"`{name}` ({_named(kinds.field(name).type)})", text) for name, text in RESULT_COLUMNS.items()
     )
-    asked = named((f"`{name}` ({_named(ANSWER_TYPES[name])})", text) for name, text in ANSWER_COLUMNS.items())
+    on_demand = named(
+        (f"`{name}` ({_named(ANSWER_TYPES[name])})", text) for name, text in ANSWER_COLUMNS.items()
+    )
     rollouts = named(
         (f"`{name}` ({_named(ANSWER_TYPES[name])})", text) for name, text in ROLLOUT_COLUMNS.items()
     )
     tasks = {f"`{name}`": kind() for name, kind in TASKS.items()}
     tasks = {**tasks, f"`{ChoiceTask.name}` with `prompt.choices`": ChoiceTask()}
-    own = named(column for name, task in tasks.items() for column in _own_columns(name, task))
-    parts = [RESULTS, always, ASKED, asked, ROLLOUTS, rollouts, OF_TASKS, own]
+    of_tasks = named(column for name, task in tasks.items() for column in _own_columns(name, task))
+    parts = [RESULTS, always, ASKED, on_demand, ROLLOUTS, rollouts, OF_TASKS, of_tasks]
     return "\n\n".join(parts)
 
 
 def _named(kind: pa.DataType) -> str:
     """Return an Arrow type, with the names of the page for the long ones."""
-    told = type_name(kind)
+    name_of_type = type_name(kind)
     for column, name in {"logprobs": "*tokens*", "tool_calls": "*calls*"}.items():
-        told = told.replace(type_name(ANSWER_TYPES[column]), name)
-    return re.sub(r"^list<item: (.*)>$", r"list of \1", told)
+        name_of_type = name_of_type.replace(type_name(ANSWER_TYPES[column]), name)
+    return re.sub(r"^list<item: (.*)>$", r"list of \1", name_of_type)
 
 
 def _own_columns(name: str, task: ForwardTask) -> list[tuple[str, str]]:
