@@ -72,6 +72,34 @@ def test_every_page_is_near(start: Path) -> None:
     assert set(DOCS) - near - {start} == set()
 
 
+SEARCHED = {
+    "multi-turn": "how-to/rollouts.md",
+    "agent": "how-to/rollouts.md",
+    "llm as a judge": "how-to/rollouts.md",
+    "synthetic": "how-to/rollouts.md",
+    "tool calls": "how-to/whole-answers.md",
+    "structured output": "how-to/json-answers.md",
+    "guided decoding": "how-to/json-answers.md",
+    "multimodal": "how-to/images.md",
+    "embeddings": "how-to/embeddings.md",
+    "rate limits": "how-to/filters-and-limits.md",
+    "spare capacity": "how-to/background.md",
+    "flag tuning": "how-to/adapt.md",
+    "autotuning": "how-it-works/tuning.md",
+    "batch api": "how-to/serve.md",
+    "resume": "how-to/resume.md",
+}
+"""Words that people search for, and the page that they should find."""
+
+
+@pytest.mark.parametrize("words", SEARCHED)
+def test_pages_have_the_words_that_people_search_for(words: str) -> None:
+    """The words are in docs/index.md, and in the page's title or its first paragraph."""
+    assert words in " ".join((ROOT / "docs" / "index.md").read_text().lower().split())
+    title, first_paragraph, *_ = (ROOT / "docs" / SEARCHED[words]).read_text().lower().split("\n\n")
+    assert words in " ".join(f"{title} {first_paragraph}".split())
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_named_files_exist(page: Path) -> None:
     """A file of this repository that a page names is there."""
