@@ -52,8 +52,8 @@ def run(job: str, file: Path, options: list[str], port: int) -> int:
         code = subprocess.run([*BATCHRUN, *command], check=False).returncode
         if code:
             return code
-    for found in client.list_objects_v2(Bucket=BUCKET)["Contents"]:
-        print(f"{found['Size']:>10,} s3://{BUCKET}/{found['Key']}")
+    for item in client.list_objects_v2(Bucket=BUCKET)["Contents"]:
+        print(f"{item['Size']:>10,} s3://{BUCKET}/{item['Key']}")
     return 0
 
 

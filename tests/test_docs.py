@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from batchrunner.core.errors import install_command
+from batchrunner.core.errors import EXIT_MEANINGS, install_command
 from tests.conftest import ended
 
 ROOT = Path(__file__).parent.parent
@@ -72,6 +72,34 @@ def test_every_page_is_near(start: Path) -> None:
     assert set(DOCS) - near - {start} == set()
 
 
+SEARCHED = {
+    "multi-turn": "how-to/rollouts.md",
+    "agent": "how-to/rollouts.md",
+    "llm as a judge": "how-to/rollouts.md",
+    "synthetic": "how-to/rollouts.md",
+    "tool calls": "how-to/whole-answers.md",
+    "structured output": "how-to/json-answers.md",
+    "guided decoding": "how-to/json-answers.md",
+    "multimodal": "how-to/images.md",
+    "embeddings": "how-to/embeddings.md",
+    "rate limits": "how-to/filters-and-limits.md",
+    "spare capacity": "how-to/background.md",
+    "flag tuning": "how-to/adapt.md",
+    "autotuning": "how-it-works/tuning.md",
+    "batch api": "how-to/serve.md",
+    "resume": "how-to/resume.md",
+}
+"""Words that people search for, and the page that they should find."""
+
+
+@pytest.mark.parametrize("words", SEARCHED)
+def test_pages_have_the_words_that_people_search_for(words: str) -> None:
+    """The words are in docs/index.md, and in the page's title or its first paragraph."""
+    assert words in " ".join((ROOT / "docs" / "index.md").read_text().lower().split())
+    title, first_paragraph, *_ = (ROOT / "docs" / SEARCHED[words]).read_text().lower().split("\n\n")
+    assert words in " ".join(f"{title} {first_paragraph}".split())
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_named_files_exist(page: Path) -> None:
     """A file of this repository that a page names is there."""
@@ -131,14 +159,50 @@ def test_supported_versions_are_those_of_the_tests() -> None:
 
 
 def test_the_figures_of_the_readme() -> None:
-    """What the README says of a GPU stands on the page of benchmarks, and no page says that none was used."""
-    readme = (ROOT / "README.md").read_text()
-    benchmarks = (ROOT / "docs" / "benchmarks.md").read_text()
-    card, *figures = re.findall(r"on one (H\d+)|(\d\.\d+)(?= times| with an)", readme)
-    assert card[0] in benchmarks.partition("## On a card")[2].partition("\n\n| ")[0]
-    assert figures
-    assert all(figure in benchmarks for _, figure in figures)
+    """The README's figures of a GPU stand in its section of the benchmarks, to which other pages link."""
+    speed = re.search(
+        r"^- \*\*Speed\*\*: (.*?)^$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert speed
+    (card,) = re.findall(r"on one (H\d+)", speed[1])
+    section = (
+        (ROOT / "docs" / "benchmarks.md")
+        .read_text()
+        .partition(f"## On one {card}\n")[2]
+        .partition("\n## ")[0]
+    )
+    figures = re.findall(r"\d+\.\d+|\d[\d,]{2,}", speed[1].replace(card, ""))
+    assert len(figures) >= 4
+    assert [figure for figure in figures if figure not in section] == []
     assert [name_of(page) for page in PAGES if "not on a GPU yet" in prose(page)] == []
+    for page in ("who-it-is-for.md", "versions.md"):
+        text = (ROOT / "docs" / "start" / page).read_text()
+        assert f"(../benchmarks.md#on-one-{card.lower()})" in text, page
+
+
+def test_the_client_figures_of_the_comparison() -> None:
+    """The rows/s, the ratios and the kills that two pages give are the same on both."""
+    comparison = (ROOT / "docs" / "comparison.md").read_text()
+    benchmarks = (ROOT / "docs" / "benchmarks.md").read_text()
+    for figure in ("1.11 [0.85, 1.25]", "8,288", "0.99 [0.94, 1.03]", "680 kills"):
+        assert figure in comparison
+        assert figure in benchmarks
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "troubleshooting.md"], ids=name_of)
+def test_exit_codes_after_which_a_run_resumes(page: Path) -> None:
+    """Pages that say "run it again" of exit codes agree with the page on resuming."""
+    resume = re.search(
+        r"\[Exit codes\]\(\S+\) ([\d, and]+) mean: run it again",
+        (ROOT / "docs" / "how-to" / "resume.md").read_text(),
+    )
+    assert resume
+    again = set(re.findall(r"\d+", resume[1]))
+    text = page.read_text()
+    rows = re.findall(r"^\| ([\d, ]+) \|.*run it again", text, re.MULTILINE)
+    lists = re.findall(r"run the same command again \(([\d, ]+)\)", " ".join(text.split()))
+    assert {code for codes in [*rows, *lists] for code in re.findall(r"\d+", codes)} == again
+    assert again == {str(code) for code in EXIT_MEANINGS} - {"0", "2", "3"}
 
 
 def test_make_help_has_every_target() -> None:

@@ -1,4 +1,4 @@
-"""Write the pasted output in the docs again, from a run of each page: what `make docs-outputs` does."""
+"""Run the pages that have pasted output and update it: what `make docs-outputs` does."""
 
 import os
 import tempfile
@@ -8,7 +8,7 @@ from tests.support.blocks import PROGRESS, ROOT, PageReader, blocks_of
 
 
 def main() -> None:
-    """Run each page that has pasted output, and put what its commands print into it."""
+    """Run each page that has pasted output, and paste what its commands print."""
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         if any(block.is_output for block in blocks_of(page)):
             text = page.read_text(encoding="utf-8")
@@ -19,8 +19,9 @@ def main() -> None:
 
 
 def outputs(page: Path) -> list[tuple[tuple[int, int], str]]:
-    """Return where the outputs of a page are pasted, and what they should be."""
-    found, before = [], Path.cwd()
+    """Return the spans of a page's pasted outputs, each with what its command prints now."""
+    spans: list[tuple[tuple[int, int], str]] = []
+    directory_before = Path.cwd()
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(directory)
         try:
@@ -28,10 +29,10 @@ def outputs(page: Path) -> list[tuple[tuple[int, int], str]]:
             for block in blocks_of(page):
                 reader.take(block)
                 if block.is_output:
-                    found.append((block.span, f"{PROGRESS.sub('', reader.printed).strip()}\n"))
+                    spans.append((block.span, f"{PROGRESS.sub('', reader.printed).strip()}\n"))
         finally:
-            os.chdir(before)
-    return found
+            os.chdir(directory_before)
+    return spans
 
 
 if __name__ == "__main__":

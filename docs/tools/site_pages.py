@@ -51,9 +51,11 @@ def _rewritten(link: re.Match[str], here: str, page: str) -> str:
     path, hash_sign, anchor = target.partition("#")
     if not path or "://" in path or path.startswith("mailto:"):
         return link[0]
-    found = posixpath.normpath(posixpath.join(posixpath.dirname(here), path))
-    in_site = OUTSIDE.get(found) or (found.removeprefix("docs/") if found.startswith("docs/") else None)
+    linked_file = posixpath.normpath(posixpath.join(posixpath.dirname(here), path))
+    in_site = OUTSIDE.get(linked_file) or (
+        linked_file.removeprefix("docs/") if linked_file.startswith("docs/") else None
+    )
     if in_site is not None:
         relative = posixpath.relpath(in_site, posixpath.dirname(page) or ".")
         return f"{image}[{text}]({relative}{hash_sign}{anchor})"
-    return text if (ROOT / found).exists() and not image else link[0]
+    return text if (ROOT / linked_file).exists() and not image else link[0]

@@ -10,14 +10,16 @@ from docs.tools.reference.markdown import named
 
 HEAD = """# Rules of advice
 
-What `batchrun advise` looks for, in this order, what it then proposes (values are in the
-[table below](#flags)), and what that costs. *Often* means in 25% of at least 8 samples over at least 10 s of
-work. Where the guides give no number, it is one of ours."""
+`batchrun advise` looks for these signs, in this order. Each line has the sign, the proposed change (its
+values are in the [table below](#flags)), and the cost. *Often* means in 25% of at least 8 load samples over
+at least 10 s of work. Numbers that SGLang's tuning guides do not give are our own."""
 FLAGS_HEAD = """## Flags
 
-Which value a rule's direction means. [Advice](../advice.md) names it, [tuning](../how-it-works/tuning.md)
-tries it, and a server whose memory ran out starts with it. G1 to G4 are SGLang's tuning guides: the newest,
-its own of 2025, the oldest, and the Chinese one."""
+These are the values of the flags that rules change. [Advice](../advice.md) proposes them,
+[autotuning](../how-it-works/tuning.md) tries them, and a server that ran out of memory restarts with them.
+A line has the flag, what it needs, the direction of the change, the new value, and its source. If the value
+depends on the sign, the sign comes first, in italics. G1 to G4 are SGLang's tuning guides: the newest, the
+one of 2025, the oldest, and the Chinese one."""
 
 
 def page() -> str:
@@ -51,7 +53,7 @@ def _values(flag: Flag) -> str:
     values = []
     for sign, move in flag.moves.items():
         is_plain = in_a_rule and ways[move.rule.partition(":")[0]] == 1
-        values.append(f"{'' if is_plain else f'*{FLAG_SIGNS[sign]}*: '}{move.rule} ({move.source})")
+        values.append(f"{'' if is_plain else f'*if {FLAG_SIGNS[sign]}*, '}{move.rule} ({move.source})")
     return "; ".join(values)
 
 

@@ -14,8 +14,8 @@ HEAD = """# Command line
 `batchrun JOB.yaml` is short for `batchrun run JOB.yaml`, and `python -m batchrunner` is the same command.
 `batchrun COMMAND --help` shows what this page has. See also: [exit codes](exit-codes.md).
 
-A run prints the path of its results, `RUN/parts`, on standard output; the log goes to standard error.
-With `--json` a command prints its result ([keys](json-output.md)), or its error:
+A run prints the path of its results, `RUN/parts`, to standard output; the log goes to standard error.
+With `--json`, a command prints its result ([keys](json-output.md)) or its error as JSON:
 
 ```json
 {
@@ -28,9 +28,9 @@ With `--json` a command prints its result ([keys](json-output.md)), or its error
 
 ## On a terminal
 
-A run begins with the rows to do, the requests in flight and the order, each with its reason. Then comes a
-bar, elsewhere a line every 5 s, with [these figures](../troubleshooting.md#lines-of-a-healthy-run). While a
-server starts, a line every 15 s says what it does."""
+A run first prints the rows to do, the limit of requests in flight and the order, each with its reason. Then
+a bar shows [these figures](../troubleshooting.md#progress-line); where standard error is not a terminal, a
+line does so every 5 s. While a server starts, a line every 15 s says what it does."""
 
 SHARED = "## Options of several commands"
 COMMANDS_THAT_SHARE = 2
@@ -47,9 +47,9 @@ def page() -> str:
     """Return the page."""
     rows = Counter(_parameter(one) for command in commands().values() for one in command.params)
     shared = {row for row, times in rows.items() if times >= COMMANDS_THAT_SHARE}
-    known = named(row for row in rows if row in shared)
+    shared_options = named(row for row in rows if row in shared)
     texts = [_command(name, command, shared) for name, command in commands().items() if name]
-    return "\n\n".join([HEAD, SHARED, known, *texts])
+    return "\n\n".join([HEAD, SHARED, shared_options, *texts])
 
 
 def _command(name: str, command: Any, shared: set[tuple[str, str]]) -> str:
@@ -58,12 +58,12 @@ def _command(name: str, command: Any, shared: set[tuple[str, str]]) -> str:
     if example:
         parts.append(f"Example: `{one_line(example)}`")
     rows = [_parameter(parameter) for parameter in command.params]
-    own = [row for row in rows if row not in shared]
-    if own:
-        parts.append(named(own))
+    options = [row for row in rows if row not in shared]
+    if options:
+        parts.append(named(options))
     names = [row[0].split("`")[1] for row in rows if row in shared]
     if names:
-        parts.append(("Also " if own else "Takes ") + ", ".join(f"`{one}`" for one in names) + ".")
+        parts.append(("Also " if options else "Takes ") + ", ".join(f"`{one}`" for one in names) + ".")
     return "\n\n".join(parts)
 
 
@@ -71,12 +71,12 @@ def _parameter(parameter: Any) -> tuple[str, str]:
     """Return what names a parameter, and its help with its default."""
     shown = parameter.metavar or "TEXT"
     default = "" if parameter.required else _default(parameter.default)
-    told = f"{parameter.help} {default}".strip()
+    meaning = f"{parameter.help} {default}".strip()
     if parameter.param_type_name == "argument":
-        return f"`{shown}`", told
+        return f"`{shown}`", meaning
     names = ", ".join(f"`{name}`" for name in parameter.opts)
     must = ", required" if parameter.required else ""
-    return names + must if parameter.is_flag else f"{names} `{shown}`{must}", told
+    return names + must if parameter.is_flag else f"{names} `{shown}`{must}", meaning
 
 
 def _default(value: object) -> str:

@@ -8,13 +8,13 @@ from docs.tools.reference.markdown import named, paragraphs
 HEAD = """# Exit codes
 
 Exit code 0 means that all rows are done, and nothing else. After any other code, finished rows are kept, and
-the same command goes on with the rest."""
+the same command continues with the remaining rows."""
 
 ERRORS = """## Errors of the library
 
-The [library](library.md) raises these where the command would end with the code, but for too many failed rows
-(3) and `limits.deadline` (1), which `exit_code` of the report tells. `error.report` is the report of the rows
-done, None where the run had not begun."""
+The [library](library.md) raises one of these errors if the command would end with its code. There are two
+exceptions, which only the report's `exit_code` shows: too many failed rows (3) and `limits.deadline` (1).
+`error.report` is the report of the finished rows, or None if the run had not begun."""
 
 
 def page() -> str:

@@ -10,8 +10,9 @@ from docs.tools.reference.markdown import named, one_line
 
 HEAD = """# Job file
 
-All fields of a job file. Any other key is an error, but those at the top that begin with `x-`: they hold YAML
-anchors. [Jobs](../jobs.md) shows how they go together, and `--set input.limit=100` overrides one.
+All fields of a job file. [Write a job file](../jobs.md) shows how they work together; `--set input.limit=100`
+overrides a field. Any other key is an error, except top-level keys that begin with `x-`, which may hold YAML
+anchors.
 
 A *duration* is a number of seconds, or a text such as `90s`, `30m`, `2h30m` or `1d`. A *function* is
 `module:function` in Python: see [Python functions](../how-to/python-hooks.md). *Or column*: `{column: NAME}`
@@ -35,26 +36,28 @@ def page() -> str:
                     one_line(node["description"]),
                 ]
             parts.append(_fields(section, section["properties"]))
-    others = [name for name, node in tops.items() if "discriminator" not in node and _section(node) is None]
-    parts += ["## Top level", _fields(schema, others)]
+    plain_fields = [
+        name for name, node in tops.items() if "discriminator" not in node and _section(node) is None
+    ]
+    parts += ["## Top level", _fields(schema, plain_fields)]
     return "\n\n".join(parts)
 
 
 def field_paths() -> dict[str, dict[str, Any]]:
     """Return the schema of each field by its path; a field of an engine has the engine's kind in its path."""
     schema = Job.model_json_schema()
-    found: dict[str, dict[str, Any]] = {}
+    paths: dict[str, dict[str, Any]] = {}
     for name, node in schema["properties"].items():
         if "discriminator" in node:
             for kind, ref in node["discriminator"]["mapping"].items():
                 section = _resolved({"$ref": ref}, schema)
-                found |= {f"engine.{field} ({kind})": at for field, at in section["properties"].items()}
+                paths |= {f"engine.{field} ({kind})": at for field, at in section["properties"].items()}
         elif reference := _section(node):
             section = _resolved(reference, schema)
-            found |= {f"{name}.{field}": at for field, at in section["properties"].items()}
+            paths |= {f"{name}.{field}": at for field, at in section["properties"].items()}
         else:
-            found[name] = node
-    return found
+            paths[name] = node
+    return paths
 
 
 def _section(node: dict[str, Any]) -> dict[str, Any] | None:
@@ -65,18 +68,24 @@ def _section(node: dict[str, Any]) -> dict[str, Any] | None:
 def _engines(schema: dict[str, Any]) -> list[str]:
     """Return a section for each kind; fields that an earlier kind has too are named only."""
     parts: list[str] = []
-    known: dict[str, dict[str, Any]] = {}
+    earlier_fields: dict[str, dict[str, Any]] = {}
     for kind in ("attach", "server", "gateway", "simulated"):
         section = _resolved(
             {"$ref": schema["properties"]["engine"]["discriminator"]["mapping"][kind]}, schema
         )
-        own = {name: field for name, field in section["properties"].items() if name != "kind"}
-        again = [f"`{name}`" for name in own if known.get(name) == own[name]]
+        fields_of_kind = {name: field for name, field in section["properties"].items() if name != "kind"}
+        repeated = [
+            f"`{name}`" for name in fields_of_kind if earlier_fields.get(name) == fields_of_kind[name]
+        ]
         parts += [f"### engine of kind {kind}", one_line(section["description"])]
-        parts.append(_fields(section, [name for name in own if known.get(name) != own[name]]))
-        if again:
-            parts.append(f"And, as above: {', '.join(again)}.")
-        known |= own
+        parts.append(
+            _fields(
+                section, [name for name in fields_of_kind if earlier_fields.get(name) != fields_of_kind[name]]
+            )
+        )
+        if repeated:
+            parts.append(f"And, as above: {', '.join(repeated)}.")
+        earlier_fields |= fields_of_kind
     return parts
 
 

@@ -9,70 +9,75 @@ from docs.tools.reference.markdown import field_list, meanings
 
 HEAD = """# report.json and --json
 
-`batchrun run --json` prints what `RUN/report.json` holds; other commands print objects of their own. Keys
-that are not here (of `slurm`, `tune`) are named as on the screen. An [error](command-line.md) has `error` and
-`exit_code`, beside the keys of report.json where a run had begun."""
+Read a run's figures in a program: `batchrun run --json` prints the contents of `RUN/report.json`, and other
+commands print the objects below. The keys of `slurm` and `tune` are named as on the screen. An
+[error](command-line.md) has `error` and `exit_code`, and the keys of report.json if the run had begun."""
 
 LOAD = {
-    "steady_s": "Seconds of steady time, summed over schedulers. Shares are of it, and null without it.",
-    "in_band_share, empty_queue_share": "Share with a healthy queue, and with none.",
-    "corner_shares": "Share in each [corner](../how-it-works/concurrency.md#the-corners).",
+    "steady_s": "Seconds of steady time, summed over schedulers. Shares are relative to it; null without it.",
+    "in_band_share, empty_queue_share": "Share of the time with the queue in its target range, and with "
+    "an empty queue.",
+    "corner_shares": "Share of the time in each [load state](../how-it-works/concurrency.md#load-states).",
     "mean_queue, mean_token_usage": "Waiting requests of a scheduler, and used fraction of its KV pool.",
     "tail_share": "Share of the whole time with too few rows left to fill the engine.",
     "retractions": "Requests put back into the queue because the KV pool was full.",
-    "background": "[In the background](../how-to/background.md), else null: `our_share` and `users_share` of "
-    "the engine's time, `rows_given_back`, and the `tokens_lost` by it.",
+    "background": "In a [background run](../how-to/background.md): `our_share` and `users_share` of the "
+    "engine's "
+    "time, preempted rows (`rows_given_back`), and their `tokens_lost`; otherwise null.",
 }
 SHARING = {
     "expected_tokens": "Prompt tokens that rows share with an earlier row.",
-    "found_tokens": "Those of them that came from the prefix cache.",
+    "found_tokens": "The part of them that came from the prefix cache.",
     "lead_tokens": "Last reuse distance: prefill tokens by which a row that computes a prefix runs ahead.",
 }
 FAILURES = {
     "rows": "Rows with this cause.",
-    "example_row, example": "Position of one in the input, and its `error`.",
+    "example_row, example": "Position of one such row in the input, and its `error`.",
 }
 INCIDENTS = {
-    "what": "`died`, `hangs`, `healed` (started with safer arguments), `recalled` (began with those of an "
-    "earlier run), `adapts` (restarted with other flags), `adapted` (what these gained), `lost` (given up).",
-    "who, why": "Server, as in log lines, and reason.",
+    "what": "`died`, `hangs`, `healed` (started with safer arguments), `recalled` (started with those of an "
+    "earlier run), `adapts` (restarted with other flags), `adapted` (measured their gain), `lost` "
+    "(given up).",
+    "who, why": "Server, named as in log lines, and reason.",
     "kind": "Where memory ran out (`healed`).",
     "old, new": "Arguments before (`healed`, `adapts`) and now (also `recalled`, `adapted`).",
-    "gain": "0.1 is a tenth more output tokens a second; -1 where the server died (`adapted`).",
+    "gain": "0.1 means 10 % more output tokens/s; -1 means that the server died (`adapted`).",
 }
 STATUS = {
     "path, simulated, rows_total, rows_failed, rows_cut, rows_reused, failures": "As in report.json.",
-    "running": "Who is at work; null for nobody.",
+    "running": "The process that works on the run; null if there is none.",
     "model": "Identity of the model.",
-    "rows_on_disk": "Rows that ended and are safe, failed ones included.",
-    "output_tokens": "Generated tokens, rejected answers included.",
-    "reason": "Why the last start ended; null at work, and after a kill.",
-    "finished": "Whether all rows are on disk and nobody is at work.",
-    "rows_per_s": "Rows per second, of all tasks at work.",
-    "time_left_s": "Seconds to the end; null while nobody can know.",
-    "leases": "Of tasks that share rows: leases in `total`, `free`, `done`, and `held` by each; else null.",
-    "tasks": "The tasks: one unless several share the run.",
+    "rows_on_disk": "Finished rows that are durable, including failed ones.",
+    "output_tokens": "Generated tokens, including rejected answers.",
+    "reason": "Why the last start ended; null while the run works, and after a kill.",
+    "finished": "Whether all rows are on disk and no process works on the run.",
+    "rows_per_s": "Rows per second, over all live workers.",
+    "time_left_s": "Predicted seconds to the end; null while unknown.",
+    "leases": "In a joined run: leases in `total`, `free`, `done`, and `held` by each worker; otherwise "
+    "null.",
+    "tasks": "The workers; one unless several share the run.",
 }
 TASK = {
-    "task": "Its name; `main` if it is alone.",
-    "running, rows_on_disk, rows_failed, rows_cut, output_tokens": "As above, of this task.",
-    "starting": "Before the first row: `what` (`input` or `engine`) it waits for, and `since_s`; else null.",
-    "last_sample": "Newest [sample](events.md#sample); null if not at work.",
+    "task": "Name of the worker; `main` if it is the only one.",
+    "running, rows_on_disk, rows_failed, rows_cut, output_tokens": "As above, for this worker.",
+    "starting": "Before the first row: `what` it waits for (`input` or `engine`), and `since_s`; "
+    "otherwise null.",
+    "last_sample": "Latest [load sample](events.md#sample); null if the worker has ended.",
 }
 ADVISE = {
-    "source": "The log, address or run.",
-    "healthy": "Whether there are enough samples and nothing is wrong.",
-    "enough": "Whether there are enough samples.",
-    "reading": "What the samples show.",
+    "source": "The log, address or run that was read.",
+    "healthy": "Whether there are enough load samples and no sign was found.",
+    "enough": "Whether there are enough load samples.",
+    "reading": "What the load samples show.",
     "version": "Version of SGLang; null if unknown.",
-    "flags_known": "Whether its flags are known, so that advice spells them right.",
-    "advice": "Advice, the most important first: see below.",
+    "flags_known": "Whether the flags of this version are known, so that advice spells them correctly.",
+    "advice": "List of advice, most important first; see below.",
 }
 
 
 MERGE = {
     "path": "Directory or file that was written.",
-    "rows, rows_missing": "Rows in it, and rows of the run that are not.",
+    "rows, rows_missing": "Rows written, and rows of the run that are missing.",
     "exit_code": "1 while rows are missing.",
     "report": "Report of the whole run.",
 }

@@ -13,15 +13,16 @@ from docs.tools.reference.markdown import fenced, field_list, paragraphs
 
 HEAD = """# Python library
 
-All that `import batchrunner` exports. There are [examples](../how-to/python.md), and a list of
+Everything that `import batchrunner` exports. See also the [examples](../how-to/python.md) and the list of
 [errors](exit-codes.md#errors-of-the-library)."""
 
 ORDER = ("run", "estimate", "generate", "embed", "score", "rerank", "open_engine", "stream")
 """Functions in the order of the page."""
 AWAITED = """## Awaited calls
 
-{names} do the same in a thread, while the program's event loop goes on. Cancelling one ends its requests in
-flight and keeps the finished rows of a run; an iterator is read to the end of a thousand rows first."""
+{names} do the same in a thread, so the program's event loop continues. Cancelling such a call ends its
+requests in flight and keeps the finished rows of a run. If the input is an iterator, up to a thousand more
+rows are read from it first."""
 
 
 WIDTH = 110
@@ -31,10 +32,10 @@ WIDTH = 110
 def page() -> str:
     """Return the page."""
     things = {name: getattr(batchrunner, name) for name in batchrunner.__all__}
-    found = [thing for thing in things.values() if inspect.isfunction(thing)]
-    made = [thing for thing in found if not inspect.iscoroutinefunction(thing)]
-    awaited = ", ".join(f"`{thing.__name__}`" for thing in found if thing not in made)
-    functions = [_function(thing) for thing in sorted(made, key=lambda thing: ORDER.index(thing.__name__))]
+    functions_and_coroutines = [thing for thing in things.values() if inspect.isfunction(thing)]
+    plain = [thing for thing in functions_and_coroutines if not inspect.iscoroutinefunction(thing)]
+    awaited = ", ".join(f"`{thing.__name__}`" for thing in functions_and_coroutines if thing not in plain)
+    functions = [_function(thing) for thing in sorted(plain, key=lambda thing: ORDER.index(thing.__name__))]
     functions.append(AWAITED.format(names=awaited))
     classes = [
         _class(name, thing)
@@ -67,13 +68,15 @@ def _class(name: str, kind: type) -> str:
 
 def _signature(function: object) -> str:
     """Return a signature without its types, which the text below it tells."""
-    (made,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body  # type: ignore[arg-type]
-    assert isinstance(made, ast.FunctionDef | ast.AsyncFunctionDef)
-    for argument in [*made.args.args, *made.args.kwonlyargs, made.args.kwarg]:
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body  # type: ignore[arg-type]
+    assert isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef)
+    for argument in [*definition.args.args, *definition.args.kwonlyargs, definition.args.kwarg]:
         if argument is not None:
             argument.annotation = None
-    result = f" -> {ast.unparse(made.returns)}" if made.returns else ""
-    return textwrap.fill(f"{made.name}({ast.unparse(made.args)}){result}", WIDTH, subsequent_indent="    ")
+    result = f" -> {ast.unparse(definition.returns)}" if definition.returns else ""
+    return textwrap.fill(
+        f"{definition.name}({ast.unparse(definition.args)}){result}", WIDTH, subsequent_indent="    "
+    )
 
 
 def _linked(text: str) -> str:

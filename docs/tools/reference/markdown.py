@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from dataclasses import fields
 
 
-def meanings(told: Iterable[tuple[str, str]]) -> str:
-    """Return a list of names, several with commas between them, and what each means."""
-    return named((", ".join(f"`{name}`" for name in names.split(", ")), text) for names, text in told)
+def meanings(entries: Iterable[tuple[str, str]]) -> str:
+    """Return a list of names (several may be separated by commas) with their meanings."""
+    return named((", ".join(f"`{name}`" for name in names.split(", ")), text) for names, text in entries)
 
 
-def named(told: Iterable[tuple[str, str]]) -> str:
-    """Return a list of things, as they shall stand there, and what each means."""
-    return "\n".join(f"- {one_line(thing)}: {one_line(text)}" for thing, text in told)
+def named(entries: Iterable[tuple[str, str]]) -> str:
+    """Return a list of Markdown texts with their meanings."""
+    return "\n".join(f"- {one_line(thing)}: {one_line(text)}" for thing, text in entries)
 
 
 def one_line(text: str) -> str:
@@ -38,15 +38,15 @@ def field_docs(kind: type) -> dict[str, str]:
     """Return the docstrings below the fields of a dataclass; empty for a field that has none."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(body, ast.ClassDef)
-    found: dict[str, str] = {}
+    docs: dict[str, str] = {}
     for node, below in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             match below:
                 case ast.Expr(value=ast.Constant(value=str(text))):
-                    found[node.target.id] = one_line(text)
+                    docs[node.target.id] = one_line(text)
                 case _:
-                    found[node.target.id] = ""
-    return found
+                    docs[node.target.id] = ""
+    return docs
 
 
 def field_list(kind: type) -> str:

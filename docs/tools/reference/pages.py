@@ -19,7 +19,7 @@ NOTE = "<!-- Made from the code by `make docs-reference`: change the code, not t
 
 def pages() -> dict[str, str]:
     """Return the text of each page by the name of its file."""
-    made = {
+    texts = {
         "advice-rules.md": advice_rules.page(),
         "command-line.md": command_line.page(),
         "environment-variables.md": environment.page(),
@@ -29,4 +29,4 @@ def pages() -> dict[str, str]:
         "library.md": library.page(),
         "result-columns.md": run_files.result_columns(),
     }
-    return {name: f"{NOTE}\n\n{text.strip()}\n" for name, text in made.items()}
+    return {name: f"{NOTE}\n\n{text.strip()}\n" for name, text in texts.items()}

@@ -14,28 +14,28 @@ from docs.tools.reference.markdown import named
 
 RESULTS = """# Result columns
 
-Columns of the Parquet files in `RUN/parts` and `RUN/merged`. Those of `input.columns` stand after `row`. With
-`sampling.n` above 1, `output`, `finish_reason` and `completion_tokens` are lists. Those of a batch file have
-a last column `response`, the endpoint's whole answer as JSON; made-up ones (`engine.kind: simulated`) have
-`simulated: true` in the file's metadata."""
+These are the columns of the Parquet files in `RUN/parts` and `RUN/merged`. The columns of `input.columns`
+come after `row`. With `sampling.n` above 1, `output`, `finish_reason` and `completion_tokens` are lists.
+Results of a batch file have a last column `response`, the endpoint's whole answer as JSON. Results of the
+simulated engine have `simulated: true` in the file's metadata."""
 
 ASKED = """## Columns on demand
 
-`output.columns` adds them after all others: see [whole answers](../how-to/whole-answers.md). With
-`sampling.n` above 1 all but `prompt_logprobs` are lists. A carried column of the same name takes the place of
-one that is always there.
+`output.columns` adds these columns [after all others](../how-to/whole-answers.md). With `sampling.n` above
+1, all except `prompt_logprobs` are lists. A column of `input.columns` replaces a result column of the same
+name.
 
 *tokens* is a list of `{id: int32, token: string, logprob: float}`, *calls* one of
 `{id, type, function: {name, arguments}}`, all strings."""
 
 ROLLOUTS = """## Rows of `prompt.rollout`
 
-Besides these they have the columns that [the function](../how-to/rollouts.md) returns, which replace others
-of their names."""
+Such rows also have the columns that [the function](../how-to/rollouts.md) returns. These replace result
+columns of the same name."""
 OF_TASKS = """## Columns of other tasks
 
-They stand after all others, and are null where a row failed. `output`, `finish_reason` and
-`completion_tokens` are missing."""
+These columns come after all others, and are null in failed rows. There is no `output`, `finish_reason` or
+`completion_tokens`."""
 
 
 def result_columns() -> str:
@@ -44,23 +44,25 @@ def result_columns() -> str:
     always = named(
         (f"`{name}` ({_named(kinds.field(name).type)})", text) for name, text in RESULT_COLUMNS.items()
     )
-    asked = named((f"`{name}` ({_named(ANSWER_TYPES[name])})", text) for name, text in ANSWER_COLUMNS.items())
+    on_demand = named(
+        (f"`{name}` ({_named(ANSWER_TYPES[name])})", text) for name, text in ANSWER_COLUMNS.items()
+    )
     rollouts = named(
         (f"`{name}` ({_named(ANSWER_TYPES[name])})", text) for name, text in ROLLOUT_COLUMNS.items()
     )
     tasks = {f"`{name}`": kind() for name, kind in TASKS.items()}
     tasks = {**tasks, f"`{ChoiceTask.name}` with `prompt.choices`": ChoiceTask()}
-    own = named(column for name, task in tasks.items() for column in _own_columns(name, task))
-    parts = [RESULTS, always, ASKED, asked, ROLLOUTS, rollouts, OF_TASKS, own]
+    of_tasks = named(column for name, task in tasks.items() for column in _own_columns(name, task))
+    parts = [RESULTS, always, ASKED, on_demand, ROLLOUTS, rollouts, OF_TASKS, of_tasks]
     return "\n\n".join(parts)
 
 
 def _named(kind: pa.DataType) -> str:
     """Return an Arrow type, with the names of the page for the long ones."""
-    told = type_name(kind)
+    name_of_type = type_name(kind)
     for column, name in {"logprobs": "*tokens*", "tool_calls": "*calls*"}.items():
-        told = told.replace(type_name(ANSWER_TYPES[column]), name)
-    return re.sub(r"^list<item: (.*)>$", r"list of \1", told)
+        name_of_type = name_of_type.replace(type_name(ANSWER_TYPES[column]), name)
+    return re.sub(r"^list<item: (.*)>$", r"list of \1", name_of_type)
 
 
 def _own_columns(name: str, task: ForwardTask) -> list[tuple[str, str]]:
