@@ -22,7 +22,6 @@ from batchrunner.job.fields import Duration
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job
 from batchrunner.output.addresses import store_address
-from batchrunner.output.files import writing
 from batchrunner.output.run_dir import TUNE
 from batchrunner.output.run_json import fingerprint
 from batchrunner.output.task_lock import hold_task
@@ -34,6 +33,7 @@ from batchrunner.sglang.flags import arguments_in, command_line, numbers_in, var
 from batchrunner.sglang.model_files import check_model, with_tp
 from batchrunner.tuning.flags import FLAGS
 from batchrunner.tuning.measurement import TrialResult, TrialSigns
+from batchrunner.tuning.memory import Memory
 from batchrunner.tuning.search import FlagSetting, Search, TrialRequest, changes, key_of
 from batchrunner.tuning.space import Args, Machine, machine_for
 
@@ -199,7 +199,7 @@ def _search(
         "signs": [sign.name for sign in fields(TrialSigns)],  # results of other versions do not count
     }
     own = {**engine.args, **numbers_in(engine.env)}
-    history = TrialHistory(directory / "trials.jsonl", hashlib.sha256(key_of(facts)).hexdigest(), own)
+    history = TrialHistory(Memory(directory / "trials.jsonl"), hashlib.sha256(key_of(facts)).hexdigest(), own)
     trials = TrialRunner(job, engine, sample, directory)
     search = Search(own, machine)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -230,12 +230,11 @@ def engine_to_tune(job: Job) -> ServerEngine:
     return with_tp(job.engine).model_copy(update={"replicas": 1})
 
 
-@dataclass(frozen=True, slots=True)
-class KeptTrial:
-    """A line of the history."""
+class KeptTrial(msgspec.Struct):
+    """A finished trial, as the memory keeps it."""
 
-    about: str
     args: Args
+    """Flags that differ from the job's own."""
     result: TrialResult
 
 
@@ -243,42 +242,33 @@ _read_trial = msgspec.json.Decoder(KeptTrial)
 
 
 class TrialHistory:
-    """The finished trials of one job on one machine, one JSON line each, from which a search resumes."""
+    """The finished trials of one job on one machine, from which a search resumes."""
 
-    def __init__(self, path: Path, about: str, base: Args) -> None:
+    def __init__(self, memory: Memory, about: str, base: Args) -> None:
         """Read the trials with the digest `about`, which covers rows, job, engine and machine.
 
         `base` are the job's own flags. Only flags that differ from them are written, so no secret of the
-        job is. Raises StorageError.
+        job is.
         """
-        self._path = path
+        self._memory = memory
         self._about = about
         self._base = base
-        self._found: defaultdict[bytes, list[TrialResult]] = defaultdict(list)
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lines = path.read_bytes().splitlines() if path.exists() else []
-        for line in lines:
-            self._read_line(line)
+        self._results = defaultdict[bytes, list[TrialResult]](list)
+        for content in memory.recall("trial", about):
+            with contextlib.suppress(msgspec.MsgspecError):
+                trial = _read_trial.decode(content)
+                self._results[key_of(trial.args)].append(trial.result)
 
     def find(self, args: Args, turn: int) -> TrialResult | None:
         """Return the result of a finished trial; `turn` counts the trials of the same flags from 0."""
-        found = self._found[key_of(changes(args, self._base))]
-        return found[turn] if turn < len(found) else None
+        results = self._results[key_of(changes(args, self._base))]
+        return results[turn] if turn < len(results) else None
 
     def add(self, args: Args, result: TrialResult) -> None:
         """Write a result; raises StorageError."""
-        own = changes(args, self._base)
-        line = msgspec.json.encode(KeptTrial(self._about, own, result), enc_hook=str)
-        with writing(self._path), self._path.open("ab") as file:
-            file.write(b"\n" + line)  # the last line may be cut short
-        self._found[key_of(own)].append(result)
-
-    def _read_line(self, line: bytes) -> None:
-        with contextlib.suppress(msgspec.DecodeError):  # cut short by a crash
-            trial = _read_trial.decode(line)
-            if trial.about == self._about:
-                self._found[key_of(trial.args)].append(trial.result)
+        changed = changes(args, self._base)
+        self._memory.append("trial", KeptTrial(changed, result), about=self._about)
+        self._results[key_of(changed)].append(result)
 
 
 async def run_search(

@@ -21,7 +21,7 @@ from batchrunner.sglang.flags import Flags, name_in, of_arguments
 from batchrunner.sglang.logs.lines import Phase, clean
 from batchrunner.sglang.logs.reader import Facts, LogReader
 from batchrunner.tuning.flags import FLAGS, Server, in_effect, next_setting
-from batchrunner.tuning.memory import Learned, recall, remember
+from batchrunner.tuning.memory import Memory, SaferFlags, recall_safer_flags
 
 log = logging.getLogger(__name__)
 
@@ -177,18 +177,18 @@ class Healer:
     The servers of one engine share a healer: what one of them dies of, the others need not die of too.
     """
 
-    def __init__(self, given: Mapping[str, Any], file: Path, incidents: list[Incident]) -> None:
-        """Take the job's `engine.args`, and begin with what worked in an earlier run, by its file."""
-        learned = recall(file)
-        self.args = {n: v for n, v in learned.args.items() if name_in(given, n) not in given}
+    def __init__(self, given: Mapping[str, Any], memory: Memory, incidents: list[Incident]) -> None:
+        """Take the job's `engine.args`, and begin with the arguments that worked in an earlier run."""
+        learned = recall_safer_flags(memory) or SaferFlags({}, "")
+        self.args = {name: value for name, value in learned.args.items() if name_in(given, name) not in given}
         """Safer arguments of the next start, which replace the job's own, or add to them."""
-        self._file = file
+        self._memory = memory
         self._incidents = incidents
         self._changes = 0
         if self.args:
             log.info(
                 "starting with %s, %s; engine.args overrules it; delete %s to forget",
-                _shown(self.args), learned.why, file,
+                _shown(self.args), learned.why, memory.path,
             )  # fmt: skip
             incidents.append(Incident("recalled", "the engine", learned.why, {"new": self.args}))
 
@@ -223,7 +223,7 @@ class Healer:
         """Write down, for the next run, what was learned; `args` are of a server that runs at a run's end."""
         if self._changes and self._had_all(args):
             why = f"learned on {datetime.now(UTC):%Y-%m-%d} from {self._why}"
-            remember(self._file, Learned(self.args, why=why))
+            self._memory.try_to_append("safer", SaferFlags(self.args, why))
 
     def _had_all(self, args: Mapping[str, Any]) -> bool:
         return all(args.get(name) == value for name, value in self.args.items())
