@@ -94,12 +94,12 @@ def on_cpu(device: str) -> bool:
     return device == "cpu" or (device == "auto" and not has_gpu())
 
 
-def program_environment(own: Mapping[str, str], *, cpu: bool = False) -> dict[str, str]:
+def program_environment(variables: Mapping[str, str], *, cpu: bool = False) -> dict[str, str]:
     """Return the environment of a program that we start: ours, the CPU's needs, and the program's own."""
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
     environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without its bytecode SGLang starts twice as slowly
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, (environ.get("PYTHONPATH"), str(SERVER_MODULES))))
-    return {**environ, **(cpu_environment(environ) if cpu else {}), **own}
+    return {**environ, **(cpu_environment(environ) if cpu else {}), **variables}
 
 
 def cpu_environment(environ: dict[str, str]) -> dict[str, str]:
@@ -141,6 +141,6 @@ def oom_kills(root: Path = _MACHINE) -> int | None:
     `root` holds `proc` (Linux 4.13).
     """
     with contextlib.suppress(OSError):
-        if found := re.search(r"^oom_kill (\d+)", (root / "proc/vmstat").read_text(), re.MULTILINE):
-            return int(found[1])
+        if match := re.search(r"^oom_kill (\d+)", (root / "proc/vmstat").read_text(), re.MULTILINE):
+            return int(match[1])
     return None

@@ -29,12 +29,12 @@ SGLang (`get_hf_text_config`)."""
 
 def language_part(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config with the values of its language model at the top, where these stand in a part of it."""
-    found = dict(config)
+    parts = dict(config)
     for name in _LANGUAGE_PARTS:
         part = config.get(name)
         if isinstance(part, dict):
-            found |= language_part(part)
-    return found
+            parts |= language_part(part)
+    return parts
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:
@@ -90,8 +90,8 @@ def model_directory(model: str, revision: str | None = None) -> Path:
     if path := _local(model):
         return path
     home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
-    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    cache = Path(named or f"{home}/hub").expanduser()
+    hub_cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    cache = Path(hub_cache or f"{home}/hub").expanduser()
     repository = cache / f"models--{model.replace('/', '--')}"
     commit = revision or "main"
     with contextlib.suppress(OSError, ValueError):  # it is a commit itself, or the model is not there
@@ -245,7 +245,7 @@ def weights_bytes(directory: Path, config: Mapping[str, Any]) -> float | None:
     total: float | None = read_json(directory / INDEX).get("metadata", {}).get("total_size")
     if not isinstance(total, (int, float)) or total <= 0:
         files = (directory.glob(name) for name in _WEIGHTS)
-        sizes = (sum(file.stat().st_size for file in found) for found in files)
+        sizes = (sum(file.stat().st_size for file in tensor_bytes) for tensor_bytes in files)
         total = next(filter(None, sizes), None)
     # SGLang loads 32 bits as 16
     is_wide = str(config.get("dtype") or config.get("torch_dtype") or "float32").startswith("float32")

@@ -1,7 +1,7 @@
-"""What SGLang's flags do: what each needs, its steps, what a step costs, and which sign calls for it. Pure.
+"""The table of SGLang's flags: what each needs, the signs that call for it, its next values, their cost.
 
-The one place that knows. Advice names the next value of a flag whose sign it sees, `batchrun tune` tries the
-steps, and recovery takes those of the sign `oom`. A variable of the server's environment is a flag too.
+Advice names the next value of a flag whose sign it sees, `batchrun tune` tries the values, and recovery takes
+those of the sign `oom`. A variable of the server's environment counts as a flag.
 """
 
 import math
@@ -31,11 +31,11 @@ class MemoryBand(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server whose flags may change: its facts, and means of its load."""
+    """A server whose flags may change: its facts, and the means of its load."""
 
     facts: Facts
     running: float = 0.0
-    """Requests that run, or ran before a death."""
+    """Requests that run, or that ran before a death."""
     usage: float = 0.0
     """Fraction of the KV pool in use."""
     decodes: bool = True
@@ -44,14 +44,14 @@ class Server:
     longest_output: int | None = None
     """Tokens that nearly all outputs stay under."""
     repeated: float = 1.0
-    """Tokens that a decode step would bring by n-grams of earlier outputs."""
+    """Tokens that a decode step would yield with n-gram speculation from earlier outputs."""
     most_pool_tokens: float = 0.0
     """Tokens of the largest KV pool that a CPU's memory allows."""
     why: str = ""
-    """The line that says why it died."""
+    """Log line that names the cause of its death."""
 
     def now(self, flag: str) -> float | None:
-        """Return a flag's value in effect; see `in_effect`."""
+        """Return the value of a flag in effect; see `in_effect`."""
         return in_effect(self.facts, flag)
 
     @property
@@ -72,7 +72,7 @@ class Server:
 
 
 WHOLE_CARD_GB = 40.0
-"""GPU memory from which the guides' figures hold; a smaller card has smaller batches, and needs less."""
+"""GPU memory from which the guides' figures hold; a smaller card runs smaller batches and needs less."""
 USUAL_CHUNK = 8192
 """Tokens of the guides' `--chunked-prefill-size`; a larger chunk needs more memory."""
 CHUNK_GB_A_TOKEN = 1.5 / 1024
@@ -97,7 +97,7 @@ _AT_READY = {
 
 
 def in_effect(facts: Facts, flag: str) -> float | None:
-    """Return a flag's value in effect, as it would be given; None where it is not known."""
+    """Return the value of a flag in effect, as the flag would set it; None where it is unknown."""
     if flag.startswith("cuda-graph-max-bs"):
         return facts.graph_max_bs
     at_ready = getattr(facts.ready, _AT_READY.get(flag, ""), None)
@@ -109,7 +109,7 @@ def in_effect(facts: Facts, flag: str) -> float | None:
 
 
 def as_flag(facts: Facts, flag: str, value: float) -> float:
-    """Return the flag's value with which one scheduler gets `value`."""
+    """Return the value of the flag that gives one scheduler `value`."""
     if facts.attn_dp > 1 and flag in _DIVIDED:
         return value * facts.attn_dp
     if facts.attn_dp > 1 and flag == "schedule-conservativeness":
@@ -118,7 +118,7 @@ def as_flag(facts: Facts, flag: str, value: float) -> float:
 
 
 def least_fraction(facts: Facts) -> float:
-    """Return the `--mem-fraction-static` that the weights and a useful pool take; 0 where it is not known."""
+    """Return the least `--mem-fraction-static` for the weights and a useful pool; 0 where it is unknown."""
     weights, card = facts.weights_gb, facts.card_gb
     return weights / card + LEAST_POOL if weights and card else 0.0
 
@@ -126,7 +126,7 @@ def least_fraction(facts: Facts) -> float:
 LESS_CONSERVATIVE, NORMAL = 0.3, 1.0
 """`--schedule-conservativeness` by the guides, where SGLang admits too few requests, and its default."""
 LEAST_CONSERVATIVE = 0.1
-"""A value below the guides', which only trials take."""
+"""A value below the guides', which only trials use."""
 MORE_CONSERVATIVE = 1.3
 """`--schedule-conservativeness` against frequent retractions."""
 MOST_CONSERVATIVE = 1 / 0.7
@@ -200,7 +200,7 @@ def _clip(s: Server) -> list[int]:
 
 
 def _larger_pool(s: Server) -> list[int]:
-    """Take room for all requests that may run, or twice as much, as far as memory allows."""
+    """Return a pool for all requests that may run, and twice the present one, as far as memory allows."""
     now, most = s.now("max-total-tokens") or 0, s.facts.max_running or 0
     larger = min(now * min(MOST_POOL, most / max(s.running, 1)), s.most_pool_tokens)
     double = min(2 * now, s.most_pool_tokens)
@@ -213,27 +213,27 @@ def _half_pool(s: Server) -> list[int]:
 
 
 def _good_fraction(s: Server) -> list[float]:
-    """Leave the guides' memory, and enough for weights and a pool."""
-    now, left, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb
-    if now is None or left is None or not card:
+    """Return the fraction that leaves the guides' memory, and enough for weights and a pool."""
+    now, spare_gb, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb
+    if now is None or spare_gb is None or not card:
         return []
-    up = left > s.band.good
-    steps = math.floor((left - s.band.good) / card / FRACTION_STEP) or int(up)  # at least one step up
+    up = spare_gb > s.band.good
+    steps = math.floor((spare_gb - s.band.good) / card / FRACTION_STEP) or int(up)  # at least one step up
     least = math.ceil(least_fraction(s.facts) / FRACTION_STEP) * FRACTION_STEP
     target = round(min(HIGHEST_FRACTION, max(least, now + steps * FRACTION_STEP)), 3)
     return [target] if target != now and (target > now) is up else []
 
 
 def _higher_fraction(s: Server) -> list[float]:
-    """Leave the guides' memory at once, then go on in small steps to the edge.
+    """Return the fraction that leaves the guides' memory, then a small step to the edge.
 
-    A server that dies of a step is a result; the guides' 5 GB are for a card on which nobody tries. Half of
-    them stays: servers on an H200 took 2.0 to 2.5 GB once they were ready (docs/benchmarks.md).
+    A trial may kill a server, while the guides' 5 GB are for a card on which nobody tries. Half of them stay
+    free: servers on an H200 took 2.0 to 2.5 GB more once they were ready (docs/benchmarks.md).
     """
-    now, left, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb or 0.0
-    if now is None or left is None or left - FRACTION_STEP * card < s.band.low / 2:
+    now, spare_gb, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb or 0.0
+    if now is None or spare_gb is None or spare_gb - FRACTION_STEP * card < s.band.low / 2:
         return []
-    good = _good_fraction(s) if left > s.band.high else []
+    good = _good_fraction(s) if spare_gb > s.band.high else []
     return [v for v in dict.fromkeys([*good, round(now + FRACTION_STEP, 3)]) if v < 1]
 
 
@@ -243,7 +243,7 @@ def _lower_fraction(s: Server) -> list[float]:
 
 
 def _fraction_for_pool(s: Server) -> list[float]:
-    """Raise the fraction for weights and pool above the least that SGLang names."""
+    """Return a fraction above the least that SGLang's message names."""
     least = re.search(r"above (0\.\d+)", s.why)
     now = max(s.now("mem-fraction-static") or FRACTIONS[0], float(least[1]) if least else 0.0)
     share = round(now + ROOM_STEP, 3)
@@ -262,7 +262,7 @@ def _smaller_chunk(s: Server) -> list[int]:
 
 
 def _more_running(s: Server) -> list[int]:
-    """Let as many run as the pool holds, rounded up to a power of two: it sets the true limit.
+    """Return how many requests the pool holds, rounded up to a power of two: the pool becomes the limit.
 
     Where memory already allows fewer than the flag asks for, a higher value changes nothing.
     """
@@ -270,8 +270,8 @@ def _more_running(s: Server) -> list[int]:
         return []
     most = int(s.now("max-running-requests") or 0)
     fits = as_flag(s.facts, "max-running-requests", max(s.running, 1) / max(s.usage, 1 / MOST_RAISE))
-    wanted = min(2 ** math.ceil(math.log2(fits)), MOST_RAISE * most, max(MOST_RUNNING, most))
-    return [value for value in (wanted, round(math.sqrt(wanted * most))) if value > most > 0]
+    target = min(2 ** math.ceil(math.log2(fits)), MOST_RAISE * most, max(MOST_RUNNING, most))
+    return [value for value in (target, round(math.sqrt(target * most))) if value > most > 0]
 
 
 def _fewer_running(s: Server) -> list[int]:
@@ -285,7 +285,7 @@ def _running(s: Server) -> float:
 
 
 def _fewer_retracted(s: Server) -> list[int]:
-    """Come after the conservativeness that reserves all."""
+    """Return fewer requests, once the conservativeness already reserves all of `max_new_tokens`."""
     fewer = int(FEWER * _running(s))
     return [fewer] if fewer and not _calmer(s) else []
 
@@ -679,18 +679,18 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         "a GPU",
     ),
 )}  # fmt: skip
-"""All that is known of each flag, in the guides' order, then what they do not have."""
+"""All flags: first those of the guides in their order, then those that the guides lack."""
 
 
 def next_setting(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
-    """Return the next value that a sign calls for, as this version takes it; empty without one."""
+    """Return the next value that a sign calls for, as `engine.args` of this version; empty without one."""
     return next((flags.setting(name, value) for value in FLAGS[name].values(sign, server)), {})
 
 
 def with_memory(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
-    """Return the same with a lower mem-fraction-static where the step takes memory that is not free.
+    """Return the next value, with a lower mem-fraction-static where the value takes memory that is not free.
 
-    Empty where too little would be left for weights and a useful pool.
+    Empty where too little would remain for the weights and a useful pool.
     """
     args = next_setting(sign, name, server, flags)
     gb = sum(FLAGS[name].takes_gb(server, value) for value in args.values())

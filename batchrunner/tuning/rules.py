@@ -92,21 +92,21 @@ class Rule:
         server = situation.server
         if self.flag and not FLAGS[self.flag].fits(self.on, server):
             return None
-        found = self.judge(situation, flags)
-        if found is None:
+        finding = self.judge(situation, flags)
+        if finding is None:
             return None
-        if found.fine:
-            return Advice(self.name, found.sign, certainty="high", evidence=found.evidence)
-        args = found.args or {}
-        if self.flag and found.args is None and not found.change:
+        if finding.fine:
+            return Advice(self.name, finding.sign, certainty="high", evidence=finding.evidence)
+        args = finding.args or {}
+        if self.flag and finding.args is None and not finding.change:
             args = next_setting(self.on, self.flag, server, flags)
-        change = found.change or command_line(args)
+        change = finding.change or command_line(args)
         if not change:
             return None
-        certainty = found.certainty or self.certainty
+        certainty = finding.certainty or self.certainty
         return Advice(
-            self.name, found.sign, change, args, self.effect, self.tradeoff, certainty, found.evidence,
-            found.env,
+            self.name, finding.sign, change, args, self.effect, self.tradeoff, certainty, finding.evidence,
+            finding.env,
         )  # fmt: skip
 
 
@@ -491,9 +491,9 @@ DEATHS = frozenset(
 def apply_all(situation: Situation, flags: Flags) -> list[Advice]:
     """Return the advice of all rules in their order: what to change, then options, then what is well."""
     rules = [rule for rule in RULES if situation.is_judged or rule.name in DEATHS]
-    found = [advice for rule in rules if (advice := rule.apply(situation, flags))]
-    loud, silent = {advice.rule for advice in found if advice.change}, set[str]()
-    for rule, others in SILENCES.items():
-        silent |= set(others) if rule in loud - silent else set()
-    kept = [advice for advice in found if not (advice.change and advice.rule in silent)]
-    return sorted(kept, key=lambda advice: (not advice.change, BY_NAME[advice.rule].option))
+    all_advice = [advice for rule in rules if (advice := rule.apply(situation, flags))]
+    advising, silenced = {advice.rule for advice in all_advice if advice.change}, set[str]()
+    for rule, targets in SILENCES.items():
+        silenced |= set(targets) if rule in advising - silenced else set()
+    remaining = [advice for advice in all_advice if not (advice.change and advice.rule in silenced)]
+    return sorted(remaining, key=lambda advice: (not advice.change, BY_NAME[advice.rule].option))

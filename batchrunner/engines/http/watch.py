@@ -149,8 +149,8 @@ def _free_at_first(memory: dict[str, Any]) -> float | None:
     graphs = memory.get("graph")
     parts = [memory.get(name) for name in ("weight", "kvcache", "startup_available")]
     parts += graphs.values() if isinstance(graphs, dict) else []
-    known = [part for part in map(number, parts) if part is not None]
-    return sum(known) if len(known) == len(parts) else None
+    sizes = [part for part in map(number, parts) if part is not None]
+    return sum(sizes) if len(sizes) == len(parts) else None
 
 
 def _limits(info: dict[str, Any], state: dict[str, Any], memory: dict[str, Any]) -> ServerReady:
