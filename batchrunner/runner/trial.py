@@ -54,8 +54,11 @@ def server_facts(lines: Iterable[str], args: Mapping[str, Any]) -> Facts:
     facts, _ = read_server(EndedServer([*before], args))
     return Facts(
         arguments={name: value for name, value in facts.arguments.items() if name in SETUP},
-        ready=facts.ready, weights_gb=facts.weights_gb, quantised=facts.quantised, model=facts.model,
-    )  # fmt: skip
+        ready=facts.ready,
+        weights_gb=facts.weights_gb,
+        quantised=facts.quantised,
+        model=facts.model,
+    )
 
 
 def logged_passes(lines: Iterable[str]) -> list[tuple[str, LoggedBatch]]:
@@ -182,7 +185,7 @@ class TrialRunner:
         try:
             info = await engine.open()
             left_s = within_s - (time.monotonic() - start)
-            return await self._measure(engine, info, request, place / "run", left_s)
+            return await self._measure(engine, info, request=request, out=place / "run", left_s=left_s)
         except EngineStartError as failure:
             cut = time.monotonic() - start >= within_s
             return TrialResult("cut" if cut else "died", str(failure), 0.0)
@@ -195,9 +198,13 @@ class TrialRunner:
     ) -> TrialResult:
         control = Control()
         meter = MeasuringEngine(
-            engine, TrialWatch(request.incumbent), control, left_s, Path(info.log) if info.log else None,
-            request.args,
-        )  # fmt: skip
+            engine,
+            watch=TrialWatch(request.incumbent),
+            control=control,
+            within_s=left_s,
+            log_path=Path(info.log) if info.log else None,
+            args=request.args,
+        )
         try:
             report = await execute(
                 self._job_into(out), engine=cast("Engine", meter), info=info, control=control
@@ -232,11 +239,11 @@ class TrialRunner:
 class MeasuringEngine(HeardEngine):
     """An engine that measures the requests it forwards, and stops the run once the speed is known."""
 
-    _watch: TrialWatch
-    _control: Control
-    _within_s: float
-    _log_path: Path | None
-    _args: Mapping[str, Any]
+    watch: TrialWatch
+    control: Control
+    within_s: float
+    log_path: Path | None
+    args: Mapping[str, Any]
     """Flags of the trial."""
     end: End | None = None
     """End of the trial and its reason; None while it runs, and after all rows of the sample."""
@@ -253,7 +260,7 @@ class MeasuringEngine(HeardEngine):
         self._last = time.monotonic()
         prompt, cached = completion.prompt_tokens or 0, completion.cached_tokens or 0
         tokens = sum(count or 1 for count in completion.completion_tokens)
-        self._watch.row_ended(prompt, cached, tokens, completion.retractions)
+        self.watch.row_ended(prompt, cached, tokens, completion.retractions)
         if len(self._answers) < MOST_ANSWERS:
             self._answers += completion.texts
 
@@ -262,8 +269,8 @@ class MeasuringEngine(HeardEngine):
         loads = await self._engine.loads()
         now = time.monotonic()
         if self.first_at is not None:
-            self.stop(self._watch.record_load(now - self.first_at, loads, self._log_size()))
-        if now - self._opened > self._within_s:
+            self.stop(self.watch.record_load(now - self.first_at, loads, self._log_size()))
+        if now - self._opened > self.within_s:
             self.stop(("cut", "the time for tuning was over"))
         return loads
 
@@ -286,32 +293,34 @@ class MeasuringEngine(HeardEngine):
         """Return the result of a trial that has ended; `info` has the limits that the log lacks."""
         ended, why = self.end or ("measured", "all rows of the sample")
         at_s = self._last - (self.first_at or self._last)
-        result = self._watch.result(ended, why, at_s, 0.0)
-        log = self._log_path.read_bytes() if self._log_path else b""
-        begin, until = self._watch.measured_span(
-            TrialProgress(at_s, self._watch.tokens, self._watch.rows, self._log_bytes or len(log))
+        result = self.watch.result(ended, why, at_s, 0.0)
+        log = self.log_path.read_bytes() if self.log_path else b""
+        begin, until = self.watch.measured_span(
+            TrialProgress(at_s, self.watch.tokens, self.watch.rows, self._log_bytes or len(log))
         )
         passes = logged_passes(_lines(log[begin.log_bytes : until.log_bytes]))
         work = signs_of_passes(passes, until.tokens - begin.tokens)
         signs = replace(result.signs, **work, repeated=round(words_a_step(self._answers), 2))
-        facts = server_facts(_lines(log), self._args)
+        facts = server_facts(_lines(log), self.args)
         limits = ServerReady(signs.pool_tokens, info.prefill_tokens, signs.max_running)
         # With mixed chunks prefill passes decode too, and the log does not count their tokens.
-        mixes = bool(self._args.get(name_in(self._args, "enable-mixed-chunk")))
+        mixes = bool(self.args.get(name_in(self.args, "enable-mixed-chunk")))
         rate = None if mixes else output_rate(passes)
         return replace(
-            result, tokens_per_s=rate or result.tokens_per_s, signs=signs,
+            result,
+            tokens_per_s=rate or result.tokens_per_s,
+            signs=signs,
             facts=replace(facts, ready=facts.ready or limits),
-        )  # fmt: skip
+        )
 
     def stop(self, end: End | None) -> None:
         """End the trial; without a reason do nothing. The first reason counts."""
         if end is not None and self.end is None:
             self.end, self._last, self._log_bytes = end, time.monotonic(), self._log_size()
-            self._control.stop(end[1])
+            self.control.stop(end[1])
 
     def _log_size(self) -> int:
-        return self._log_path.stat().st_size if self._log_path else 0
+        return self.log_path.stat().st_size if self.log_path else 0
 
 
 def _lines(log: bytes) -> list[str]:

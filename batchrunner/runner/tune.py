@@ -178,7 +178,14 @@ def tune(
         directory = prepared.run_dir.path / TUNE
         with hold_task(prepared.run_dir, directory=directory):
             machine = machine_for(job, engine, allow_fp8=allow_fp8)
-            return _search(source, prepared, engine, directory, budget_s, machine)
+            return _search(
+                source,
+                prepared=prepared,
+                engine=engine,
+                directory=directory,
+                budget_s=budget_s,
+                machine=machine,
+            )
 
 
 def _search(
@@ -208,7 +215,7 @@ def _search(
     search = Search(job_args, machine)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         spent_s = runner.run(run_search(search, history, trials.run, budget_s))
-    return summarize(search, machine, source, str(sample), spent_s)
+    return summarize(search, machine, source=source, sample=str(sample), spent_s=spent_s)
 
 
 def parse_budget(text: str) -> float:

@@ -82,7 +82,7 @@ def _blocks(prepared: PreparedJob, rows: BitMap64, blocks: int, directory: Path)
     places: Sequence[int] = [begin + row for begin in begins for row in range(BLOCK_ROWS)]
     path = None
     if decide_order(prepared, rows).order == "prefix":
-        path, _ = prepare_order(prepared, rows, directory, "tune", lambda: None)
+        path, _ = prepare_order(prepared, rows, directory, "tune", check_stop=lambda: None)
     if path is None:  # input order: only these rows are read
         rows = BitMap64().union(*(rows[begin : begin + BLOCK_ROWS] for begin in begins))
         places = range(len(rows))

@@ -66,9 +66,10 @@ class Server:
         scale = min(1.0, (self.facts.card_gb or WHOLE_CARD_GB) / WHOLE_CARD_GB)
         more = max(0.0, chunk - USUAL_CHUNK) * CHUNK_GB_A_TOKEN
         return MemoryBand(
-            scale * GUIDES.memory_low_gb, scale * GUIDES.memory_good_gb + more,
+            scale * GUIDES.memory_low_gb,
+            scale * GUIDES.memory_good_gb + more,
             scale * GUIDES.memory_high_gb + more,
-        )  # fmt: skip
+        )
 
 
 WHOLE_CARD_GB = 40.0
@@ -406,279 +407,366 @@ class Flag:
         return self.moves[sign].steps(server) if self.fits(sign, server) else ()
 
 
-FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
-    Flag(
-        "tp-size",
-        {
-            "layout": Move(
-                _other_layouts, "halved or doubled, with replicas to match",
-                "arithmetic; not tried on a GPU",
-                "fewer GPUs a replica: less room for its KV pool; more: the GPUs wait for each other",
-            )
-        },
-        "a GPU",
-    ),
-    Flag(
-        "schedule-conservativeness",
-        {
-            "held": Move(
-                _bolder, "down: 0.3", "G1-G4",
-                "where outputs turn out long, requests are retracted; about one a minute is fine",
-            ),
-            "retracting": Move(
-                _calmer, "up: 1.3, then 1.43, which reserves all of `max_new_tokens`", "G1-G4",
-                "fewer requests run until their output lengths are known: a few per cent, up or down",
-            ),
-        },
-        schedules=True,
-    ),
-    Flag(
-        CLIP,
-        {
-            "held": Move(
-                _clip,
-                "down: a length that 99% of the outputs stay under", "SGLang",
-                "where outputs turn out long, requests are retracted",
-            )
-        },
-        schedules=True,
-    ),
-    Flag(
-        "max-total-tokens",
-        {
-            "full": Move(
-                _larger_pool,
-                "up: for all places, 8 times as large at most",
-                "measured", "memory of the machine",
-            ),
-            "oom": Move(_half_pool, "down: halved", "SGLang", "a smaller KV pool"),
-        },
-        "a CPU", "the KV cache of the tokens", schedules=True,
-    ),
-    Flag(
-        "mem-fraction-static",
-        {
-            "full": Move(
-                _higher_fraction, "up: so that 6.5 GB are left, then 0.01", "G1, G2, G4",
-                "nearer to running out of memory",
-            ),
-            "memory-left": Move(
-                _good_fraction, "up: so that 6.5 GB are left", "G1, G2, G4",
-                "nearer to running out of memory: lower it by 0.01 where that happens",
-            ),
-            "memory-tight": Move(
-                _good_fraction, "down: so that 6.5 GB are left",
-                "G1, G2, G4", "a smaller KV pool",
-            ),
-            "oom": Move(_lower_fraction, "down: 0.8, then 0.7, 0.6", "G1-G4", "a smaller KV pool"),
-            "no-pool": Move(_fraction_for_pool, "up: 0.05 more", "SGLang", "a smaller rest"),
-        },
-        "a GPU", "a hundredth of the card for each 0.01", schedules=True, small_steps=True,
-    ),
-    Flag(
-        "chunked-prefill-size",
-        {
-            "chunk-full": Move(
-                _larger_chunk,
-                "up: doubled, from 2048 to 16384, with a lower mem-fraction-static",
-                "G1, measured",
-                "1.5 MB of memory a token of the chunk; longer pauses in decoding",
-            ),
-            "oom": Move(_smaller_chunk, "down: 4096, then 2048", "G1-G4", "slower prefill of long prompts"),
-        },
-        memory="1.5 MB a token",
-        takes_gb=lambda s, new: CHUNK_GB_A_TOKEN * (new - (s.now("chunked-prefill-size") or 0)),
-    ),
-    Flag(
-        "max-running-requests",
-        {
-            "capped": Move(
-                _more_running, "up: what the pool holds, rounded up to a power of two",
-                "G1", "each request decodes more slowly",
-            ),
-            "retracting": Move(
-                _fewer_retracted, "down: 9/10 of what runs, where all is reserved", "G1",
-                "fewer requests at once",
-            ),
-            "oom": Move(_fewer_running, "down: 3/4 of what ran", "G1-G4", "fewer requests at once"),
-        },
-        schedules=True,
-    ),
-    Flag(
-        "cuda-graph-max-bs-decode",
-        {
-            "graph-off": Move(
-                _larger_graphs,
-                "up: 256, 512, 1024, 2048 or 4096, with a lower mem-fraction-static", "G1, G2, G4",
-                "about 2 MB for each request, seconds at the start",
-            ),
-            "oom": Move(
-                _smaller_graphs, "down: halved", "G1, SGLang", "larger batches run without graphs"
-            ),
-        },
-        "a GPU", "2 MB a request",
-        lambda s, new: GRAPH_GB_A_REQUEST * (new - (s.facts.graph_max_bs or USUAL_CAPTURED)),
-    ),
-    Flag(
-        "cuda-graph-backend-decode",
-        {
-            "graph-off": Move(
-                lambda s: ["full"] if s.facts.graph_disabled else [], "on: where they are disabled", "G1",
-                "about 2 MB for each request, seconds at the start",
-            ),
-            "oom": Move(
-                lambda s: [] if s.facts.graph_disabled else ["disabled"], "off: at last",
-                "SGLang", "slower decode steps",
-            ),
-        },
-        "a GPU",
-    ),
-    Flag(
-        "cuda-graph-backend-prefill",
-        {
-            "chunk-full": Move(
-                lambda s: ["breakable"] if prefill_graph_off(s.facts.arguments) else [],
-                "on: where they are disabled",
-                "G1", "memory, and seconds at the start",
-            ),
-            "oom": Move(
-                lambda s: [] if s.facts.graph_disabled else ["disabled"], "off: at last",
-                "SGLang", "slower prefill of long prompts",
-            ),
-        },
-        "a GPU",
-    ),
-    Flag(
-        "schedule-policy",
-        {
-            "reordered": Move(
-                lambda s: [] if s.facts.arguments.get("schedule_policy") in {None, "fcfs"} else ["fcfs"],
-                "set: fcfs", "SGLang; not measured",
-            ),
-            "shared": Move(
-                _set("schedule-policy", "lpm"), "set: lpm, for queues under 128", "G1-G4",
-                "more scheduling work, and late requests wait",
-            ),
-        },
-        schedules=True,
-    ),
-    Flag(
-        "attention-backend",
-        {
-            "slow-backend": Move(
-                _other_backends,
-                "set: Hopper `fa3`, Blackwell `trtllm_mha` or `trtllm_mla`, Ampere and Ada `flashinfer`",
-                "G1",
-                "SGLang, or a person, may have chosen it for a reason",
-            )
-        },
-        "a GPU",
-    ),
-    Flag(
-        "enable-hierarchical-cache",
-        {
-            "evicted": Move(
-                _set("enable-hierarchical-cache", value=True), "on", "G1",
-                "host memory of twice the pool's size, and transfers",
-            )
-        },
-        "a GPU",
-    ),
-    Flag(
-        "tokenizer-worker-num",
-        {
-            "starved": Move(
-                lambda s: [TOKENIZERS] if (s.now("tokenizer-worker-num") or 1) < TOKENIZERS else [],
-                "up: 4", "SGLang", "cores of the machine",
-            )
-        },
-        "a GPU",
-    ),
-    Flag(
-        "ep-size",
-        {
-            "split-experts": Move(
-                _experts_whole, "up: that of `--tp-size`", "G1, G2, G4",
-                "the load of experts is uneven",
-            )
-        },
-        "a GPU",
-    ),
-    Flag(
-        "attn-dp-size",
-        {
-            "kv-copies": Move(
-                _kv_once,
-                "up: that of `--tp-size` (`--enable-dp-attention`)",
-                "G1, G2, G4", "single answers are slower",
-            )
-        },
-        "a GPU",
-    ),
-    Flag(
-        "prefill-decode-interval",
-        {
-            "small-prefills": Move(
-                _interval, "up: √(2 · output tokens)", "SGLang; not tried on a GPU",
-                "a request that ended leaves its place empty for some steps; not tried on a GPU here",
-            )
-        },
-        schedules=True,
-    ),
-    Flag(
-        "page-size",
-        {
-            "large-pages": Move(
-                _set("page-size", 1), "down: 1", "measured",
-                "some attention kernels are faster with pages",
-            )
-        },
-    ),
-    Flag(
-        "disable-radix-cache",
-        {"cache-off": Move(lambda _: [None], "off", "measured")},
-    ),
-    Flag(
-        "quantization",
-        {
-            "wide-numbers": Move(
-                lambda s: ["fp8"] if s.facts.in_16_bits else [], "set: fp8", "G1, G2, G4",
-                "answers change a little",
-            )
-        },
-        "FP8", changes_answers=True,
-    ),
-    Flag(
-        "kv-cache-dtype",
-        {
-            "wide-numbers": Move(
-                lambda s: ["fp8_e4m3"] if s.facts.kv_in_16_bits else [], "set: fp8_e4m3", "G1",
-                "answers change a little",
-            )
-        },
-        "FP8", changes_answers=True,
-    ),
-    Flag(
-        "speculative-algorithm",
-        {
-            "repeated": Move(
-                _ngrams, "set: NGRAM, with `--max-running-requests`",
-                "SGLang; not tried on a GPU",
-                "each step checks 12 tokens a request: a loss where few are right or many requests run",
-            )
-        },
-        "a GPU",
-    ),
-    Flag(
-        "enable-torch-compile",
-        {
-            "small-model": Move(
-                _set("enable-torch-compile", value=True), "on", "G1, G2, G4", "minutes at the start"
-            )
-        },
-        "a GPU",
-    ),
-)}  # fmt: skip
+FLAGS: Mapping[str, Flag] = {
+    flag.name: flag
+    for flag in (
+        Flag(
+            "tp-size",
+            moves={
+                "layout": Move(
+                    _other_layouts,
+                    rule="halved or doubled, with replicas to match",
+                    source="arithmetic; not tried on a GPU",
+                    cost=(
+                        "fewer GPUs a replica: less room for its KV pool; more: the GPUs wait for each other"
+                    ),
+                )
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "schedule-conservativeness",
+            {
+                "held": Move(
+                    _bolder,
+                    rule="down: 0.3",
+                    source="G1-G4",
+                    cost="where outputs turn out long, requests are retracted; about one a minute is fine",
+                ),
+                "retracting": Move(
+                    _calmer,
+                    rule="up: 1.3, then 1.43, which reserves all of `max_new_tokens`",
+                    source="G1-G4",
+                    cost=(
+                        "fewer requests run until their output lengths are known: a few per cent, up or down"
+                    ),
+                ),
+            },
+            schedules=True,
+        ),
+        Flag(
+            CLIP,
+            {
+                "held": Move(
+                    _clip,
+                    rule="down: a length that 99% of the outputs stay under",
+                    source="SGLang",
+                    cost="where outputs turn out long, requests are retracted",
+                )
+            },
+            schedules=True,
+        ),
+        Flag(
+            "max-total-tokens",
+            moves={
+                "full": Move(
+                    _larger_pool,
+                    rule="up: for all places, 8 times as large at most",
+                    source="measured",
+                    cost="memory of the machine",
+                ),
+                "oom": Move(_half_pool, rule="down: halved", source="SGLang", cost="a smaller KV pool"),
+            },
+            needs="a CPU",
+            memory="the KV cache of the tokens",
+            schedules=True,
+        ),
+        Flag(
+            "mem-fraction-static",
+            moves={
+                "full": Move(
+                    _higher_fraction,
+                    rule="up: so that 6.5 GB are left, then 0.01",
+                    source="G1, G2, G4",
+                    cost="nearer to running out of memory",
+                ),
+                "memory-left": Move(
+                    _good_fraction,
+                    rule="up: so that 6.5 GB are left",
+                    source="G1, G2, G4",
+                    cost="nearer to running out of memory: lower it by 0.01 where that happens",
+                ),
+                "memory-tight": Move(
+                    _good_fraction,
+                    rule="down: so that 6.5 GB are left",
+                    source="G1, G2, G4",
+                    cost="a smaller KV pool",
+                ),
+                "oom": Move(
+                    _lower_fraction, rule="down: 0.8, then 0.7, 0.6", source="G1-G4", cost="a smaller KV pool"
+                ),
+                "no-pool": Move(
+                    _fraction_for_pool, rule="up: 0.05 more", source="SGLang", cost="a smaller rest"
+                ),
+            },
+            needs="a GPU",
+            memory="a hundredth of the card for each 0.01",
+            schedules=True,
+            small_steps=True,
+        ),
+        Flag(
+            "chunked-prefill-size",
+            {
+                "chunk-full": Move(
+                    _larger_chunk,
+                    rule="up: doubled, from 2048 to 16384, with a lower mem-fraction-static",
+                    source="G1, measured",
+                    cost="1.5 MB of memory a token of the chunk; longer pauses in decoding",
+                ),
+                "oom": Move(
+                    _smaller_chunk,
+                    rule="down: 4096, then 2048",
+                    source="G1-G4",
+                    cost="slower prefill of long prompts",
+                ),
+            },
+            memory="1.5 MB a token",
+            takes_gb=lambda s, new: CHUNK_GB_A_TOKEN * (new - (s.now("chunked-prefill-size") or 0)),
+        ),
+        Flag(
+            "max-running-requests",
+            {
+                "capped": Move(
+                    _more_running,
+                    rule="up: what the pool holds, rounded up to a power of two",
+                    source="G1",
+                    cost="each request decodes more slowly",
+                ),
+                "retracting": Move(
+                    _fewer_retracted,
+                    rule="down: 9/10 of what runs, where all is reserved",
+                    source="G1",
+                    cost="fewer requests at once",
+                ),
+                "oom": Move(
+                    _fewer_running,
+                    rule="down: 3/4 of what ran",
+                    source="G1-G4",
+                    cost="fewer requests at once",
+                ),
+            },
+            schedules=True,
+        ),
+        Flag(
+            "cuda-graph-max-bs-decode",
+            moves={
+                "graph-off": Move(
+                    _larger_graphs,
+                    rule="up: 256, 512, 1024, 2048 or 4096, with a lower mem-fraction-static",
+                    source="G1, G2, G4",
+                    cost="about 2 MB for each request, seconds at the start",
+                ),
+                "oom": Move(
+                    _smaller_graphs,
+                    rule="down: halved",
+                    source="G1, SGLang",
+                    cost="larger batches run without graphs",
+                ),
+            },
+            needs="a GPU",
+            memory="2 MB a request",
+            takes_gb=lambda s, new: GRAPH_GB_A_REQUEST * (new - (s.facts.graph_max_bs or USUAL_CAPTURED)),
+        ),
+        Flag(
+            "cuda-graph-backend-decode",
+            moves={
+                "graph-off": Move(
+                    lambda s: ["full"] if s.facts.graph_disabled else [],
+                    rule="on: where they are disabled",
+                    source="G1",
+                    cost="about 2 MB for each request, seconds at the start",
+                ),
+                "oom": Move(
+                    lambda s: [] if s.facts.graph_disabled else ["disabled"],
+                    rule="off: at last",
+                    source="SGLang",
+                    cost="slower decode steps",
+                ),
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "cuda-graph-backend-prefill",
+            moves={
+                "chunk-full": Move(
+                    lambda s: ["breakable"] if prefill_graph_off(s.facts.arguments) else [],
+                    rule="on: where they are disabled",
+                    source="G1",
+                    cost="memory, and seconds at the start",
+                ),
+                "oom": Move(
+                    lambda s: [] if s.facts.graph_disabled else ["disabled"],
+                    rule="off: at last",
+                    source="SGLang",
+                    cost="slower prefill of long prompts",
+                ),
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "schedule-policy",
+            {
+                "reordered": Move(
+                    lambda s: [] if s.facts.arguments.get("schedule_policy") in {None, "fcfs"} else ["fcfs"],
+                    rule="set: fcfs",
+                    source="SGLang; not measured",
+                ),
+                "shared": Move(
+                    _set("schedule-policy", "lpm"),
+                    rule="set: lpm, for queues under 128",
+                    source="G1-G4",
+                    cost="more scheduling work, and late requests wait",
+                ),
+            },
+            schedules=True,
+        ),
+        Flag(
+            "attention-backend",
+            moves={
+                "slow-backend": Move(
+                    _other_backends,
+                    rule=(
+                        "set: Hopper `fa3`, Blackwell `trtllm_mha` or `trtllm_mla`, Ampere and "
+                        "Ada `flashinfer`"
+                    ),
+                    source="G1",
+                    cost="SGLang, or a person, may have chosen it for a reason",
+                )
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "enable-hierarchical-cache",
+            moves={
+                "evicted": Move(
+                    _set("enable-hierarchical-cache", value=True),
+                    rule="on",
+                    source="G1",
+                    cost="host memory of twice the pool's size, and transfers",
+                )
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "tokenizer-worker-num",
+            moves={
+                "starved": Move(
+                    lambda s: [TOKENIZERS] if (s.now("tokenizer-worker-num") or 1) < TOKENIZERS else [],
+                    rule="up: 4",
+                    source="SGLang",
+                    cost="cores of the machine",
+                )
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "ep-size",
+            moves={
+                "split-experts": Move(
+                    _experts_whole,
+                    rule="up: that of `--tp-size`",
+                    source="G1, G2, G4",
+                    cost="the load of experts is uneven",
+                )
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "attn-dp-size",
+            moves={
+                "kv-copies": Move(
+                    _kv_once,
+                    rule="up: that of `--tp-size` (`--enable-dp-attention`)",
+                    source="G1, G2, G4",
+                    cost="single answers are slower",
+                )
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "prefill-decode-interval",
+            {
+                "small-prefills": Move(
+                    _interval,
+                    rule="up: √(2 · output tokens)",
+                    source="SGLang; not tried on a GPU",
+                    cost=(
+                        "a request that ended leaves its place empty for some steps; not tried on a GPU here"
+                    ),
+                )
+            },
+            schedules=True,
+        ),
+        Flag(
+            "page-size",
+            {
+                "large-pages": Move(
+                    _set("page-size", 1),
+                    rule="down: 1",
+                    source="measured",
+                    cost="some attention kernels are faster with pages",
+                )
+            },
+        ),
+        Flag(
+            "disable-radix-cache",
+            {"cache-off": Move(lambda _: [None], rule="off", source="measured")},
+        ),
+        Flag(
+            "quantization",
+            moves={
+                "wide-numbers": Move(
+                    lambda s: ["fp8"] if s.facts.in_16_bits else [],
+                    rule="set: fp8",
+                    source="G1, G2, G4",
+                    cost="answers change a little",
+                )
+            },
+            needs="FP8",
+            changes_answers=True,
+        ),
+        Flag(
+            "kv-cache-dtype",
+            moves={
+                "wide-numbers": Move(
+                    lambda s: ["fp8_e4m3"] if s.facts.kv_in_16_bits else [],
+                    rule="set: fp8_e4m3",
+                    source="G1",
+                    cost="answers change a little",
+                )
+            },
+            needs="FP8",
+            changes_answers=True,
+        ),
+        Flag(
+            "speculative-algorithm",
+            moves={
+                "repeated": Move(
+                    _ngrams,
+                    rule="set: NGRAM, with `--max-running-requests`",
+                    source="SGLang; not tried on a GPU",
+                    cost=(
+                        "each step checks 12 tokens a request: a loss where few are right or "
+                        "many requests run"
+                    ),
+                )
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "enable-torch-compile",
+            moves={
+                "small-model": Move(
+                    _set("enable-torch-compile", value=True),
+                    rule="on",
+                    source="G1, G2, G4",
+                    cost="minutes at the start",
+                )
+            },
+            needs="a GPU",
+        ),
+    )
+}
 """All flags: first those of the guides in their order, then those that the guides lack."""
 
 

@@ -166,9 +166,14 @@ class _TaskReader:
             if server not in {None, load["scheduler"].partition("#")[0]}:
                 continue
             load_sample = LoadSample(
-                sample["time"], load["running"], load["queue"], load["token_usage"], load.get("max_running"),
-                rate=sample["output_tokens_per_s"] / len(signals), unsent=unsent,
-            )  # fmt: skip
+                at=sample["time"],
+                running=load["running"],
+                queue=load["queue"],
+                usage=load["token_usage"],
+                max_running=load.get("max_running"),
+                rate=sample["output_tokens_per_s"] / len(signals),
+                unsent=unsent,
+            )
             self._load.add(self._track(load["scheduler"]), load_sample)
         if not any(load["queue"] for load in signals):
             client.empty += 1

@@ -54,10 +54,10 @@ def queue_empty(s: Situation, flags: Flags) -> Finding | None:
     while_rows = " while rows were left to send" if s.client else ""
     return Finding(
         f"#queue-req is 0 {s.often('empty')}{while_rows}: {why}",
-        args,
-        change or command_line(args) or _OTHER_WAY[s.facts.on_cpu],
-        s.evidence("empty"),
-        "high" if s.client else "medium",
+        args=args,
+        change=change or command_line(args) or _OTHER_WAY[s.facts.on_cpu],
+        evidence=s.evidence("empty"),
+        certainty="high" if s.client else "medium",
     )
 
 
@@ -118,10 +118,10 @@ def conservative(s: Situation, flags: Flags) -> Finding | None:
     return Finding(
         f"token usage is below {GUIDES.usage_good:g} (median {s.load.median('usage'):.2f}) with requests "
         f"waiting {s.often('conservative')}: {ADMITS_TOO_FEW}; {cause}",
-        args,
-        ", or ".join(filter(None, (command_line(args), tighter))),
-        {**s.evidence("conservative"), "output_share_of_max_new_tokens": share},
-        certainty,
+        args=args,
+        change=", or ".join(filter(None, (command_line(args), tighter))),
+        evidence={**s.evidence("conservative"), "output_share_of_max_new_tokens": share},
+        certainty=certainty,
         env={} if args else variables_in(clip),
     )
 

@@ -202,10 +202,12 @@ class TrialWatch:
         begin, until = self.measured_span(end)
         span_s = max(until.at_s - begin.at_s, 1e-9)
         return TrialResult(
-            ended, why, round(cost_s, 1),
+            ended,
+            why,
+            round(cost_s, 1),
             tokens_per_s=round((until.tokens - begin.tokens) / span_s, 2),
             signs=self._signs(span_s),
-        )  # fmt: skip
+        )
 
     def _signs(self, span_s: float) -> TrialSigns:
         readings = self._readings
@@ -240,6 +242,13 @@ class TrialWatch:
 def _shares(readings: Sequence[SchedulerLoad]) -> dict[str, float]:
     """Return the share of the readings that show each sign."""
     samples = [
-        LoadSample(None, load.running, load.queue, load.token_usage, load.max_running) for load in readings
+        LoadSample(
+            at=None,
+            running=load.running,
+            queue=load.queue,
+            usage=load.token_usage,
+            max_running=load.max_running,
+        )
+        for load in readings
     ]
     return {sign: round(share(samples, sign), 3) for sign in MEASURED}

@@ -28,7 +28,13 @@ def memory_left(s: Situation, flags: Flags) -> Finding | None:
             {"max-total-tokens": None},
             evidence=evidence,
         )
-    return _fraction(s, flags, "memory-left", f"{reading}: more than {good}, the rest is unused", evidence)
+    return _fraction(
+        s,
+        flags,
+        sign="memory-left",
+        reading=f"{reading}: more than {good}, the rest is unused",
+        evidence=evidence,
+    )
 
 
 def pool_small(s: Situation, _: Flags) -> Finding | None:
@@ -50,7 +56,7 @@ def memory_tight(s: Situation, flags: Flags) -> Finding | None:
         return None
     reading = f"available_gpu_mem is {spare_gb:.2f} GB when the server is ready: under {round(low, 1):g} GB"
     evidence = {"available_gpu_gb": spare_gb}
-    return _fraction(s, flags, "memory-tight", f"{reading} it may run out", evidence)
+    return _fraction(s, flags, sign="memory-tight", reading=f"{reading} it may run out", evidence=evidence)
 
 
 def _fraction(
@@ -78,7 +84,7 @@ def ran_out(phase: Phase, where: str = "") -> Callable[[Situation, Flags], Findi
 
     def judge(s: Situation, flags: Flags) -> Finding | None:
         beside = "" if phase == "graph" else _narrower(s, flags)
-        return _ran_out(s, s.facts.troubles.get(phase), flags, where, beside)
+        return _ran_out(s, trouble=s.facts.troubles.get(phase), flags=flags, where=where, beside=beside)
 
     return judge
 
@@ -87,13 +93,19 @@ def oom_weights(s: Situation, flags: Flags) -> Finding | None:
     """Find that the weights do not fit, or leave no room for a KV pool."""
     if trouble := s.facts.troubles.get("pool"):
         where = "before there was a KV pool: the weights take all that mem-fraction-static allows"
-        return _ran_out(s, trouble, flags, where, "" if s.facts.on_cpu else "more GPUs (--tp-size)")
+        return _ran_out(
+            s,
+            trouble=trouble,
+            flags=flags,
+            where=where,
+            beside="" if s.facts.on_cpu else "more GPUs (--tp-size)",
+        )
     if trouble := s.facts.troubles.get("load"):
         args = {} if s.facts.on_cpu else flags.setting("tp-size", 2 * s.facts.tp)
         quantised = s.facts.quantised or s.facts.arguments.get("quantization")
         room = command_line(args) or "a machine with more memory"
         ways = room if quantised else f"{room}, or a quantised model"
-        finding = _ran_out(s, trouble, flags, "while weights were loaded", ways)
+        finding = _ran_out(s, trouble=trouble, flags=flags, where="while weights were loaded", beside=ways)
         return finding and replace(finding, args=args)
     return None
 

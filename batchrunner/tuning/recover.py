@@ -145,8 +145,10 @@ class Healer:
         if self.args:
             log.info(
                 "starting with %s, %s; engine.args overrules it; delete %s to forget",
-                _shown(self.args), learned.why, memory.path,
-            )  # fmt: skip
+                _shown(self.args),
+                learned.why,
+                memory.path,
+            )
             incidents.append(Incident("recalled", "the engine", learned.why, {"new": self.args}))
 
     def heal(self, name: str, ended: EndedServer) -> bool:
@@ -169,8 +171,12 @@ class Healer:
         self._last_cause = NAMES[death.kind]
         log.warning(
             "%s: %s: %s at the next start (change %d of at most %d)",
-            name, self._last_cause, _shown(args, old), self._changes, MOST_CHANGES,
-        )  # fmt: skip
+            name,
+            self._last_cause,
+            _shown(args, old),
+            self._changes,
+            MOST_CHANGES,
+        )
         self._incidents.append(
             Incident("healed", name, death.why, {"kind": death.kind, "old": old, "new": args})
         )

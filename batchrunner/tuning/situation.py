@@ -109,11 +109,13 @@ class Situation:
         ready = self.facts.ready or ServerReady(max_running_requests=self.max_running)
         return Server(
             replace(self.facts, ready=ready),
-            self.load.median("running"), self.load.median("usage"), self.decodes,
+            self.load.median("running"),
+            self.load.median("usage"),
+            self.decodes,
             output_tokens=self.decoded / max(1, self.log.prefills.prompts),
             longest_output=self.client.longest_output if self.client else None,
             most_pool_tokens=self._most_pool_tokens,
-        )  # fmt: skip
+        )
 
     @property
     def decode_steps(self) -> int:

@@ -86,15 +86,22 @@ def server_of(result: TrialResult, machine: Machine) -> Server:
     """Return the server of a trial as the table of flags reads it."""
     signs, facts = result.signs, result.facts
     facts = replace(
-        facts, card=machine.card, card_gb=machine.card_gb or None, config=machine.config,
+        facts,
+        card=machine.card,
+        card_gb=machine.card_gb or None,
+        config=machine.config,
         idle_gpus=max(0, machine.cards - facts.gpus),
         arguments={**facts.arguments, "device": "cpu" if machine.cpu else "cuda"},
-    )  # fmt: skip
+    )
     return Server(
-        facts, signs.running / signs.schedulers, signs.usage,
-        output_tokens=signs.output_tokens, longest_output=signs.longest_output, repeated=signs.repeated,
+        facts,
+        signs.running / signs.schedulers,
+        signs.usage,
+        output_tokens=signs.output_tokens,
+        longest_output=signs.longest_output,
+        repeated=signs.repeated,
         most_pool_tokens=machine.most_pool_tokens,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +120,7 @@ def _waits_below_cap(s: TrialSigns) -> bool:
 SEEN: Mapping[str, Callable[[TrialSigns, Server], bool]] = {
     "layout": lambda _, __: True,
     "held": lambda s, _: admits_too_few(
-        share_held=s.shares["conservative"], retracts=retracts_often(s.retractions_per_min)
+        share_held=s.shares.get("conservative", 0.0), retracts=retracts_often(s.retractions_per_min)
     ),
     "retracting": lambda s, _: s.shows("kv_bound") and retracts_often(s.retractions_per_min),
     "full": lambda s, _: _waits_below_cap(s),
@@ -134,7 +141,7 @@ SEEN: Mapping[str, Callable[[TrialSigns, Server], bool]] = {
     ),
     "repeated": lambda _, __: True,
     "wide-numbers": lambda _, __: True,
-}  # fmt: skip
+}
 """The test of a trial for each sign that calls for flags."""
 TUNED_FLAGS = tuple(flag for flag in FLAGS.values() if SEEN.keys() & flag.moves.keys())
 

@@ -306,7 +306,13 @@ class LogReader:
         most = self.facts.max_running
         if batch.decode:
             sample = LoadSample(
-                at, batch.running, batch.queue, batch.usage, most, batch.graph, batch.throughput
+                at=at,
+                running=batch.running,
+                queue=batch.queue,
+                usage=batch.usage,
+                max_running=most,
+                graph=batch.graph,
+                rate=batch.throughput,
             )
             self.series.add(scheduler, sample)
         else:
