@@ -11,10 +11,8 @@ no clock here: each load sample is a step in time.
 
 import logging
 import math
-from collections import ChainMap
 from collections.abc import Iterator, Mapping
-from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from batchrunner.core.engine_info import Incident
 from batchrunner.core.timing import TIMING
@@ -22,32 +20,19 @@ from batchrunner.engines.base import Engine
 from batchrunner.engines.launched.fleet import LaunchedFleet
 from batchrunner.engines.launched.server import SGLangServer
 from batchrunner.output.run_dir import RunDir
-from batchrunner.sglang.flags import command_line, of_arguments
-from batchrunner.tuning.flags import LESS_CONSERVATIVE, next_setting
+from batchrunner.sglang.flags import command_line
+from batchrunner.tuning.adapt import Step, gain_over_others, steps_for
 from batchrunner.tuning.from_run import ServerWatch
-from batchrunner.tuning.load_rules import conservativeness
 from batchrunner.tuning.memory import FlagMemory
-from batchrunner.tuning.rules import apply_all
-from batchrunner.tuning.situation import Situation
 
 log = logging.getLogger(__name__)
 
-EXPECTED = 0.05
-"""Gain of a step that was never tried with this model, machine and shape of job, for each doubling of its
-flag: 64 running requests instead of 4 promise more than 8 do."""
 WORTH = 3.0
 """Multiple of a restart's cost that a step must gain."""
 LEAST_GAIN = 0.02
 """Least gain that is not noise."""
 MOST_WINDOWS = 4
 """Windows after which a trial without steady work ends; each is longer by the life of a row."""
-CARE = "schedule-conservativeness"
-"""Flag that is lowered with a higher cap: requests that the cap holds back do not show what else does."""
-STEPS = frozenset({
-    "conservative", "running-capped", "memory-left", "cuda-graph", "prefill-full", "running-low",
-    "long-prompts", "retractions", "pool-small",
-})  # fmt: skip
-"""Rules of advice whose flags change during a run."""
 
 
 def adaptation_of(engine: Engine, run_dir: RunDir, ends_at: float) -> "Adaptation | None":
@@ -56,26 +41,6 @@ def adaptation_of(engine: Engine, run_dir: RunDir, ends_at: float) -> "Adaptatio
         return None
     servers = {s: ServerWatch(run_dir, s.url, s.log_path, s.log_begins) for s in engine.servers}
     return Adaptation(servers, engine.memory, ends_at)
-
-
-class Step(NamedTuple):
-    """A change of flags or variables."""
-
-    name: str
-    """The rules that call for it, with the values before it."""
-    args: Mapping[str, Any]
-    why: str
-
-
-def _doublings(old: Mapping[str, Any], new: Mapping[str, Any]) -> float:
-    """Return the largest change of a number in doublings, up or down; at least 1."""
-    numbers = [(old[name], value) for name, value in new.items() if isinstance(value, (int, float))]
-    return max([1.0, *(abs(math.log2(value / before)) for before, value in numbers if before and value > 0)])
-
-
-def _may_be_bolder(s: Situation) -> bool:
-    """Tell whether a scheduler reserves more than the guides advise for outputs of unknown length."""
-    return conservativeness(s) > LESS_CONSERVATIVE and not (s.client and s.client.ignore_eos)
 
 
 class Adaptation:
@@ -139,28 +104,8 @@ class Adaptation:
 
     def _next_step(self, server: SGLangServer, watch: ServerWatch) -> Step | None:
         """Return the step of all rules, or the first rule's that pays alone; None where no step pays."""
-        situation = watch.situation
-        facts = situation.facts
-        flags = of_arguments(facts.version, facts.arguments)
-        steps = list[tuple[Step, float]]()
-        for advice in apply_all(situation, flags):
-            args = {**advice.args, **advice.env}
-            if advice.rule == "running-capped" and server.may_change(CARE) and _may_be_bolder(situation):
-                args |= next_setting("held", CARE, situation.server, flags)
-            old = {name: situation.server.now(name) for name in args}
-            name = f"{advice.rule}, {command_line(old)}"
-            gain = self._memory.gains.get(name, EXPECTED * _doublings(old, args))
-            if args and gain > 0 and advice.rule in STEPS and all(map(server.may_change, args)):
-                steps.append((Step(name, args, advice.sign), gain))
-        if not steps:
-            return None
-        single_steps = [step for step, _ in steps]
-        args = dict(ChainMap(*(dict(step.args) for step in single_steps)))
-        together = Step(
-            "; ".join(step.name for step in single_steps), args, "; ".join(step.why for step in single_steps)
-        )
-        gain = self._memory.gains.get(together.name, sum(gain for _, gain in steps))
-        return next((step for step, gain in [(together, gain), *steps] if self._pays(server, gain)), None)
+        steps = steps_for(watch.situation, self._memory.gains, server.may_change)
+        return next((step for step, gain in steps if self._pays(server, gain)), None)
 
     def _pays(self, server: SGLangServer, gain: float) -> bool:
         """Tell whether a gain is worth a restart now, which drains the server and starts it."""
@@ -201,18 +146,12 @@ class Adaptation:
                 each.keep()
 
     def _gain(self, server: SGLangServer, before: Mapping[SGLangServer, tuple[float, ...]]) -> float:
-        """Return a server's gain over that of the others; 0 where the two rates disagree or are unknown."""
+        """Return a server's gain over that of the others; 0 where it is unclear."""
         now = {each: watch.rates for each, watch in self._servers.items() if all(watch.rates)}
-        faster = {
+        ratios = {
             each: [new / old for new, old in zip(now[each], before[each], strict=True)]
             for each in now.keys() & before.keys()
         }
-        if server not in faster:
+        if server not in ratios:
             return 0.0
-        ratios = faster.pop(server)
-        by_others = zip(*faster.values(), strict=True) if faster else [(1.0,) for _ in ratios]
-        gains = [
-            rate / fmean(ratios_of_others) - 1
-            for rate, ratios_of_others in zip(ratios, by_others, strict=True)
-        ]
-        return min(gains, key=abs) if min(gains) * max(gains) > 0 else 0.0
+        return gain_over_others(ratios.pop(server), [*ratios.values()])

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from batchrunner.core.engine_info import Incident
-from batchrunner.runner.adapt import EXPECTED, WORTH, Adaptation
+from batchrunner.runner.adapt import WORTH, Adaptation
 from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import Facts
 from batchrunner.sglang.logs.series import LoadSample, Prefills, Series
+from batchrunner.tuning.adapt import EXPECTED
 from batchrunner.tuning.memory import FlagMemory, Memory
 from batchrunner.tuning.situation import Situation
 
