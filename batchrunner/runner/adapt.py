@@ -1,20 +1,18 @@
-"""Changes the flags of launched servers while a run goes on, one step at a time, by the signs of advice.
+"""Flag tuning during a run: launched servers change their flags one step at a time, by the rules of advice.
 
-Signs that last for a window of steady work name a step: all together, as a start costs the same for one flag
-and for several. A step is worth a restart if its gain, times the time left, is more than three times what the
-restart costs. Then one server is started again with it, and its output tokens a second are compared: with
-those before, and with what the other servers do meanwhile. Where rows get longer or shorter, all tokens a
-second have to tell the same. What gains is kept, and the other servers follow one by one; what loses is taken
-back where that pays, and its signs are tried alone. All is remembered. There is no clock here: a sample of
-the run is a step in time.
+Advice on a window of steady work names a step. It takes all flags at once, since a restart costs the same
+for one and for several. A step is worth a restart if its gain over the remaining time is more than three
+times the cost of the restart. Then one server restarts with the step, and its output tokens per second are
+compared with those before, and with the other servers' meanwhile. Rows may become longer or shorter, so the
+rate with prompt tokens has to agree. A step that gains is kept, and the other servers follow one by one. A
+step that loses is undone where that pays, and its rules are tried alone. All results are remembered. There is
+no clock here: each load sample is a step in time.
 """
 
 import logging
 import math
-from collections import ChainMap
 from collections.abc import Iterator, Mapping
-from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from batchrunner.core.engine_info import Incident
 from batchrunner.core.timing import TIMING
@@ -22,69 +20,36 @@ from batchrunner.engines.base import Engine
 from batchrunner.engines.launched.fleet import LaunchedFleet
 from batchrunner.engines.launched.server import SGLangServer
 from batchrunner.output.run_dir import RunDir
-from batchrunner.sglang.flags import command_line, of_arguments
-from batchrunner.tuning.flags import LESS_CONSERVATIVE, next_setting
+from batchrunner.sglang.flags import command_line
+from batchrunner.tuning.adapt import Step, gain_over_others, steps_for
 from batchrunner.tuning.from_run import ServerWatch
-from batchrunner.tuning.load_rules import conservativeness
 from batchrunner.tuning.memory import FlagMemory
-from batchrunner.tuning.rules import apply_all
-from batchrunner.tuning.situation import Situation
 
 log = logging.getLogger(__name__)
 
-EXPECTED = 0.05
-"""Gain of a step that was never tried with this model, machine and shape of job, for each doubling of its
-flag: 64 places instead of 4 promise more than 8 do."""
 WORTH = 3.0
-"""Multiple of a restart's cost that a step has to gain."""
+"""Multiple of a restart's cost that a step must gain."""
 LEAST_GAIN = 0.02
-"""Gain from which a step counts as one: less is noise."""
+"""Least gain that is not noise."""
 MOST_WINDOWS = 4
-"""Windows, each longer by the life of a row, after which a trial ends that had none of steady work."""
-CARE = "schedule-conservativeness"
-"""Flag that goes down with more places: what holds requests back shows only where places are free."""
-STEPS = frozenset({
-    "conservative", "running-capped", "memory-left", "cuda-graph", "prefill-full", "running-low",
-    "long-prompts", "retractions", "pool-small",
-})  # fmt: skip
-"""Rules of advice whose flags change while a run goes on."""
+"""Windows after which a trial without steady work ends; each is longer by the life of a row."""
 
 
 def adaptation_of(engine: Engine, run_dir: RunDir, ends_at: float) -> "Adaptation | None":
-    """Return what adapts the servers of an engine to the run; None where their flags do not change."""
+    """Return the flag tuning of an engine's servers; None where their flags do not change."""
     if not isinstance(engine, LaunchedFleet) or engine.memory is None:
         return None
     servers = {s: ServerWatch(run_dir, s.url, s.log_path, s.log_begins) for s in engine.servers}
     return Adaptation(servers, engine.memory, ends_at)
 
 
-class Step(NamedTuple):
-    """A change of flags or variables."""
-
-    name: str
-    """The rules that call for it, and what they were before."""
-    args: Mapping[str, Any]
-    why: str
-
-
-def _doublings(old: Mapping[str, Any], new: Mapping[str, Any]) -> float:
-    """Return by how many powers of two a number changes at most, up or down; at least 1."""
-    numbers = [(old[name], value) for name, value in new.items() if isinstance(value, (int, float))]
-    return max([1.0, *(abs(math.log2(value / before)) for before, value in numbers if before and value > 0)])
-
-
-def _may_be_bolder(s: Situation) -> bool:
-    """Tell whether a scheduler reserves more than the guides say, for outputs of unknown length."""
-    return conservativeness(s) > LESS_CONSERVATIVE and not (s.client and s.client.ignore_eos)
-
-
 class Adaptation:
-    """Watches servers, and restarts them with other flags. It is told each sample of the run."""
+    """The flag tuning of one run, driven by its load samples."""
 
     def __init__(
         self, servers: Mapping[SGLangServer, ServerWatch], memory: FlagMemory, ends_at: float
     ) -> None:
-        """Take the servers, what is known of flags for this job, and the time of the run's deadline."""
+        """`ends_at` is the time of the run's deadline."""
         self._servers = servers
         self._memory = memory
         self._ends_at = ends_at
@@ -92,14 +57,14 @@ class Adaptation:
         self._work = self._go()
 
     def take(self, sample: Mapping[str, Any]) -> None:
-        """Take a `sample` event, with its time."""
+        """Use a load sample, the event `sample` with its time."""
         self._sample = sample
         for watch in self._servers.values():
             watch.take(sample)
         next(self._work)
 
     def stop(self) -> None:
-        """Start no server again: the run stops."""
+        """Restart no server any more: the run stops."""
         for server in self._servers:
             server.stay()
 
@@ -115,11 +80,11 @@ class Adaptation:
 
     @property
     def _is_calm(self) -> bool:
-        """Whether no server is on its way up."""
+        """Whether no server is starting."""
         return all(server.up or server.lost for server in self._servers)
 
     def _window(self, most_s: float = math.inf) -> Iterator[None]:
-        """Wait until all servers are up, and then for a window of steady work, or for so many seconds."""
+        """Wait until all servers are up, then for a window of steady work, or `most_s` seconds."""
         ends_at, is_full = math.inf, False
         while not is_full:
             while not self._is_calm:
@@ -134,42 +99,24 @@ class Adaptation:
 
     @property
     def _life_s(self) -> float:
-        """Seconds from when a row is sent until it ends."""
+        """Mean seconds from sending a row to its end."""
         return float(self._sample["in_flight"] / max(self._sample["rows_per_s"], 1e-9))
 
     def _next_step(self, server: SGLangServer, watch: ServerWatch) -> Step | None:
-        """Return what all signs call for, or the first of them that pays alone; None where nothing does."""
-        situation = watch.situation
-        facts = situation.facts
-        flags = of_arguments(facts.version, facts.arguments)
-        steps = list[tuple[Step, float]]()
-        for advice in apply_all(situation, flags):
-            args = {**advice.args, **advice.env}
-            if advice.rule == "running-capped" and server.may_change(CARE) and _may_be_bolder(situation):
-                args |= next_setting("held", CARE, situation.server, flags)
-            old = {name: situation.server.now(name) for name in args}
-            name = f"{advice.rule}, {command_line(old)}"
-            gain = self._memory.gains.get(name, EXPECTED * _doublings(old, args))
-            if args and gain > 0 and advice.rule in STEPS and all(map(server.may_change, args)):
-                steps.append((Step(name, args, advice.sign), gain))
-        if not steps:
-            return None
-        each = [step for step, _ in steps]
-        args = dict(ChainMap(*(dict(step.args) for step in each)))
-        together = Step("; ".join(step.name for step in each), args, "; ".join(step.why for step in each))
-        gain = self._memory.gains.get(together.name, sum(gain for _, gain in steps))
-        return next((step for step, gain in [(together, gain), *steps] if self._pays(server, gain)), None)
+        """Return the step of all rules, or the first rule's that pays alone; None where no step pays."""
+        steps = steps_for(watch.situation, self._memory.gains, server.may_change)
+        return next((step for step, gain in steps if self._pays(server, gain)), None)
 
     def _pays(self, server: SGLangServer, gain: float) -> bool:
-        """Tell whether a gain is worth a restart now: the rows in flight end, and the server starts."""
+        """Tell whether a gain is worth a restart now, which drains the server and starts it."""
         sample = self._sample
         cost_s = server.start_s + min(server.start_s, self._life_s)
         left_s = min(sample["time_left_s"] or 0.0, self._ends_at - sample["time"])
-        # not in the tail
+        # A restart in the tail would only delay it.
         return self._is_calm and sample["unsent"] > sample["window"] and gain * left_s > WORTH * cost_s
 
     def _try(self, server: SGLangServer, step: Step) -> Iterator[None]:
-        """Try a step with one server; keep it, and let the others follow, or take it back."""
+        """Try a step with one server; then let the others follow, or undo it."""
         old, new = server.adapted, {**server.adapted, **step.args}
         before = {each: watch.rates for each, watch in self._servers.items() if all(watch.rates)}
         server.adapt(new, step.why)
@@ -177,18 +124,18 @@ class Adaptation:
         server.keep()
         gain = self._gain(server, before)
         is_good = gain >= LEAST_GAIN
-        what = "kept" if is_good else "kept, as another start costs more"
+        outcome = "kept" if is_good else "kept, as another start costs more"
         if not (lives := server.adapted == new):
-            gain, is_good, what = -1.0, False, "dropped"
+            gain, is_good, outcome = -1.0, False, "dropped"
         if gain:
             self._memory.learn(step.name, gain, step.args if is_good else {})
         restarts = {each: {**each.adapted, **step.args} for each in self._servers if is_good}
         restarts.pop(server, None)
         if lives and self._pays(server, -gain):
-            restarts, what = {server: old}, "taken back"
-        why = f"{command_line(step.args)}: {1 + gain:.2f} x the output tokens a second: {what}"
+            restarts, outcome = {server: old}, "taken back"
+        why = f"{command_line(step.args)}: {1 + gain:.2f} x the output tokens a second: {outcome}"
         if not gain:
-            why = f"{command_line(step.args)}: its gain cannot be told: {what}"
+            why = f"{command_line(step.args)}: its gain is unclear: {outcome}"
         log.warning("%s: %s", server.name, why)
         server.incidents.append(Incident("adapted", server.name, why, {"new": step.args, "gain": gain}))
         for each, args in restarts.items():
@@ -199,15 +146,12 @@ class Adaptation:
                 each.keep()
 
     def _gain(self, server: SGLangServer, before: Mapping[SGLangServer, tuple[float, ...]]) -> float:
-        """Return what a server gained over what the others did; 0 where that cannot be told."""
+        """Return a server's gain over that of the others; 0 where it is unclear."""
         now = {each: watch.rates for each, watch in self._servers.items() if all(watch.rates)}
-        faster = {
+        ratios = {
             each: [new / old for new, old in zip(now[each], before[each], strict=True)]
             for each in now.keys() & before.keys()
         }
-        if server not in faster:
+        if server not in ratios:
             return 0.0
-        own = faster.pop(server)
-        by_others = zip(*faster.values(), strict=True) if faster else [(1.0,) for _ in own]
-        gains = [rate / fmean(others) - 1 for rate, others in zip(own, by_others, strict=True)]
-        return min(gains, key=abs) if min(gains) * max(gains) > 0 else 0.0
+        return gain_over_others(ratios.pop(server), [*ratios.values()])

@@ -34,7 +34,7 @@ def advise(
     situation = _read(source, span_s)
     situation.facts.card = card or situation.facts.card
     situation.facts.config = config_of(situation.facts)
-    names_flags = any(found.args for found in apply_all(situation, Flags()))
+    names_flags = any(advice.args for advice in apply_all(situation, Flags()))
     flags = _flags(situation, python, ask=names_flags)
     return AdviceReport(hidden(source), situation, apply_all(situation, flags), flags)
 
@@ -61,5 +61,5 @@ def _flags(situation: Situation, python: str | None, *, ask: bool) -> Flags:
     facts = situation.facts
     if facts.arguments:
         return of_arguments(facts.version, facts.arguments)
-    here = installed(python) if ask else Flags()
-    return here if facts.version in {None, here.version} else Flags(facts.version)
+    installed_flags = installed(python) if ask else Flags()
+    return installed_flags if facts.version in {None, installed_flags.version} else Flags(facts.version)

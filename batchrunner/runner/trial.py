@@ -1,4 +1,4 @@
-"""One trial: launch a server with some flags and send it the sample, until enough is known."""
+"""One trial of `batchrun tune`: a server with some flags answers the sample until its speed is known."""
 
 import re
 import shutil
@@ -36,51 +36,54 @@ from batchrunner.tuning.recover import EndedServer, read_server
 from batchrunner.tuning.search import TrialRequest
 
 LOG_INTERVAL = 10
-"""`decode-log-interval` of trials, in passes: they are counted to within 10, at almost no cost."""
+"""`decode-log-interval` of trials: their passes are counted to within 10, at almost no cost."""
 FEWEST_DECODES = 5
-"""Log lines of decode passes that a mean needs at least."""
+"""Least log lines of decode passes for a mean."""
 SETUP = frozenset(name.replace("-", "_") for name in FLAGS) | {
     "cuda_graph_config", "disable_cuda_graph", "dp_size", "enable_dp_attention",
     "enable_piecewise_cuda_graph", "pp_size",
 }  # fmt: skip
-"""Arguments of the server that are kept of a trial; among the others are secrets."""
+"""Server arguments that a trial's result keeps; others may be secret."""
 
 Passes = Sequence[tuple[str, LoggedBatch]]
-"""Lines of the log that tell of passes, each with the rank of its scheduler."""
+"""Log lines of passes, each with the rank of its scheduler."""
 
 
 def server_facts(lines: Iterable[str], args: Mapping[str, Any]) -> Facts:
-    """Return the server's setup: by the log up to its first pass, else by the arguments that it was given."""
+    """Return the server's setup by its log up to the first pass, or else by its arguments."""
     before = takewhile(lambda line: not isinstance(record_in(clean(line)), LoggedBatch), lines)
     facts, _ = read_server(EndedServer([*before], args))
     return Facts(
         arguments={name: value for name, value in facts.arguments.items() if name in SETUP},
-        ready=facts.ready, weights_gb=facts.weights_gb, quantised=facts.quantised, model=facts.model,
-    )  # fmt: skip
+        ready=facts.ready,
+        weights_gb=facts.weights_gb,
+        quantised=facts.quantised,
+        model=facts.model,
+    )
 
 
 def logged_passes(lines: Iterable[str]) -> list[tuple[str, LoggedBatch]]:
-    """Return what a stretch of the log says of its passes, each with the rank of its scheduler."""
+    """Return the passes in a stretch of the log, each with the rank of its scheduler."""
     records = ((origin_of(line).dp, record_in(line)) for line in map(clean, lines))
     return [(rank, record) for rank, record in records if isinstance(record, LoggedBatch)]
 
 
 def signs_of_passes(passes: Passes, tokens: int) -> dict[str, Any]:
-    """Return figures of these passes, as fields of TrialSigns.
+    """Return the figures of some passes, as fields of TrialSigns.
 
-    `tokens` are the output tokens of that stretch. `running` and `usage` are means over decode passes: polls
-    see prefills too, during which fewer requests run.
+    `tokens` are the output tokens of these passes. `running` and `usage` are means over decode passes, since
+    polls also see prefills, during which fewer requests run.
     """
     decodes = [batch for _, batch in passes if batch.decode]
     prefilled = [batch.new_tokens for _, batch in passes if not batch.decode]
     graphs = [batch.graph for batch in decodes if batch.graph is not None]
     steps = LOG_INTERVAL * len(decodes)
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     if len(decodes) >= FEWEST_DECODES:
         ranks = len({rank for rank, _ in passes})
-        found["running"] = round(ranks * fmean(batch.running for batch in decodes), 1)
-        found["usage"] = round(fmean(batch.usage for batch in decodes), 3)
-    return found | {
+        figures["running"] = round(ranks * fmean(batch.running for batch in decodes), 1)
+        figures["usage"] = round(fmean(batch.usage for batch in decodes), 3)
+    return figures | {
         "tokens_per_pass": round(tokens / (steps + len(prefilled)), 3) if passes else None,
         "prefill_per_pass": round(fmean(prefilled), 1) if prefilled else None,
         "decodes_per_prefill": round(steps / len(prefilled), 2) if prefilled else None,
@@ -89,10 +92,10 @@ def signs_of_passes(passes: Passes, tokens: int) -> dict[str, Any]:
 
 
 def output_rate(passes: Passes) -> float | None:
-    """Return output tokens a second by the scheduler's clock; None where the log has few decode passes.
+    """Return output tokens per second by the scheduler's clock; None where the log has few decode passes.
 
-    Counting the rows that end would be later and less exact, as many rows are half done at either end of the
-    stretch. Each line has the rate since the line before, prefills included.
+    A count of ended rows would be less exact, since many rows are half done at both ends of the stretch.
+    Each line has the rate since the line before it, prefills included.
     """
     by_rank = defaultdict[str, list[LoggedBatch]](list)
     for rank, batch in passes:
@@ -101,7 +104,7 @@ def output_rate(passes: Passes) -> float | None:
     rates, lines = [], 0
     for batches in by_rank.values():
         tokens = seconds = 0.0
-        for before, after in pairwise(batches):  # the first line's rate is of the time before
+        for before, after in pairwise(batches):  # The first line has the rate before the stretch.
             if after.throughput:
                 added = (before.running + after.running) / 2 * after.accepted
                 tokens, seconds, lines = tokens + added, seconds + added / after.throughput, lines + 1
@@ -110,20 +113,20 @@ def output_rate(passes: Passes) -> float | None:
 
 
 MOST_ANSWERS, MOST_WORDS = 400, 1000
-"""Answers of a trial that are replayed, and words of each."""
+"""Most answers of a trial that are replayed, and most words of each."""
 CONTEXTS = (8, 4, 3, 2, 1)
-"""Words before a place by which what followed them before is found, the longest first."""
+"""Lengths of the n-grams that are looked up, in words, the longest first."""
 DRAFT = 11
-"""Most words that a decode step tries: SGLang's default of `--speculative-num-draft-tokens`, less its own."""
+"""Most words that a decode step drafts: SGLang's default of `--speculative-num-draft-tokens`, less one."""
 WORD = re.compile(r"\s?\w+|\s?[^\w\s]|\s")
-"""About a token: a space belongs to the word after it."""
+"""About one token; a space belongs to the word behind it."""
 
 
 def words_a_step(answers: Iterable[str]) -> float:
-    """Return the words that a decode step would bring with SGLang's n-gram speculation; 1 without a hit.
+    """Return the words per decode step with SGLang's n-gram speculation; 1 without a hit.
 
-    It proposes what followed the last words when they were last put out, in any answer. Prompts are not
-    among what it knows (0.5.23, ngram_worker), but for their last words.
+    It drafts the words that followed the last ones when they last occurred in any answer. It does not learn
+    from prompts, except for their last words (0.5.23, ngram_worker).
     """
     followed: dict[tuple[str, ...], str] = {}
     put_out = steps = 0
@@ -136,7 +139,7 @@ def words_a_step(answers: Iterable[str]) -> float:
             begin = at
             while at < min(len(words), begin + DRAFT) and words[at] == _expected(followed, words, at):
                 at += 1
-            at += 1  # the word that a step brings without a hit too
+            at += 1  # A step without a hit yields one word too.
             for place in range(begin, min(at, len(words))):
                 followed |= dict.fromkeys(_contexts(words, place), words[place])
     return put_out / steps if steps else 1.0
@@ -147,7 +150,7 @@ def _contexts(words: Sequence[str], place: int) -> list[tuple[str, ...]]:
 
 
 def _expected(followed: Mapping[tuple[str, ...], str], words: Sequence[str], place: int) -> str | None:
-    return next((followed[found] for found in _contexts(words, place) if found in followed), None)
+    return next((followed[context] for context in _contexts(words, place) if context in followed), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,16 +165,18 @@ class TrialRunner:
     async def run(self, request: TrialRequest, number: int, within_s: float) -> TrialResult:
         """Launch the server, send the sample and return the result, in little more than `within_s` seconds.
 
-        A server that does not start is a result too. Raises BatchrunError where the job is wrong.
+        The result may be that the server does not start. Raises BatchrunError where the job is wrong.
         """
-        began = time.monotonic()
+        start = time.monotonic()
         result = await self._run(request, self.directory / f"{number:03d}", within_s)
-        return replace(result, cost_s=round(time.monotonic() - began, 1))  # with the shutdown of the server
+        return replace(
+            result, cost_s=round(time.monotonic() - start, 1)
+        )  # The shutdown of the server counts.
 
     async def _run(self, request: TrialRequest, place: Path, within_s: float) -> TrialResult:
-        began = time.monotonic()
-        shutil.rmtree(place, ignore_errors=True)  # an old log would be appended to, and counted
-        args = {**arguments_in(request.args), "decode-log-interval": LOG_INTERVAL}  # passes are counted by it
+        start = time.monotonic()
+        shutil.rmtree(place, ignore_errors=True)  # An old log would be appended to, and counted.
+        args = {**arguments_in(request.args), "decode-log-interval": LOG_INTERVAL}
         env = {**self.engine.env, **variables_in(request.args)}
         start_s = min(self.engine.start_timeout, within_s)
         spec = self.engine.model_copy(
@@ -180,10 +185,10 @@ class TrialRunner:
         engine = make_engine(spec, log_dir=place, limits=self.job.limits)
         try:
             info = await engine.open()
-            left_s = within_s - (time.monotonic() - began)
-            return await self._measure(engine, info, request, place / "run", left_s)
+            left_s = within_s - (time.monotonic() - start)
+            return await self._measure(engine, info, request=request, out=place / "run", left_s=left_s)
         except EngineStartError as failure:
-            cut = time.monotonic() - began >= within_s
+            cut = time.monotonic() - start >= within_s
             return TrialResult("cut" if cut else "died", str(failure), 0.0)
         finally:
             await engine.close()
@@ -194,9 +199,13 @@ class TrialRunner:
     ) -> TrialResult:
         control = Control()
         meter = MeasuringEngine(
-            engine, TrialWatch(request.incumbent), control, left_s, Path(info.log) if info.log else None,
-            request.args,
-        )  # fmt: skip
+            engine,
+            watch=TrialWatch(request.incumbent),
+            control=control,
+            within_s=left_s,
+            log_path=Path(info.log) if info.log else None,
+            args=request.args,
+        )
         try:
             report = await execute(
                 self._job_into(out), engine=SharedEngine(cast("Engine", meter), info), control=control
@@ -218,10 +227,10 @@ class TrialRunner:
                 "input": InputSpec(path=str(self.sample.path)),
                 "output": self.job.output.model_copy(update={"path": str(out), "reuse": None}),
                 "engine": self.engine,
-                "parse": None,  # what becomes of an answer does not matter here
+                "parse": None,  # Result columns would only take time.
                 "limits": self.job.limits.model_copy(update={"deadline": None}),
                 "order": "input" if self.job.order == "input" else "auto",
-                "accept": AcceptSpec.model_validate({"json": False}),  # each row is asked once
+                "accept": AcceptSpec.model_validate({"json": False}),  # Each row is sent once.
                 "on_length": "keep",
             }
         )
@@ -229,16 +238,16 @@ class TrialRunner:
 
 @dataclass(eq=False)
 class MeasuringEngine(ObservedEngine):
-    """An engine that measures the requests it passes on, and stops the run when enough is known."""
+    """An engine that measures the requests it forwards, and stops the run once the speed is known."""
 
-    _watch: TrialWatch
-    _control: Control
-    _within_s: float
-    _log_path: Path | None
-    _args: Mapping[str, Any]
+    watch: TrialWatch
+    control: Control
+    within_s: float
+    log_path: Path | None
+    args: Mapping[str, Any]
     """Flags of the trial."""
     end: End | None = None
-    """How the trial ended, and why; None while it runs, and after all rows of the sample."""
+    """End of the trial and its reason; None while it runs, and after all rows of the sample."""
     _log_bytes: int | None = None
     """Size of the log in bytes at the end of the trial."""
     _answers: list[str] = field(default_factory=list)
@@ -252,7 +261,7 @@ class MeasuringEngine(ObservedEngine):
         self._last = time.monotonic()
         prompt, cached = completion.prompt_tokens or 0, completion.cached_tokens or 0
         tokens = sum(count or 1 for count in completion.completion_tokens)
-        self._watch.row_ended(prompt, cached, tokens, completion.retractions)
+        self.watch.row_ended(prompt, cached, tokens, completion.retractions)
         if len(self._answers) < MOST_ANSWERS:
             self._answers += completion.texts
 
@@ -261,8 +270,8 @@ class MeasuringEngine(ObservedEngine):
         loads = await self._engine.loads()
         now = time.monotonic()
         if self.first_sent_at is not None:
-            self.stop(self._watch.record_load(now - self.first_sent_at, loads, self._log_size()))
-        if now - self._opened > self._within_s:
+            self.stop(self.watch.record_load(now - self.first_sent_at, loads, self._log_size()))
+        if now - self._opened > self.within_s:
             self.stop(("cut", "the time for tuning was over"))
         return loads
 
@@ -272,45 +281,47 @@ class MeasuringEngine(ObservedEngine):
 
     def incidents(self) -> list[Incident]:
         """Return the server's incidents; a death ends the trial."""
-        found = self._engine.incidents()
-        for incident in found:
+        incidents = self._engine.incidents()
+        for incident in incidents:
             if incident.what in {"died", "hangs", "lost"}:
                 self.stop(("died", incident.why or incident.what))
-        return found
+        return incidents
 
     async def close(self) -> None:
         """Do nothing: the caller who opened the engine closes it."""
 
     def result(self, info: EngineInfo) -> TrialResult:
-        """Return the result of the trial, at its end; `info` has the limits that the log lacks."""
+        """Return the result of a trial that has ended; `info` has the limits that the log lacks."""
         ended, why = self.end or ("measured", "all rows of the sample")
         at_s = self._last - (self.first_sent_at or self._last)
-        result = self._watch.result(ended, why, at_s, 0.0)
-        log = self._log_path.read_bytes() if self._log_path else b""
-        begin, until = self._watch.measured_span(
-            TrialProgress(at_s, self._watch.tokens, self._watch.rows, self._log_bytes or len(log))
+        result = self.watch.result(ended, why, at_s, 0.0)
+        log = self.log_path.read_bytes() if self.log_path else b""
+        begin, until = self.watch.measured_span(
+            TrialProgress(at_s, self.watch.tokens, self.watch.rows, self._log_bytes or len(log))
         )
-        counted = logged_passes(_lines(log[begin.log_bytes : until.log_bytes]))
-        work = signs_of_passes(counted, until.tokens - begin.tokens)
+        passes = logged_passes(_lines(log[begin.log_bytes : until.log_bytes]))
+        work = signs_of_passes(passes, until.tokens - begin.tokens)
         signs = replace(result.signs, **work, repeated=round(words_a_step(self._answers), 2))
-        facts = server_facts(_lines(log), self._args)
+        facts = server_facts(_lines(log), self.args)
         limits = ServerReady(signs.pool_tokens, info.prefill_tokens, signs.max_running)
-        # with mixed chunks prefill passes decode too, and the log counts none of what they decode
-        mixes = bool(self._args.get(name_in(self._args, "enable-mixed-chunk")))
-        rate = None if mixes else output_rate(counted)
+        # With mixed chunks prefill passes decode too, and the log does not count their tokens.
+        mixes = bool(self.args.get(name_in(self.args, "enable-mixed-chunk")))
+        rate = None if mixes else output_rate(passes)
         return replace(
-            result, tokens_per_s=rate or result.tokens_per_s, signs=signs,
+            result,
+            tokens_per_s=rate or result.tokens_per_s,
+            signs=signs,
             facts=replace(facts, ready=facts.ready or limits),
-        )  # fmt: skip
+        )
 
     def stop(self, end: End | None) -> None:
-        """End the trial where a reason is given; the first reason counts."""
+        """End the trial; without a reason do nothing. The first reason counts."""
         if end is not None and self.end is None:
             self.end, self._last, self._log_bytes = end, time.monotonic(), self._log_size()
-            self._control.stop(end[1])
+            self.control.stop(end[1])
 
     def _log_size(self) -> int:
-        return self._log_path.stat().st_size if self._log_path else 0
+        return self.log_path.stat().st_size if self.log_path else 0
 
 
 def _lines(log: bytes) -> list[str]:

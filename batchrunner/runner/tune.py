@@ -1,4 +1,4 @@
-"""`batchrun tune`: trials of the job's own rows under other flags within a time budget, and their summary."""
+"""`batchrun tune`: trials of a job's own rows with other flags, within a time budget, and their summary."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,6 @@ from batchrunner.job.fields import Duration
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job
 from batchrunner.output.addresses import store_address
-from batchrunner.output.files import writing
 from batchrunner.output.run_dir import TUNE
 from batchrunner.output.run_json import fingerprint
 from batchrunner.output.task_lock import hold_task
@@ -34,6 +33,7 @@ from batchrunner.sglang.flags import arguments_in, command_line, numbers_in, var
 from batchrunner.sglang.model_files import check_model, with_tp
 from batchrunner.tuning.flags import FLAGS
 from batchrunner.tuning.measurement import TrialResult, TrialSigns
+from batchrunner.tuning.memory import Memory
 from batchrunner.tuning.search import FlagSetting, Search, TrialRequest, changes, key_of
 from batchrunner.tuning.space import Args, Machine, machine_for
 
@@ -49,7 +49,7 @@ class TuningSummary:
     sample: str
     """The rows of the trials, in words."""
     spent_s: float
-    """Seconds spent on trials with their launches, those of earlier attempts included."""
+    """Seconds of trials with their launches, earlier attempts included."""
     reason: str
     """Why the search ended."""
     own_tokens_per_s: float
@@ -59,15 +59,15 @@ class TuningSummary:
     args: Args
     """Changes to `engine.args`; empty where the job's own flags are the fastest."""
     trials: list[dict[str, Any]] = field(default_factory=list)
-    """For each setting that was tried: flags that differ from the job's, speeds, signs, verdict."""
+    """Each setting that was tried: flags that differ from the job's, speeds, signs, verdict."""
     notes: dict[str, str] = field(default_factory=dict)
-    """For each flag: what came of it, or why it was not tried."""
+    """Result of each flag, or the reason why it was not tried."""
     env: dict[str, str] = field(default_factory=dict)
     """Changes to `engine.env`."""
     layout: dict[str, Any] = field(default_factory=dict)
     """Other changes to `engine`: its kind, its replicas, the GPUs of each (`tp`)."""
     warnings: list[str] = field(default_factory=list)
-    """What the best flags change beside the speed."""
+    """Effects of the best flags beside the speed."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the summary as `--json` prints it."""
@@ -81,7 +81,7 @@ class TuningSummary:
             lines += _trial_lines(trial)
         lines += ["", *(f"{name}: {note}" for name, note in self.notes.items()), ""]
         lines.append(f"{self.reason}, after {duration(self.spent_s)}")
-        block = {name: found for name, found in (("args", self.args), ("env", self.env)) if found}
+        block = {name: values for name, values in (("args", self.args), ("env", self.env)) if values}
         block = self.layout | block
         if not block:
             return [*lines, "the job's own flags stay: nothing was faster by more than the noise"]
@@ -94,29 +94,31 @@ class TuningSummary:
 
 def summarize(search: Search, machine: Machine, source: str, sample: str, spent_s: float) -> TuningSummary:
     """Summarize a search; raises EngineStartError where not even the job's own flags work."""
-    own, best = search.own, search.winner
-    if not own.speeds:
+    job_setting, best = search.own, search.winner
+    if not job_setting.speeds:
         raise EngineStartError(search.reason)
-    found = changes(best.args, own.args)
+    changed = changes(best.args, job_setting.args)
     layout: dict[str, Any] = {}
     if best.replicas != machine.replicas:
         layout = {"replicas": best.replicas}
-    if machine.says_tp and "tp-size" in found:
-        layout["tp"] = found.pop("tp-size")
-    risky = [name for name in found if name in FLAGS and FLAGS[name].changes_answers]
-    held, waiting = "held by the runner's own controller", own.newest.signs.queue
+    if machine.says_tp and "tp-size" in changed:
+        layout["tp"] = changed.pop("tp-size")
+    risky = [name for name in changed if name in FLAGS and FLAGS[name].changes_answers]
+    held, waiting = "held by the runner's own controller", job_setting.newest.signs.queue
     return TuningSummary(
         job=source,
         sample=sample,
         spent_s=round(spent_s, 1),
         reason=search.reason,
-        own_tokens_per_s=round(geometric_mean(own.speeds) * machine.replicas / own.replicas, 1),
+        own_tokens_per_s=round(
+            geometric_mean(job_setting.speeds) * machine.replicas / job_setting.replicas, 1
+        ),
         best_tokens_per_s=round(geometric_mean(best.speeds), 1),
-        args=arguments_in(found),
-        env=variables_in(found),
+        args=arguments_in(changed),
+        env=variables_in(changed),
         layout=layout,
         trials=[
-            _trial(setting, own.args) | {"best": setting is best}
+            _trial(setting, job_setting.args) | {"best": setting is best}
             for setting in search.settings.values()
             if setting.results
         ],
@@ -125,9 +127,9 @@ def summarize(search: Search, machine: Machine, source: str, sample: str, spent_
     )
 
 
-def _trial(setting: FlagSetting, own: Args) -> dict[str, Any]:
+def _trial(setting: FlagSetting, job_args: Args) -> dict[str, Any]:
     return {
-        "args": changes(setting.args, own),
+        "args": changes(setting.args, job_args),
         "replicas": setting.replicas,
         "tokens_per_s": setting.speeds or [setting.newest.tokens_per_s],
         "ended": setting.newest.ended,
@@ -176,7 +178,14 @@ def tune(
         directory = prepared.run_dir.path / TUNE
         with hold_task(prepared.run_dir, directory=directory):
             machine = machine_for(job, engine, allow_fp8=allow_fp8)
-            return _search(source, prepared, engine, directory, budget_s, machine)
+            return _search(
+                source,
+                prepared=prepared,
+                engine=engine,
+                directory=directory,
+                budget_s=budget_s,
+                machine=machine,
+            )
 
 
 def _search(
@@ -187,7 +196,7 @@ def _search(
     budget_s: float,
     machine: Machine,
 ) -> TuningSummary:
-    """Try flags within the time; trials that the directory holds are not run again."""
+    """Try flags within the budget; finished trials in the directory are not run again."""
     job = prepared.job
     sample = write_sample(prepared, directory)
     log.info("sample: %s", sample)
@@ -196,15 +205,17 @@ def _search(
         "job": [job.order, job.dedupe, job.window, job.tokenize],
         "engine": [engine.args, engine.env, machine.flags.version],
         "machine": [machine.cpu, machine.card, machine.card_gb],
-        "signs": [sign.name for sign in fields(TrialSigns)],  # results of other versions do not count
+        "signs": [sign.name for sign in fields(TrialSigns)],  # Results of other versions do not count.
     }
-    own = {**engine.args, **numbers_in(engine.env)}
-    history = TrialHistory(directory / "trials.jsonl", hashlib.sha256(key_of(facts)).hexdigest(), own)
+    job_args = {**engine.args, **numbers_in(engine.env)}
+    history = TrialHistory(
+        Memory(directory / "trials.jsonl"), hashlib.sha256(key_of(facts)).hexdigest(), job_args
+    )
     trials = TrialRunner(job, engine, sample, directory)
-    search = Search(own, machine)
+    search = Search(job_args, machine)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         spent_s = runner.run(run_search(search, history, trials.run, budget_s))
-    return summarize(search, machine, source, str(sample), spent_s)
+    return summarize(search, machine, source=source, sample=str(sample), spent_s=spent_s)
 
 
 def parse_budget(text: str) -> float:
@@ -218,7 +229,7 @@ def parse_budget(text: str) -> float:
 
 
 def engine_to_tune(job: Job) -> ServerEngine:
-    """Return the server that trials launch, which stands for all replicas.
+    """Return the server that trials launch, one for all replicas.
 
     Raises JobError for an engine that the run does not launch.
     """
@@ -230,12 +241,11 @@ def engine_to_tune(job: Job) -> ServerEngine:
     return with_tp(job.engine).model_copy(update={"replicas": 1})
 
 
-@dataclass(frozen=True, slots=True)
-class KeptTrial:
-    """A line of the history."""
+class KeptTrial(msgspec.Struct):
+    """A finished trial, as the memory keeps it."""
 
-    about: str
     args: Args
+    """Flags that differ from the job's own."""
     result: TrialResult
 
 
@@ -243,42 +253,33 @@ _read_trial = msgspec.json.Decoder(KeptTrial)
 
 
 class TrialHistory:
-    """The finished trials of one job on one machine, one JSON line each, from which a search resumes."""
+    """The finished trials of one job on one machine, from which a search resumes."""
 
-    def __init__(self, path: Path, about: str, base: Args) -> None:
+    def __init__(self, memory: Memory, about: str, base: Args) -> None:
         """Read the trials with the digest `about`, which covers rows, job, engine and machine.
 
         `base` are the job's own flags. Only flags that differ from them are written, so no secret of the
-        job is. Raises StorageError.
+        job is.
         """
-        self._path = path
+        self._memory = memory
         self._about = about
         self._base = base
-        self._found: defaultdict[bytes, list[TrialResult]] = defaultdict(list)
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lines = path.read_bytes().splitlines() if path.exists() else []
-        for line in lines:
-            self._read_line(line)
+        self._results = defaultdict[bytes, list[TrialResult]](list)
+        for content in memory.recall("trial", about):
+            with contextlib.suppress(msgspec.MsgspecError):
+                trial = _read_trial.decode(content)
+                self._results[key_of(trial.args)].append(trial.result)
 
     def find(self, args: Args, turn: int) -> TrialResult | None:
         """Return the result of a finished trial; `turn` counts the trials of the same flags from 0."""
-        found = self._found[key_of(changes(args, self._base))]
-        return found[turn] if turn < len(found) else None
+        results = self._results[key_of(changes(args, self._base))]
+        return results[turn] if turn < len(results) else None
 
     def add(self, args: Args, result: TrialResult) -> None:
         """Write a result; raises StorageError."""
-        own = changes(args, self._base)
-        line = msgspec.json.encode(KeptTrial(self._about, own, result), enc_hook=str)
-        with writing(self._path), self._path.open("ab") as file:
-            file.write(b"\n" + line)  # the last line may be cut short
-        self._found[key_of(own)].append(result)
-
-    def _read_line(self, line: bytes) -> None:
-        with contextlib.suppress(msgspec.DecodeError):  # cut short by a crash
-            trial = _read_trial.decode(line)
-            if trial.about == self._about:
-                self._found[key_of(trial.args)].append(trial.result)
+        changed = changes(args, self._base)
+        self._memory.append("trial", KeptTrial(changed, result), about=self._about)
+        self._results[key_of(changed)].append(result)
 
 
 async def run_search(
@@ -289,8 +290,8 @@ async def run_search(
 ) -> float:
     """Run a search within its budget, from kept results or by trials; return the seconds spent.
 
-    No trial begins when less time is left than the last measured trial took. A trial that runs when the time
-    is over is cut short, and its result is not kept.
+    No trial begins when less time remains than the last measured trial took. A trial that still runs at the
+    end of the budget is cut short, and its result is not kept.
     """
     steps = search.steps()
     spent_s, last_s, number = 0.0, 0.0, 0

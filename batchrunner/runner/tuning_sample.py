@@ -1,7 +1,7 @@
-"""The rows of the trials: blocks of the job's own rows, spread evenly over the input.
+"""The rows of the trials of `batchrun tune`: blocks of the job's own rows, spread evenly over the input.
 
-A block keeps neighbouring rows together: rows with a common prefix meet in the cache as in the job. Any first
-few blocks are spread over the whole input: a trial that is stopped early has rows from its end too.
+A block keeps neighbouring rows together, so that rows with a shared prefix meet in the cache as in the job.
+The first few blocks are already spread over the whole input, so that a trial which stops early is fair.
 """
 
 from bisect import bisect_left
@@ -24,9 +24,9 @@ MOST_ROWS = 16_384
 BLOCK_ROWS = 32
 """Rows of a block."""
 GOLDEN = 0.618033988749895
-"""The golden ratio: numbers whose multiples of it have the smallest fractions are spread evenly."""
+"""The golden ratio: its multiples modulo 1 are spread evenly, however many there are."""
 MOST_BYTES = 256 << 20
-"""Approximate size of the sample, which is in memory at once."""
+"""Approximate largest size of the sample in bytes, which lies in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ def write_sample(prepared: PreparedJob, directory: Path) -> TuningSample:
     schema = pa.schema([prepared.dataset.schema.field(name) for name in prepared.renderer.columns])
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        wanted = min(MOST_ROWS, _affordable(prepared))
+        most_rows = min(MOST_ROWS, _affordable(prepared))
         if not schema.names:  # a table without columns would have no rows
-            table = pa.table({"row": pa.array(list(rows[:wanted]), pa.int64())})
-        elif len(rows) > wanted:
-            blocks = wanted // BLOCK_ROWS
-            found = _table(_blocks(prepared, rows, blocks, directory), schema)
+            table = pa.table({"row": pa.array(list(rows[:most_rows]), pa.int64())})
+        elif len(rows) > most_rows:
+            blocks = most_rows // BLOCK_ROWS
+            blocks_table = _table(_blocks(prepared, rows, blocks, directory), schema)
             order = sorted(range(blocks), key=lambda at: at * GOLDEN % 1)
-            table = pa.concat_tables(found.slice(at * BLOCK_ROWS, BLOCK_ROWS) for at in order)
+            table = pa.concat_tables(blocks_table.slice(at * BLOCK_ROWS, BLOCK_ROWS) for at in order)
         else:
             table = _table((batch.data for batch in prepared.dataset.read(rows, schema.names)), schema)
         with whole_file(path) as temporary:
@@ -82,7 +82,7 @@ def _blocks(prepared: PreparedJob, rows: BitMap64, blocks: int, directory: Path)
     places: Sequence[int] = [begin + row for begin in begins for row in range(BLOCK_ROWS)]
     path = None
     if decide_order(prepared, rows).order == "prefix":
-        path, _ = prepare_order(prepared, rows, directory, "tune", lambda: None)
+        path, _ = prepare_order(prepared, rows, directory, "tune", check_stop=lambda: None)
     if path is None:  # input order: only these rows are read
         rows = BitMap64().union(*(rows[begin : begin + BLOCK_ROWS] for begin in begins))
         places = range(len(rows))

@@ -141,6 +141,6 @@ def oom_kills(root: Path = _MACHINE) -> int | None:
     `root` is the directory that holds `proc`.
     """
     with contextlib.suppress(OSError):
-        if count := re.search(r"^oom_kill (\d+)", (root / "proc/vmstat").read_text(), re.MULTILINE):
-            return int(count[1])
+        if match := re.search(r"^oom_kill (\d+)", (root / "proc/vmstat").read_text(), re.MULTILINE):
+            return int(match[1])
     return None

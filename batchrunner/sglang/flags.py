@@ -45,10 +45,10 @@ class Flags:
 
     def spelling(self, name: str) -> str | None:
         """Return a flag's name in this version, given any of its names; None where it lacks the flag."""
-        known = spellings(name)
+        names = spellings(name)
         if not self.names:
-            return known[0]
-        return next((spelling for spelling in known if spelling in self.names), None)
+            return names[0]
+        return next((spelling for spelling in names if spelling in self.names), None)
 
     def setting(self, name: str, value: Any) -> dict[str, Any]:
         """Return `engine.args` for a flag's value, as this version takes it; empty where it cannot."""
@@ -119,9 +119,9 @@ def of_arguments(version: str | None, arguments: Iterable[str]) -> Flags:
 
 def parse_help(text: str, version: str | None = None) -> Flags:
     """Read the output of `python -m sglang.launch_server --help`."""
-    found = [name.groups() for option in _OPTION.findall(text) for name in _NAME.finditer(option)]
-    choices = {name: frozenset(values.split(",")) for name, values in found if values}
-    return Flags(version, frozenset(name for name, _ in found), choices)
+    options = [name.groups() for option in _OPTION.findall(text) for name in _NAME.finditer(option)]
+    choices = {name: frozenset(values.split(",")) for name, values in options if values}
+    return Flags(version, frozenset(name for name, _ in options), choices)
 
 
 def spellings(name: str) -> tuple[str, ...]:

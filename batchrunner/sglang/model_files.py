@@ -244,7 +244,8 @@ def weights_bytes(directory: Path, config: Mapping[str, Any]) -> float | None:
     """Return the bytes of a model's loaded weights, by its files; None if they are not on this machine."""
     total: float | None = read_json(directory / INDEX).get("metadata", {}).get("total_size")
     if not isinstance(total, (int, float)) or total <= 0:
-        sizes = (sum(file.stat().st_size for file in directory.glob(name)) for name in _WEIGHTS)
+        files = (directory.glob(pattern) for pattern in _WEIGHTS)
+        sizes = (sum(file.stat().st_size for file in files_of_kind) for files_of_kind in files)
         total = next(filter(None, sizes), None)
     # SGLang loads 32-bit weights as 16-bit numbers.
     is_wide = str(config.get("dtype") or config.get("torch_dtype") or "float32").startswith("float32")

@@ -1,7 +1,7 @@
-"""What SGLang's flags do: what each needs, its steps, what a step costs, and which sign calls for it. Pure.
+"""The table of SGLang's flags: what each needs, the signs that call for it, its next values, their cost.
 
-The one place that knows. Advice names the next value of a flag whose sign it sees, `batchrun tune` tries the
-steps, and recovery takes those of the sign `oom`. A variable of the server's environment is a flag too.
+Advice names the next value of a flag whose sign it sees, `batchrun tune` tries the values, and recovery takes
+those of the sign `oom`. A variable of the server's environment counts as a flag.
 """
 
 import math
@@ -31,11 +31,11 @@ class MemoryBand(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server whose flags may change: its facts, and means of its load."""
+    """A server whose flags may change: its facts, and the means of its load."""
 
     facts: Facts
     running: float = 0.0
-    """Requests that run, or ran before a death."""
+    """Requests that run, or that ran before a death."""
     usage: float = 0.0
     """Fraction of the KV pool in use."""
     decodes: bool = True
@@ -44,14 +44,14 @@ class Server:
     longest_output: int | None = None
     """Tokens that nearly all outputs stay under."""
     repeated: float = 1.0
-    """Tokens that a decode step would bring by n-grams of earlier outputs."""
+    """Tokens that a decode step would yield with n-gram speculation from earlier outputs."""
     most_pool_tokens: float = 0.0
     """Tokens of the largest KV pool that a CPU's memory allows."""
     why: str = ""
-    """The line that says why it died."""
+    """Log line that names the cause of its death."""
 
     def now(self, flag: str) -> float | None:
-        """Return a flag's value in effect; see `in_effect`."""
+        """Return the value of a flag in effect; see `in_effect`."""
         return in_effect(self.facts, flag)
 
     @property
@@ -66,13 +66,14 @@ class Server:
         scale = min(1.0, (self.facts.card_gb or WHOLE_CARD_GB) / WHOLE_CARD_GB)
         more = max(0.0, chunk - USUAL_CHUNK) * CHUNK_GB_A_TOKEN
         return MemoryBand(
-            scale * GUIDES.memory_low_gb, scale * GUIDES.memory_good_gb + more,
+            scale * GUIDES.memory_low_gb,
+            scale * GUIDES.memory_good_gb + more,
             scale * GUIDES.memory_high_gb + more,
-        )  # fmt: skip
+        )
 
 
 WHOLE_CARD_GB = 40.0
-"""GPU memory from which the guides' figures hold; a smaller card has smaller batches, and needs less."""
+"""GPU memory from which the guides' figures hold; a smaller card runs smaller batches and needs less."""
 USUAL_CHUNK = 8192
 """Tokens of the guides' `--chunked-prefill-size`; a larger chunk needs more memory."""
 CHUNK_GB_A_TOKEN = 1.5 / 1024
@@ -97,7 +98,7 @@ _AT_READY = {
 
 
 def in_effect(facts: Facts, flag: str) -> float | None:
-    """Return a flag's value in effect, as it would be given; None where it is not known."""
+    """Return the value of a flag in effect, as the flag would set it; None where it is unknown."""
     if flag.startswith("cuda-graph-max-bs"):
         return facts.graph_max_bs
     at_ready = getattr(facts.ready, _AT_READY.get(flag, ""), None)
@@ -109,7 +110,7 @@ def in_effect(facts: Facts, flag: str) -> float | None:
 
 
 def as_flag(facts: Facts, flag: str, value: float) -> float:
-    """Return the flag's value with which one scheduler gets `value`."""
+    """Return the value of the flag that gives one scheduler `value`."""
     if facts.attn_dp > 1 and flag in _DIVIDED:
         return value * facts.attn_dp
     if facts.attn_dp > 1 and flag == "schedule-conservativeness":
@@ -118,7 +119,7 @@ def as_flag(facts: Facts, flag: str, value: float) -> float:
 
 
 def least_fraction(facts: Facts) -> float:
-    """Return the `--mem-fraction-static` that the weights and a useful pool take; 0 where it is not known."""
+    """Return the least `--mem-fraction-static` for the weights and a useful pool; 0 where it is unknown."""
     weights, card = facts.weights_gb, facts.card_gb
     return weights / card + LEAST_POOL if weights and card else 0.0
 
@@ -126,7 +127,7 @@ def least_fraction(facts: Facts) -> float:
 LESS_CONSERVATIVE, NORMAL = 0.3, 1.0
 """`--schedule-conservativeness` by the guides, where SGLang admits too few requests, and its default."""
 LEAST_CONSERVATIVE = 0.1
-"""A value below the guides', which only trials take."""
+"""A value below the guides', which only trials use."""
 MORE_CONSERVATIVE = 1.3
 """`--schedule-conservativeness` against frequent retractions."""
 MOST_CONSERVATIVE = 1 / 0.7
@@ -200,7 +201,7 @@ def _clip(s: Server) -> list[int]:
 
 
 def _larger_pool(s: Server) -> list[int]:
-    """Take room for all requests that may run, or twice as much, as far as memory allows."""
+    """Return a pool for all requests that may run, and twice the present one, as far as memory allows."""
     now, most = s.now("max-total-tokens") or 0, s.facts.max_running or 0
     larger = min(now * min(MOST_POOL, most / max(s.running, 1)), s.most_pool_tokens)
     double = min(2 * now, s.most_pool_tokens)
@@ -213,27 +214,27 @@ def _half_pool(s: Server) -> list[int]:
 
 
 def _good_fraction(s: Server) -> list[float]:
-    """Leave the guides' memory, and enough for weights and a pool."""
-    now, left, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb
-    if now is None or left is None or not card:
+    """Return the fraction that leaves the guides' memory, and enough for weights and a pool."""
+    now, spare_gb, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb
+    if now is None or spare_gb is None or not card:
         return []
-    up = left > s.band.good
-    steps = math.floor((left - s.band.good) / card / FRACTION_STEP) or int(up)  # at least one step up
+    up = spare_gb > s.band.good
+    steps = math.floor((spare_gb - s.band.good) / card / FRACTION_STEP) or int(up)  # at least one step up
     least = math.ceil(least_fraction(s.facts) / FRACTION_STEP) * FRACTION_STEP
     target = round(min(HIGHEST_FRACTION, max(least, now + steps * FRACTION_STEP)), 3)
     return [target] if target != now and (target > now) is up else []
 
 
 def _higher_fraction(s: Server) -> list[float]:
-    """Leave the guides' memory at once, then go on in small steps to the edge.
+    """Return the fraction that leaves the guides' memory, then a small step to the edge.
 
-    A server that dies of a step is a result; the guides' 5 GB are for a card on which nobody tries. Half of
-    them stays: servers on an H200 took 2.0 to 2.5 GB once they were ready (docs/benchmarks.md).
+    A trial may kill a server, while the guides' 5 GB are for a card on which nobody tries. Half of them stay
+    free: servers on an H200 took 2.0 to 2.5 GB more once they were ready (docs/benchmarks.md).
     """
-    now, left, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb or 0.0
-    if now is None or left is None or left - FRACTION_STEP * card < s.band.low / 2:
+    now, spare_gb, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb or 0.0
+    if now is None or spare_gb is None or spare_gb - FRACTION_STEP * card < s.band.low / 2:
         return []
-    good = _good_fraction(s) if left > s.band.high else []
+    good = _good_fraction(s) if spare_gb > s.band.high else []
     return [v for v in dict.fromkeys([*good, round(now + FRACTION_STEP, 3)]) if v < 1]
 
 
@@ -243,7 +244,7 @@ def _lower_fraction(s: Server) -> list[float]:
 
 
 def _fraction_for_pool(s: Server) -> list[float]:
-    """Raise the fraction for weights and pool above the least that SGLang names."""
+    """Return a fraction above the least that SGLang's message names."""
     least = re.search(r"above (0\.\d+)", s.why)
     now = max(s.now("mem-fraction-static") or FRACTIONS[0], float(least[1]) if least else 0.0)
     share = round(now + ROOM_STEP, 3)
@@ -262,7 +263,7 @@ def _smaller_chunk(s: Server) -> list[int]:
 
 
 def _more_running(s: Server) -> list[int]:
-    """Let as many run as the pool holds, rounded up to a power of two: it sets the true limit.
+    """Return how many requests the pool holds, rounded up to a power of two: the pool becomes the limit.
 
     Where memory already allows fewer than the flag asks for, a higher value changes nothing.
     """
@@ -270,8 +271,8 @@ def _more_running(s: Server) -> list[int]:
         return []
     most = int(s.now("max-running-requests") or 0)
     fits = as_flag(s.facts, "max-running-requests", max(s.running, 1) / max(s.usage, 1 / MOST_RAISE))
-    wanted = min(2 ** math.ceil(math.log2(fits)), MOST_RAISE * most, max(MOST_RUNNING, most))
-    return [value for value in (wanted, round(math.sqrt(wanted * most))) if value > most > 0]
+    target = min(2 ** math.ceil(math.log2(fits)), MOST_RAISE * most, max(MOST_RUNNING, most))
+    return [value for value in (target, round(math.sqrt(target * most))) if value > most > 0]
 
 
 def _fewer_running(s: Server) -> list[int]:
@@ -285,7 +286,7 @@ def _running(s: Server) -> float:
 
 
 def _fewer_retracted(s: Server) -> list[int]:
-    """Come after the conservativeness that reserves all."""
+    """Return fewer requests, once the conservativeness already reserves all of `max_new_tokens`."""
     fewer = int(FEWER * _running(s))
     return [fewer] if fewer and not _calmer(s) else []
 
@@ -406,291 +407,378 @@ class Flag:
         return self.moves[sign].steps(server) if self.fits(sign, server) else ()
 
 
-FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
-    Flag(
-        "tp-size",
-        {
-            "layout": Move(
-                _other_layouts, "halved or doubled, with replicas to match",
-                "arithmetic; not tried on a GPU",
-                "fewer GPUs a replica: less room for its KV pool; more: the GPUs wait for each other",
-            )
-        },
-        "a GPU",
-    ),
-    Flag(
-        "schedule-conservativeness",
-        {
-            "held": Move(
-                _bolder, "down: 0.3", "G1-G4",
-                "where outputs turn out long, requests are retracted; about one a minute is fine",
-            ),
-            "retracting": Move(
-                _calmer, "up: 1.3, then 1.43, which reserves all of `max_new_tokens`", "G1-G4",
-                "fewer requests run until their output lengths are known: a few per cent, up or down",
-            ),
-        },
-        schedules=True,
-    ),
-    Flag(
-        CLIP,
-        {
-            "held": Move(
-                _clip,
-                "down: a length that 99% of the outputs stay under", "SGLang",
-                "where outputs turn out long, requests are retracted",
-            )
-        },
-        schedules=True,
-    ),
-    Flag(
-        "max-total-tokens",
-        {
-            "full": Move(
-                _larger_pool,
-                "up: for all places, 8 times as large at most",
-                "measured", "memory of the machine",
-            ),
-            "oom": Move(_half_pool, "down: halved", "SGLang", "a smaller KV pool"),
-        },
-        "a CPU", "the KV cache of the tokens", schedules=True,
-    ),
-    Flag(
-        "mem-fraction-static",
-        {
-            "full": Move(
-                _higher_fraction, "up: so that 6.5 GB are left, then 0.01", "G1, G2, G4",
-                "nearer to running out of memory",
-            ),
-            "memory-left": Move(
-                _good_fraction, "up: so that 6.5 GB are left", "G1, G2, G4",
-                "nearer to running out of memory: lower it by 0.01 where that happens",
-            ),
-            "memory-tight": Move(
-                _good_fraction, "down: so that 6.5 GB are left",
-                "G1, G2, G4", "a smaller KV pool",
-            ),
-            "oom": Move(_lower_fraction, "down: 0.8, then 0.7, 0.6", "G1-G4", "a smaller KV pool"),
-            "no-pool": Move(_fraction_for_pool, "up: 0.05 more", "SGLang", "a smaller rest"),
-        },
-        "a GPU", "a hundredth of the card for each 0.01", schedules=True, small_steps=True,
-    ),
-    Flag(
-        "chunked-prefill-size",
-        {
-            "chunk-full": Move(
-                _larger_chunk,
-                "up: doubled, from 2048 to 16384, with a lower mem-fraction-static",
-                "G1, measured",
-                "1.5 MB of memory a token of the chunk; longer pauses in decoding",
-            ),
-            "oom": Move(_smaller_chunk, "down: 4096, then 2048", "G1-G4", "slower prefill of long prompts"),
-        },
-        memory="1.5 MB a token",
-        takes_gb=lambda s, new: CHUNK_GB_A_TOKEN * (new - (s.now("chunked-prefill-size") or 0)),
-    ),
-    Flag(
-        "max-running-requests",
-        {
-            "capped": Move(
-                _more_running, "up: what the pool holds, rounded up to a power of two",
-                "G1", "each request decodes more slowly",
-            ),
-            "retracting": Move(
-                _fewer_retracted, "down: 9/10 of what runs, where all is reserved", "G1",
-                "fewer requests at once",
-            ),
-            "oom": Move(_fewer_running, "down: 3/4 of what ran", "G1-G4", "fewer requests at once"),
-        },
-        schedules=True,
-    ),
-    Flag(
-        "cuda-graph-max-bs-decode",
-        {
-            "graph-off": Move(
-                _larger_graphs,
-                "up: 256, 512, 1024, 2048 or 4096, with a lower mem-fraction-static", "G1, G2, G4",
-                "about 2 MB for each request, seconds at the start",
-            ),
-            "oom": Move(
-                _smaller_graphs, "down: halved", "G1, SGLang", "larger batches run without graphs"
-            ),
-        },
-        "a GPU", "2 MB a request",
-        lambda s, new: GRAPH_GB_A_REQUEST * (new - (s.facts.graph_max_bs or USUAL_CAPTURED)),
-    ),
-    Flag(
-        "cuda-graph-backend-decode",
-        {
-            "graph-off": Move(
-                lambda s: ["full"] if s.facts.graph_disabled else [], "on: where they are disabled", "G1",
-                "about 2 MB for each request, seconds at the start",
-            ),
-            "oom": Move(
-                lambda s: [] if s.facts.graph_disabled else ["disabled"], "off: at last",
-                "SGLang", "slower decode steps",
-            ),
-        },
-        "a GPU",
-    ),
-    Flag(
-        "cuda-graph-backend-prefill",
-        {
-            "chunk-full": Move(
-                lambda s: ["breakable"] if prefill_graph_off(s.facts.arguments) else [],
-                "on: where they are disabled",
-                "G1", "memory, and seconds at the start",
-            ),
-            "oom": Move(
-                lambda s: [] if s.facts.graph_disabled else ["disabled"], "off: at last",
-                "SGLang", "slower prefill of long prompts",
-            ),
-        },
-        "a GPU",
-    ),
-    Flag(
-        "schedule-policy",
-        {
-            "reordered": Move(
-                lambda s: [] if s.facts.arguments.get("schedule_policy") in {None, "fcfs"} else ["fcfs"],
-                "set: fcfs", "SGLang; not measured",
-            ),
-            "shared": Move(
-                _set("schedule-policy", "lpm"), "set: lpm, for queues under 128", "G1-G4",
-                "more scheduling work, and late requests wait",
-            ),
-        },
-        schedules=True,
-    ),
-    Flag(
-        "attention-backend",
-        {
-            "slow-backend": Move(
-                _other_backends,
-                "set: Hopper `fa3`, Blackwell `trtllm_mha` or `trtllm_mla`, Ampere and Ada `flashinfer`",
-                "G1",
-                "SGLang, or a person, may have chosen it for a reason",
-            )
-        },
-        "a GPU",
-    ),
-    Flag(
-        "enable-hierarchical-cache",
-        {
-            "evicted": Move(
-                _set("enable-hierarchical-cache", value=True), "on", "G1",
-                "host memory of twice the pool's size, and transfers",
-            )
-        },
-        "a GPU",
-    ),
-    Flag(
-        "tokenizer-worker-num",
-        {
-            "starved": Move(
-                lambda s: [TOKENIZERS] if (s.now("tokenizer-worker-num") or 1) < TOKENIZERS else [],
-                "up: 4", "SGLang", "cores of the machine",
-            )
-        },
-        "a GPU",
-    ),
-    Flag(
-        "ep-size",
-        {
-            "split-experts": Move(
-                _experts_whole, "up: that of `--tp-size`", "G1, G2, G4",
-                "the load of experts is uneven",
-            )
-        },
-        "a GPU",
-    ),
-    Flag(
-        "attn-dp-size",
-        {
-            "kv-copies": Move(
-                _kv_once,
-                "up: that of `--tp-size` (`--enable-dp-attention`)",
-                "G1, G2, G4", "single answers are slower",
-            )
-        },
-        "a GPU",
-    ),
-    Flag(
-        "prefill-decode-interval",
-        {
-            "small-prefills": Move(
-                _interval, "up: √(2 · output tokens)", "SGLang; not tried on a GPU",
-                "a request that ended leaves its place empty for some steps; not tried on a GPU here",
-            )
-        },
-        schedules=True,
-    ),
-    Flag(
-        "page-size",
-        {
-            "large-pages": Move(
-                _set("page-size", 1), "down: 1", "measured",
-                "some attention kernels are faster with pages",
-            )
-        },
-    ),
-    Flag(
-        "disable-radix-cache",
-        {"cache-off": Move(lambda _: [None], "off", "measured")},
-    ),
-    Flag(
-        "quantization",
-        {
-            "wide-numbers": Move(
-                lambda s: ["fp8"] if s.facts.in_16_bits else [], "set: fp8", "G1, G2, G4",
-                "answers change a little",
-            )
-        },
-        "FP8", changes_answers=True,
-    ),
-    Flag(
-        "kv-cache-dtype",
-        {
-            "wide-numbers": Move(
-                lambda s: ["fp8_e4m3"] if s.facts.kv_in_16_bits else [], "set: fp8_e4m3", "G1",
-                "answers change a little",
-            )
-        },
-        "FP8", changes_answers=True,
-    ),
-    Flag(
-        "speculative-algorithm",
-        {
-            "repeated": Move(
-                _ngrams, "set: NGRAM, with `--max-running-requests`",
-                "SGLang; not tried on a GPU",
-                "each step checks 12 tokens a request: a loss where few are right or many requests run",
-            )
-        },
-        "a GPU",
-    ),
-    Flag(
-        "enable-torch-compile",
-        {
-            "small-model": Move(
-                _set("enable-torch-compile", value=True), "on", "G1, G2, G4", "minutes at the start"
-            )
-        },
-        "a GPU",
-    ),
-)}  # fmt: skip
-"""All that is known of each flag, in the guides' order, then what they do not have."""
+FLAGS: Mapping[str, Flag] = {
+    flag.name: flag
+    for flag in (
+        Flag(
+            "tp-size",
+            moves={
+                "layout": Move(
+                    _other_layouts,
+                    rule="halved or doubled, with replicas to match",
+                    source="arithmetic; not tried on a GPU",
+                    cost=(
+                        "fewer GPUs a replica: less room for its KV pool; more: the GPUs wait for each other"
+                    ),
+                )
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "schedule-conservativeness",
+            {
+                "held": Move(
+                    _bolder,
+                    rule="down: 0.3",
+                    source="G1-G4",
+                    cost="where outputs turn out long, requests are retracted; about one a minute is fine",
+                ),
+                "retracting": Move(
+                    _calmer,
+                    rule="up: 1.3, then 1.43, which reserves all of `max_new_tokens`",
+                    source="G1-G4",
+                    cost=(
+                        "fewer requests run until their output lengths are known: a few per cent, up or down"
+                    ),
+                ),
+            },
+            schedules=True,
+        ),
+        Flag(
+            CLIP,
+            {
+                "held": Move(
+                    _clip,
+                    rule="down: a length that 99% of the outputs stay under",
+                    source="SGLang",
+                    cost="where outputs turn out long, requests are retracted",
+                )
+            },
+            schedules=True,
+        ),
+        Flag(
+            "max-total-tokens",
+            moves={
+                "full": Move(
+                    _larger_pool,
+                    rule="up: for all places, 8 times as large at most",
+                    source="measured",
+                    cost="memory of the machine",
+                ),
+                "oom": Move(_half_pool, rule="down: halved", source="SGLang", cost="a smaller KV pool"),
+            },
+            needs="a CPU",
+            memory="the KV cache of the tokens",
+            schedules=True,
+        ),
+        Flag(
+            "mem-fraction-static",
+            moves={
+                "full": Move(
+                    _higher_fraction,
+                    rule="up: so that 6.5 GB are left, then 0.01",
+                    source="G1, G2, G4",
+                    cost="nearer to running out of memory",
+                ),
+                "memory-left": Move(
+                    _good_fraction,
+                    rule="up: so that 6.5 GB are left",
+                    source="G1, G2, G4",
+                    cost="nearer to running out of memory: lower it by 0.01 where that happens",
+                ),
+                "memory-tight": Move(
+                    _good_fraction,
+                    rule="down: so that 6.5 GB are left",
+                    source="G1, G2, G4",
+                    cost="a smaller KV pool",
+                ),
+                "oom": Move(
+                    _lower_fraction, rule="down: 0.8, then 0.7, 0.6", source="G1-G4", cost="a smaller KV pool"
+                ),
+                "no-pool": Move(
+                    _fraction_for_pool, rule="up: 0.05 more", source="SGLang", cost="a smaller rest"
+                ),
+            },
+            needs="a GPU",
+            memory="a hundredth of the card for each 0.01",
+            schedules=True,
+            small_steps=True,
+        ),
+        Flag(
+            "chunked-prefill-size",
+            {
+                "chunk-full": Move(
+                    _larger_chunk,
+                    rule="up: doubled, from 2048 to 16384, with a lower mem-fraction-static",
+                    source="G1, measured",
+                    cost="1.5 MB of memory a token of the chunk; longer pauses in decoding",
+                ),
+                "oom": Move(
+                    _smaller_chunk,
+                    rule="down: 4096, then 2048",
+                    source="G1-G4",
+                    cost="slower prefill of long prompts",
+                ),
+            },
+            memory="1.5 MB a token",
+            takes_gb=lambda s, new: CHUNK_GB_A_TOKEN * (new - (s.now("chunked-prefill-size") or 0)),
+        ),
+        Flag(
+            "max-running-requests",
+            {
+                "capped": Move(
+                    _more_running,
+                    rule="up: what the pool holds, rounded up to a power of two",
+                    source="G1",
+                    cost="each request decodes more slowly",
+                ),
+                "retracting": Move(
+                    _fewer_retracted,
+                    rule="down: 9/10 of what runs, where all is reserved",
+                    source="G1",
+                    cost="fewer requests at once",
+                ),
+                "oom": Move(
+                    _fewer_running,
+                    rule="down: 3/4 of what ran",
+                    source="G1-G4",
+                    cost="fewer requests at once",
+                ),
+            },
+            schedules=True,
+        ),
+        Flag(
+            "cuda-graph-max-bs-decode",
+            moves={
+                "graph-off": Move(
+                    _larger_graphs,
+                    rule="up: 256, 512, 1024, 2048 or 4096, with a lower mem-fraction-static",
+                    source="G1, G2, G4",
+                    cost="about 2 MB for each request, seconds at the start",
+                ),
+                "oom": Move(
+                    _smaller_graphs,
+                    rule="down: halved",
+                    source="G1, SGLang",
+                    cost="larger batches run without graphs",
+                ),
+            },
+            needs="a GPU",
+            memory="2 MB a request",
+            takes_gb=lambda s, new: GRAPH_GB_A_REQUEST * (new - (s.facts.graph_max_bs or USUAL_CAPTURED)),
+        ),
+        Flag(
+            "cuda-graph-backend-decode",
+            moves={
+                "graph-off": Move(
+                    lambda s: ["full"] if s.facts.graph_disabled else [],
+                    rule="on: where they are disabled",
+                    source="G1",
+                    cost="about 2 MB for each request, seconds at the start",
+                ),
+                "oom": Move(
+                    lambda s: [] if s.facts.graph_disabled else ["disabled"],
+                    rule="off: at last",
+                    source="SGLang",
+                    cost="slower decode steps",
+                ),
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "cuda-graph-backend-prefill",
+            moves={
+                "chunk-full": Move(
+                    lambda s: ["breakable"] if prefill_graph_off(s.facts.arguments) else [],
+                    rule="on: where they are disabled",
+                    source="G1",
+                    cost="memory, and seconds at the start",
+                ),
+                "oom": Move(
+                    lambda s: [] if s.facts.graph_disabled else ["disabled"],
+                    rule="off: at last",
+                    source="SGLang",
+                    cost="slower prefill of long prompts",
+                ),
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "schedule-policy",
+            {
+                "reordered": Move(
+                    lambda s: [] if s.facts.arguments.get("schedule_policy") in {None, "fcfs"} else ["fcfs"],
+                    rule="set: fcfs",
+                    source="SGLang; not measured",
+                ),
+                "shared": Move(
+                    _set("schedule-policy", "lpm"),
+                    rule="set: lpm, for queues under 128",
+                    source="G1-G4",
+                    cost="more scheduling work, and late requests wait",
+                ),
+            },
+            schedules=True,
+        ),
+        Flag(
+            "attention-backend",
+            moves={
+                "slow-backend": Move(
+                    _other_backends,
+                    rule=(
+                        "set: Hopper `fa3`, Blackwell `trtllm_mha` or `trtllm_mla`, Ampere and "
+                        "Ada `flashinfer`"
+                    ),
+                    source="G1",
+                    cost="SGLang, or a person, may have chosen it for a reason",
+                )
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "enable-hierarchical-cache",
+            moves={
+                "evicted": Move(
+                    _set("enable-hierarchical-cache", value=True),
+                    rule="on",
+                    source="G1",
+                    cost="host memory of twice the pool's size, and transfers",
+                )
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "tokenizer-worker-num",
+            moves={
+                "starved": Move(
+                    lambda s: [TOKENIZERS] if (s.now("tokenizer-worker-num") or 1) < TOKENIZERS else [],
+                    rule="up: 4",
+                    source="SGLang",
+                    cost="cores of the machine",
+                )
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "ep-size",
+            moves={
+                "split-experts": Move(
+                    _experts_whole,
+                    rule="up: that of `--tp-size`",
+                    source="G1, G2, G4",
+                    cost="the load of experts is uneven",
+                )
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "attn-dp-size",
+            moves={
+                "kv-copies": Move(
+                    _kv_once,
+                    rule="up: that of `--tp-size` (`--enable-dp-attention`)",
+                    source="G1, G2, G4",
+                    cost="single answers are slower",
+                )
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "prefill-decode-interval",
+            {
+                "small-prefills": Move(
+                    _interval,
+                    rule="up: √(2 · output tokens)",
+                    source="SGLang; not tried on a GPU",
+                    cost=(
+                        "a request that ended leaves its place empty for some steps; not tried on a GPU here"
+                    ),
+                )
+            },
+            schedules=True,
+        ),
+        Flag(
+            "page-size",
+            {
+                "large-pages": Move(
+                    _set("page-size", 1),
+                    rule="down: 1",
+                    source="measured",
+                    cost="some attention kernels are faster with pages",
+                )
+            },
+        ),
+        Flag(
+            "disable-radix-cache",
+            {"cache-off": Move(lambda _: [None], rule="off", source="measured")},
+        ),
+        Flag(
+            "quantization",
+            moves={
+                "wide-numbers": Move(
+                    lambda s: ["fp8"] if s.facts.in_16_bits else [],
+                    rule="set: fp8",
+                    source="G1, G2, G4",
+                    cost="answers change a little",
+                )
+            },
+            needs="FP8",
+            changes_answers=True,
+        ),
+        Flag(
+            "kv-cache-dtype",
+            moves={
+                "wide-numbers": Move(
+                    lambda s: ["fp8_e4m3"] if s.facts.kv_in_16_bits else [],
+                    rule="set: fp8_e4m3",
+                    source="G1",
+                    cost="answers change a little",
+                )
+            },
+            needs="FP8",
+            changes_answers=True,
+        ),
+        Flag(
+            "speculative-algorithm",
+            moves={
+                "repeated": Move(
+                    _ngrams,
+                    rule="set: NGRAM, with `--max-running-requests`",
+                    source="SGLang; not tried on a GPU",
+                    cost=(
+                        "each step checks 12 tokens a request: a loss where few are right or "
+                        "many requests run"
+                    ),
+                )
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "enable-torch-compile",
+            moves={
+                "small-model": Move(
+                    _set("enable-torch-compile", value=True),
+                    rule="on",
+                    source="G1, G2, G4",
+                    cost="minutes at the start",
+                )
+            },
+            needs="a GPU",
+        ),
+    )
+}
+"""All flags: first those of the guides in their order, then those that the guides lack."""
 
 
 def next_setting(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
-    """Return the next value that a sign calls for, as this version takes it; empty without one."""
+    """Return the next value that a sign calls for, as `engine.args` of this version; empty without one."""
     return next((flags.setting(name, value) for value in FLAGS[name].values(sign, server)), {})
 
 
 def with_memory(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
-    """Return the same with a lower mem-fraction-static where the step takes memory that is not free.
+    """Return the next value, with a lower mem-fraction-static where the value takes memory that is not free.
 
-    Empty where too little would be left for weights and a useful pool.
+    Empty where too little would remain for the weights and a useful pool.
     """
     args = next_setting(sign, name, server, flags)
     gb = sum(FLAGS[name].takes_gb(server, value) for value in args.values())

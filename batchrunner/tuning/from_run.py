@@ -1,4 +1,4 @@
-"""Read a run directory: the samples in its event logs and its engines' logs. The run may still be running."""
+"""Read the situation of a run, which may still be running, from its event logs and its engines' logs."""
 
 import contextlib
 import math
@@ -26,32 +26,32 @@ from batchrunner.tuning.situation import ClientActivity, Situation
 MOST_PARTS = 20
 """Newest parts that are read for the lengths of outputs."""
 FEWEST_PASSES = 4
-"""Log lines of decode passes that a window needs."""
+"""Log lines of decode passes that a window of steady work needs."""
 FULL = 0.9
-"""Share of the window in flight from which the window counts as full."""
+"""Requests in flight, as a share of the window, from which the window counts as full."""
 SAME_FLAGS = ("version", "card", "max_running", "prefill_tokens")
 """Engine facts of the event `start` that are equal for servers with the same flags."""
 SAME_POOL = 0.02
-"""Share by which the KV pools of such servers differ at most: each takes the memory that is free."""
+"""Largest difference of the KV pools of such servers: each takes the memory that is free."""
 
 
 def read_run(run: Path | RunDir) -> Situation:
-    """Read the situation of a run from all its tasks; raises OutputError where the path holds no run."""
+    """Read the situation of a run from all its workers; raises OutputError where the path holds no run."""
     run_dir = look_at_run(run)
     facts = require_run_json(run_dir)
     client = _client(facts)
     load, log = Series(), LogReader()
-    for own in {task.log_directory: task for task in (run_dir, *run_dir.all_tasks())}.values():
-        task = _TaskReader(own.task, load, client)
-        task.read(own.events)
+    for task_dir in {task.log_directory: task for task in (run_dir, *run_dir.all_tasks())}.values():
+        task = _TaskReader(task_dir.task, load, client)
+        task.read(task_dir.events)
         client = task.client
-        for path in _logs(own):
-            log.source = f"{own.task} {path.stem}"
-            with contextlib.suppress(InputError):  # of a server that never started
+        for path in _logs(task_dir):
+            log.source = f"{task_dir.task} {path.stem}"
+            with contextlib.suppress(InputError):  # The log of a server that never started is empty.
                 log.read(path)
     load.settle()
     _lengths(run_dir, client)
-    if not has_enough(load):  # what the log has is of the start and the end too
+    if not has_enough(load):  # The log has passes of the start and the tail too, which would mislead.
         log.series.tracks, log.series.prefills = {}, Prefills()
     server = log.facts
     server.version = facts["engine"].get("version")
@@ -83,34 +83,34 @@ def _client(facts: Mapping[str, Any]) -> ClientActivity:
 
 
 _SAMPLED = {"signals", "in_flight", "window", "rows_total", "rows_done"}
-"""Values without which a sample, of a damaged log, is left out."""
+"""Fields that a load sample needs; one of a damaged event log may lack some."""
 
 
 class _TaskReader:
-    """Adds the steady load of one task to a series, since its servers have their present flags.
+    """Adds the steady load of one worker to a series, since its servers have their present flags.
 
-    Three times are left out, in which queue and token usage say nothing of the flags: the start, until as
-    many rows have ended as ran at once, the drain after a stop was asked for, and the tail, in which fewer
-    rows are left than the window takes.
+    In three phases queue and token usage say nothing about the flags, so their samples are skipped: the
+    start, until as many rows have ended as ran at once; the drain after a stop; and the tail, in which fewer
+    rows remain than the window takes.
     """
 
     def __init__(self, name: str, load: Series, client: ClientActivity) -> None:
         self.client = client
-        """What the runner did in all tasks read so far."""
+        """Activity of the runner in all workers read so far."""
         self._name = name
         self._load = load
         self._before = dict(load.tracks), load.retractions, replace(client)
         self._start: Mapping[str, Any] | None = None
         self._learned: dict[str, Any] = {}
-        """Flags that the runner gave the servers beyond the job's."""
+        """Flags that the runner gave the servers beside the job's own."""
         self._tracks: dict[str, str] = {}
-        """Names of this attempt's schedulers, by order: launched servers have new ports in each attempt."""
+        """Names of this attempt's schedulers in order: launched servers have new ports in each attempt."""
         self._retractions = 0
         """Retractions of this attempt so far."""
         self._began: int | None = None
-        """Rows that were done when the servers began to fill; None before a sample of theirs."""
+        """Rows that were done when the servers began to fill; None before their first sample."""
         self._peak = 0
-        """Most requests that ran at once since then."""
+        """Most requests that have run at once since then."""
 
     def read(self, path: Path) -> None:
         """Read the task's event log to its end."""
@@ -137,7 +137,7 @@ class _TaskReader:
                     self.add(event)
 
     def _restart(self) -> None:
-        """Forget the load so far: it is of servers with other flags."""
+        """Drop the load so far, which is of servers with other flags."""
         tracks, self._load.retractions, client = self._before
         self._load.tracks = dict(tracks)
         self.client = replace(
@@ -148,28 +148,33 @@ class _TaskReader:
         return self._tracks.setdefault(scheduler, f"{self._name} {len(self._tracks)}")
 
     def add(self, sample: Mapping[str, Any], server: str | None = None) -> None:
-        """Add a sample of all schedulers, or what it says of one server."""
+        """Add a load sample of all schedulers, or only its readings of one server."""
         client, signals = self.client, sample["signals"]
         retracted, self._retractions = self._retractions, sample.get("retractions", 0)
-        in_flight, window, done = sample["in_flight"], sample["window"], sample["rows_done"]
-        unsent = sample.get("unsent", sample["rows_total"] - done - in_flight)
+        in_flight, window, rows_done = sample["in_flight"], sample["window"], sample["rows_done"]
+        unsent = sample.get("unsent", sample["rows_total"] - rows_done - in_flight)
         client.widest = max(client.widest, in_flight)
         if self._began is None:
-            self._began, self._peak = done, 0
+            self._began, self._peak = rows_done, 0
         running = sum(load["running"] for load in signals)
         self._peak = max(self._peak, running)
-        starts, ends = done - self._began <= self._peak, unsent + in_flight <= window
+        starts, ends = rows_done - self._began <= self._peak, unsent + in_flight <= window
         if not in_flight or not signals or starts or ends:
             return
         self._load.retractions += self._retractions - retracted
         for load in signals:
             if server not in {None, load["scheduler"].partition("#")[0]}:
                 continue
-            one = LoadSample(
-                sample["time"], load["running"], load["queue"], load["token_usage"], load.get("max_running"),
-                rate=sample["output_tokens_per_s"] / len(signals), unsent=unsent,
-            )  # fmt: skip
-            self._load.add(self._track(load["scheduler"]), one)
+            load_sample = LoadSample(
+                at=sample["time"],
+                running=load["running"],
+                queue=load["queue"],
+                usage=load["token_usage"],
+                max_running=load.get("max_running"),
+                rate=sample["output_tokens_per_s"] / len(signals),
+                unsent=unsent,
+            )
+            self._load.add(self._track(load["scheduler"]), load_sample)
         if not any(load["queue"] for load in signals):
             client.empty += 1
             full = in_flight >= FULL * window
@@ -179,7 +184,7 @@ class _TaskReader:
 
 
 class ServerWatch:
-    """What one server does while the run goes on, in a window of steady work that may begin anew."""
+    """The load of one server while the run goes on, in a window of steady work that can begin again."""
 
     def __init__(self, run_dir: RunDir, url: str, log: Path, since: int) -> None:
         """Read its log from the byte `since` on."""
@@ -189,14 +194,14 @@ class ServerWatch:
         self.begin()
 
     def begin(self) -> None:
-        """Forget the load so far: steady work begins once as many rows have ended as run at once."""
+        """Begin a new window: steady work begins once as many rows have ended as run at once."""
         self._load = Series()
         self._task = _TaskReader("", self._load, self._client)
         self._first: Mapping[str, Any] | None = None
-        """The last sample before the steady work."""
+        """Last load sample before the steady work."""
 
     def take(self, sample: Mapping[str, Any]) -> None:
-        """Add a sample, and what the server has logged meanwhile."""
+        """Add a load sample, and the lines that the server has logged since the last one."""
         self._task.add(sample, self._url)
         if self._first is None or not self._load.counted:
             self._first, self._log.series = sample, Series()
@@ -210,52 +215,52 @@ class ServerWatch:
 
     @property
     def busy_s(self) -> float:
-        """Seconds of the window; 0 while it has too little to say."""
+        """Seconds of steady work in the window; 0 while there is too little to judge."""
         enough = has_enough(self._load) and self._log.series.counted >= FEWEST_PASSES and all(self.rates)
         return self._load.busy_s if enough else 0.0
 
     @property
     def rates(self) -> tuple[float, float]:
-        """Output tokens a second, by the server's log, and all tokens a second, those of prompts too.
+        """Output tokens per second by the server's log, and the rate with prompt tokens; zeros are unknown.
 
-        The second is by the rows that ended: nothing counts twice that is computed again. Zeros are unknown.
+        The second rate follows the rows that ended, so that tokens which are computed again count once.
         """
-        told = [(sample.running, sample.rate) for sample in self._log.series.samples if sample.rate]
-        seconds = sum(running / rate for running, rate in told)
+        passes = [(sample.running, sample.rate) for sample in self._log.series.samples if sample.rate]
+        seconds = sum(running / rate for running, rate in passes)
         prompt, output = (
             self._last[name] - self._first[name] if self._first else 0
             for name in ("prompt_tokens", "output_tokens")
         )
         if not seconds or not output:
             return 0.0, 0.0
-        rate = sum(running for running, _ in told) / seconds
+        rate = sum(running for running, _ in passes) / seconds
         return rate, rate * (1 + prompt / output)
 
     @property
     def situation(self) -> Situation:
-        """What the rules of advice read."""
+        """The situation that the rules of advice judge."""
         _lengths(self._run_dir, self._client)
         return Situation(self._load, self._log.series, self._log.facts, self._client)
 
 
 def _alike(start: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Tell whether the servers of two attempts had the same flags, as far as is known."""
-    one, two = start.get("engine") or {}, other.get("engine") or {}
-    pools = [engine.get("max_total_tokens") or 0 for engine in (one, two)]
-    alike = all(one.get(name) == two.get(name) for name in SAME_FLAGS)
+    first, second = start.get("engine") or {}, other.get("engine") or {}
+    pools = [engine.get("max_total_tokens") or 0 for engine in (first, second)]
+    alike = all(first.get(name) == second.get(name) for name in SAME_FLAGS)
     return alike and math.isclose(*pools, rel_tol=SAME_POOL) and start.get("args") == other.get("args")
 
 
 def _lengths(run_dir: RunDir, client: ClientActivity) -> None:
     """Read the lengths of outputs from the newest parts."""
-    found: list[pa.ChunkedArray] = []
+    columns: list[pa.ChunkedArray] = []
     for path in run_dir.all_parts()[-MOST_PARTS:]:
-        damaged = contextlib.suppress(pa.ArrowException, OSError, KeyError)  # or just removed
+        damaged = contextlib.suppress(pa.ArrowException, OSError, KeyError)  # Or removed meanwhile.
         with damaged, pq.ParquetFile(path) as part:
             if has_texts(part.schema_arrow):
                 tokens = part.read(columns=["completion_tokens"]).column(0)
-                found.append(pc.list_flatten(tokens) if pa.types.is_list(tokens.type) else tokens)
-    if lengths := [chunk for column in found for chunk in column.chunks]:
+                columns.append(pc.list_flatten(tokens) if pa.types.is_list(tokens.type) else tokens)
+    if lengths := [chunk for column in columns for chunk in column.chunks]:
         tokens = pa.chunked_array(lengths).drop_null()
         client.outputs, client.output_tokens = len(tokens), pc.sum(tokens).as_py() or 0
         if client.outputs:
@@ -263,12 +268,12 @@ def _lengths(run_dir: RunDir, client: ClientActivity) -> None:
 
 
 def _possible_share(event: Mapping[str, Any]) -> float | None:
-    """Return the share of prompt tokens that a cache could serve in the better of two orders."""
+    """Return the share of prompt tokens that a cache could serve in the better of both orders."""
     shares = [number(event.get(name)) for name in ("input_share", "sorted_share")]
     return max((share for share in shares if share is not None), default=None)
 
 
 def _new_args(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that an engine began with; none of a damaged event."""
+    """Return the new arguments of an event; empty where the event is damaged."""
     new = event.get("new")
     return new if isinstance(new, dict) else {}

@@ -51,13 +51,13 @@ def queue_empty(s: Situation, flags: Flags) -> Finding | None:
         change, why = _slow_part(s.client, keep)
     slow = s.client is not None and not change
     args = next_setting("starved", "tokenizer-worker-num", s.server, flags) if slow else {}
-    left = " while rows were left to send" if s.client else ""
+    while_rows = " while rows were left to send" if s.client else ""
     return Finding(
-        f"#queue-req is 0 {s.often('empty')}{left}: {why}",
-        args,
-        change or command_line(args) or _OTHER_WAY[s.facts.on_cpu],
-        s.evidence("empty"),
-        "high" if s.client else "medium",
+        f"#queue-req is 0 {s.often('empty')}{while_rows}: {why}",
+        args=args,
+        change=change or command_line(args) or _OTHER_WAY[s.facts.on_cpu],
+        evidence=s.evidence("empty"),
+        certainty="high" if s.client else "medium",
     )
 
 
@@ -118,10 +118,10 @@ def conservative(s: Situation, flags: Flags) -> Finding | None:
     return Finding(
         f"token usage is below {GUIDES.usage_good:g} (median {s.load.median('usage'):.2f}) with requests "
         f"waiting {s.often('conservative')}: {ADMITS_TOO_FEW}; {cause}",
-        args,
-        ", or ".join(filter(None, (command_line(args), tighter))),
-        {**s.evidence("conservative"), "output_share_of_max_new_tokens": share},
-        certainty,
+        args=args,
+        change=", or ".join(filter(None, (command_line(args), tighter))),
+        evidence={**s.evidence("conservative"), "output_share_of_max_new_tokens": share},
+        certainty=certainty,
         env={} if args else variables_in(clip),
     )
 
@@ -162,19 +162,19 @@ def retractions(s: Situation, flags: Flags) -> Finding | None:
     if not s.retractions:
         return None
     rate = s.retractions_per_min
-    seen = f"{counted(s.retractions, 'retraction')}, {rate:.1f} a minute, in {span_in_words(s.load)}"
+    reading = f"{counted(s.retractions, 'retraction')}, {rate:.1f} a minute, in {span_in_words(s.load)}"
     evidence = {**s.evidence("full"), "retractions": s.retractions, "retractions_per_min": round(rate, 2)}
     if not retracts_often(rate):
-        return Finding(f"{seen}: up to about one a minute is fine", evidence=evidence, fine=True)
+        return Finding(f"{reading}: up to about one a minute is fine", evidence=evidence, fine=True)
     if not has_enough(s.load):  # the reading has their number
         return None
-    sign = f"{seen}, with token usage at {s.server.usage:.2f}: requests lose their place and their work"
+    sign = f"{reading}, with token usage at {s.server.usage:.2f}: requests lose their place and their work"
     share, again = s.log.recomputed_share, s.log.prefills.retracted_tokens
     if share is not None:
         cost = f"{again:,} tokens are computed again, {share:.0%} of those generated"
         evidence |= {"tokens_computed_again": again, "recomputed_share": round(share, 4)}
         if not retractions_cost(s.log):
-            fine = f"{seen}: {cost}, which costs less than running fewer requests would"
+            fine = f"{reading}: {cost}, which costs less than running fewer requests would"
             return Finding(fine, evidence=evidence, fine=True)
         sign += f": {cost}"
     name = "schedule-conservativeness"

@@ -1,6 +1,6 @@
-"""The measurement of a trial: its speed once it is steady, what limits it, and when to stop it.
+"""The measurement of a trial: its speed once it is steady, its signs, and when to stop it. Pure.
 
-Pure: it takes finished rows and load readings with their times, from a real or a simulated engine.
+It is fed the rows that end and readings of the load with their times, of a real or a simulated engine.
 """
 
 from collections.abc import Sequence
@@ -16,27 +16,27 @@ from batchrunner.sglang.logs.series import LoadSample
 from batchrunner.tuning.signals import is_frequent, share
 
 MOST_STEADY_S = 120.0
-"""Seconds of steady time that a trial is measured at most, for slow rows."""
+"""Most seconds of steady time that a trial with slow rows is measured."""
 GENERATIONS = 2
-"""Generations that are measured, after one that warms up. A generation is as many rows as run at once; the
-first is not steady, since its rows began together."""
+"""Generations that are measured after a first one, which is not steady, since its rows began together. A
+generation is as many rows as run at once."""
 WAVE = 0.5
-"""Generations by which the rows that ended may lag behind: rows that began together end together."""
+"""Generations by which the ended rows may lag: rows that began together end together."""
 WORTH = 0.02
-"""A smaller gain, as a share, is not worth a further trial."""
+"""Least gain, as a share, that is worth another trial."""
 NEARLY_ALL = 0.99
-"""Share of the outputs that stay under the longest one that counts."""
+"""Share of the outputs that count for the longest output."""
 MEASURED = ("empty", "waiting", "conservative", "capped", "at_cap", "full", "kv_bound")
 """Signs of the load that a trial measures."""
 
 Ended = Literal["measured", "behind", "died", "cut"]
 End = tuple[Ended, str]
-"""How a trial ended, and why, in a sentence."""
+"""The end of a trial, and the reason in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrialSigns:
-    """What limits a trial: means over steady time, and how often it showed each sign; None is unknown."""
+    """The signs of a trial: means over steady time, and shares of its readings; None is unknown."""
 
     running: float = 0.0
     """Requests that decode, SGLang's `#running-req`."""
@@ -55,21 +55,21 @@ class TrialSigns:
     cached_share: float = 0.0
     """Share of the prompt tokens that were in the cache."""
     tokens_per_pass: float | None = None
-    """Output tokens per forward pass, by the scheduler's own count, which has no noise."""
+    """Output tokens per forward pass by the scheduler's count, which has no noise."""
     prefill_per_pass: float | None = None
-    """Mean prompt tokens that a prefill pass computed."""
+    """Mean prompt tokens of a prefill pass."""
     decodes_per_prefill: float | None = None
     """Decode passes for each prefill pass."""
     graph_off_share: float | None = None
-    """Share of the decode passes that ran without a CUDA graph, on a GPU that captured some."""
+    """Share of the decode passes without a CUDA graph, on a GPU that captured some."""
     schedulers: int = 1
     """Schedulers that the figures are sums over."""
     output_tokens: float = 0.0
     """Tokens of an output, on average."""
     longest_output: int | None = None
-    """Tokens that nearly all outputs stay under."""
+    """Tokens that nearly all outputs stay below."""
     repeated: float = 1.0
-    """Words that a decode step would bring on average, were n-grams of earlier answers tried."""
+    """Mean words that a decode step would yield with n-gram speculation from earlier answers."""
 
     def shows(self, sign: str) -> bool:
         """Tell whether the trial showed a sign of the load frequently."""
@@ -81,22 +81,22 @@ class TrialResult:
     """The result of one trial."""
 
     ended: Ended
-    """`behind`: it was stopped because it could not win; `cut`: the time for tuning was over."""
+    """`behind`: stopped because it could not win; `cut`: the budget was spent."""
     why: str
-    """Why it ended, in a sentence."""
+    """Reason of the end, in a sentence."""
     cost_s: float
     """Wall time in seconds, with the launch."""
     tokens_per_s: float = 0.0
-    """Output tokens a second in steady time, up to its end."""
+    """Output tokens per second in steady time."""
     failed_share: float = 0.0
     """Share of the finished rows that failed."""
     signs: TrialSigns = field(default_factory=TrialSigns)
     facts: Facts = field(default_factory=Facts)
-    """The server, by its log and its arguments."""
+    """Facts on the server, by its log and its arguments."""
 
     @property
     def is_speed(self) -> bool:
-        """Whether it shows the speed of its flags: it was measured to the end, and rows were answered."""
+        """Whether the speed counts: the trial was measured to its end, and rows were answered."""
         return self.ended == "measured" and self.tokens_per_s > 0
 
 
@@ -106,41 +106,41 @@ class Incumbent:
 
     tokens_per_s: float
     margin: float
-    """Share by which a challenger is behind when it is stopped; above the noise."""
+    """Share by which a challenger may be behind before it is stopped; above the noise."""
 
 
 class TrialProgress(NamedTuple):
-    """How far a trial had come at one time."""
+    """Progress of a trial at one time."""
 
     at_s: float
     tokens: int
     rows: int
     log_bytes: int = 0
-    """Size of the server's log: its passes up to here belong to the rows counted here."""
+    """Size of the server's log, whose passes so far belong to the rows so far."""
 
 
 @dataclass(slots=True)
 class TrialWatch:
-    """Follows one trial; times are seconds since its first row was sent."""
+    """The rows and readings of one trial; times are seconds since its first row was sent."""
 
     incumbent: Incumbent | None = None
     tokens: int = 0
     rows: int = 0
     _warm: TrialProgress | None = None
-    """Where steady time began."""
+    """Progress when steady time began."""
     _busy: TrialProgress | None = None
-    """The last reading in which a request waited."""
+    """Progress at the last reading in which a request waited."""
     _peak: int = 0
     _readings: list[SchedulerLoad] = field(default_factory=list)
     _busy_readings: int = 0
-    """Readings up to the last in which a request waited: those of the drain show no sign."""
+    """Number of readings up to the last in which a request waited; those of the drain show no signs."""
     _outputs: list[int] = field(default_factory=list)
     _retractions: int = 0
     _prompt_tokens: int = 0
     _cached_tokens: int = 0
 
     def row_ended(self, prompt: int, cached: int, output: int, retractions: int = 0) -> None:
-        """Count a row that ended well, by its tokens."""
+        """Count a row that was answered, by its tokens."""
         self.rows += 1
         self.tokens += output
         self._prompt_tokens += prompt
@@ -149,7 +149,7 @@ class TrialWatch:
         self._outputs.append(output)
 
     def record_load(self, at_s: float, signals: Sequence[SchedulerLoad], log_bytes: int = 0) -> End | None:
-        """Record a reading of the load; return how and why the trial may end now, or None."""
+        """Record a reading of the load; return the end of the trial and its reason, or None to go on."""
         if not signals:
             return None
         now = TrialProgress(at_s, self.tokens, self.rows, log_bytes)
@@ -157,7 +157,7 @@ class TrialWatch:
         if self._warm is None:
             if 0 < self._peak <= self.rows or at_s >= MOST_STEADY_S:
                 self._warm = now
-                self._outputs.clear()  # the first to end are the shortest
+                self._outputs.clear()  # The first outputs to end are the shortest.
             return None
         self._readings += signals
         if any(signal.queue for signal in signals):
@@ -166,10 +166,9 @@ class TrialWatch:
         return self._behind(at_s, self._warm) or self._measured(at_s, self._warm)
 
     def _behind(self, at_s: float, warm: TrialProgress) -> End | None:
-        """Compare with the incumbent's speed; the beginning does not count.
+        """Compare steady time with the incumbent's speed.
 
-        The rows that end first are short, in any trial: how many end in steady time says more than what they
-        put out.
+        The rows that end first are short in any trial, so their number says more than their tokens.
         """
         steady_s, rows = at_s - warm.at_s, self.rows - warm.rows
         if self.incumbent is None or steady_s < TIMING.trial_judged or rows < self._peak:
@@ -188,9 +187,9 @@ class TrialWatch:
         return None
 
     def measured_span(self, end: TrialProgress) -> tuple[TrialProgress, TrialProgress]:
-        """Return the part of a trial that counts: where it begins and ends.
+        """Return the begin and the end of the part of a trial that counts.
 
-        The drain at the end is left out. Where steady time is too short, the whole trial counts.
+        The drain does not count. Where steady time is too short, the whole trial counts.
         """
         begin, until = self._warm or TrialProgress(0.0, 0, 0), self._busy or end
         if until.at_s - begin.at_s < TIMING.trial_judged or until.tokens <= begin.tokens:
@@ -198,15 +197,17 @@ class TrialWatch:
         return begin, until
 
     def result(self, ended: Ended, why: str, at_s: float, cost_s: float) -> TrialResult:
-        """Return the result of the trial, at its end."""
+        """Return the result of a trial that has ended."""
         end = TrialProgress(at_s, self.tokens, self.rows)
         begin, until = self.measured_span(end)
         span_s = max(until.at_s - begin.at_s, 1e-9)
         return TrialResult(
-            ended, why, round(cost_s, 1),
+            ended,
+            why,
+            round(cost_s, 1),
             tokens_per_s=round((until.tokens - begin.tokens) / span_s, 2),
             signs=self._signs(span_s),
-        )  # fmt: skip
+        )
 
     def _signs(self, span_s: float) -> TrialSigns:
         readings = self._readings
@@ -220,8 +221,8 @@ class TrialWatch:
             return float(sum(getattr(reading, name) for reading in readings)) / over
 
         def limit(name: str) -> int | None:
-            found = [getattr(reading, name) for reading in readings[-schedulers:]]
-            return sum(found) if None not in found else None
+            limits = [getattr(reading, name) for reading in readings[-schedulers:]]
+            return sum(limits) if None not in limits else None
 
         return TrialSigns(
             running=round(mean("running"), 1),
@@ -241,6 +242,13 @@ class TrialWatch:
 def _shares(readings: Sequence[SchedulerLoad]) -> dict[str, float]:
     """Return the share of the readings that show each sign."""
     samples = [
-        LoadSample(None, load.running, load.queue, load.token_usage, load.max_running) for load in readings
+        LoadSample(
+            at=None,
+            running=load.running,
+            queue=load.queue,
+            usage=load.token_usage,
+            max_running=load.max_running,
+        )
+        for load in readings
     ]
     return {sign: round(share(samples, sign), 3) for sign in MEASURED}

@@ -1,13 +1,16 @@
-"""What was learned about a model on a machine, kept for the next run."""
+"""What was learned about a model on a machine, kept for later runs: one memo a line in a file of JSON Lines.
+
+Safer flags after a death and the gains of changed flags lie in the cache of this machine, in a file for each
+model, card and version of SGLang. Trials of `batchrun tune` are of one job, and lie in its run directory.
+"""
 
 import contextlib
 import hashlib
 import logging
 import re
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,7 +18,7 @@ from batchrunner.core.engine_info import Incident
 from batchrunner.core.errors import BatchrunError
 from batchrunner.core.files import cache_directory
 from batchrunner.job.engine import ServerEngine
-from batchrunner.output.files import make_directory, write_json
+from batchrunner.output.files import make_directory, writing
 from batchrunner.sglang.device import cards
 from batchrunner.sglang.flags import command_line, version_of
 from batchrunner.sglang.model_files import model_identity, split_over
@@ -23,71 +26,138 @@ from batchrunner.sglang.model_files import model_identity, split_over
 log = logging.getLogger(__name__)
 
 
-class Learned(msgspec.Struct):
-    """What earlier runs found out of a model on a card: the content of a file."""
+class Memo(msgspec.Struct):
+    """One line of a memory file."""
 
+    kind: Literal["safer", "step", "trial"]
+    about: str
+    """Digest or name of what it holds for; empty where that is all that the file is for."""
+    content: msgspec.Raw
+
+
+_read_memo = msgspec.json.Decoder(Memo)
+
+
+class Memory:
+    """A file of memos. Several processes may append to it; a damaged line does not count."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def recall(self, kind: str, about: str = "") -> list[msgspec.Raw]:
+        """Return the contents of the memos of a kind, oldest first; none where the file cannot be read."""
+        lines: list[bytes] = []
+        with contextlib.suppress(OSError):
+            lines = self.path.read_bytes().splitlines()
+        contents = []
+        for line in lines:
+            with contextlib.suppress(msgspec.MsgspecError):
+                memo = _read_memo.decode(line)
+                if (memo.kind, memo.about) == (kind, about):
+                    contents.append(memo.content)
+        return contents
+
+    def append(self, kind: Literal["safer", "step", "trial"], content: Any, about: str = "") -> None:
+        """Write a memo; raises StorageError."""
+        memo = Memo(kind, about, msgspec.Raw(msgspec.json.encode(content, enc_hook=str)))
+        with writing(self.path):
+            make_directory(self.path.parent)
+            with self.path.open("ab") as file:
+                file.write(b"\n" + msgspec.json.encode(memo))  # the last line may be cut short
+
+    def try_to_append(self, kind: Literal["safer", "step"], content: Any, about: str = "") -> None:
+        """Write a memo that the run can do without."""
+        try:
+            self.append(kind, content, about)
+        except (OSError, BatchrunError) as failure:
+            log.warning("what worked is not remembered for the next run: %s", failure)
+
+
+def memory_of(spec: ServerEngine, model: str, *, cpu: bool) -> Memory:
+    """Return the memory of one model, card and version of SGLang."""
+    card = "CPU" if cpu else str(next(iter(cards()), None))
+    about = (model_identity(model), split_over(spec.args), card, version_of(spec.python, spec.env))
+    digest = hashlib.sha256(repr(about).encode()).hexdigest()[:12]
+    name = re.sub(r"[^\w.-]+", "-", model.rstrip("/").rpartition("/")[2])
+    return Memory(cache_directory() / "engines" / f"{name}-{digest}.jsonl")
+
+
+class SaferFlags(msgspec.Struct):
+    """The arguments with which a server lived after a death."""
+
+    args: dict[str, Any]
+    why: str
+    """The day, and what earlier servers died of."""
+
+
+_read_safer_flags = msgspec.json.Decoder(SaferFlags)
+
+
+def recall_safer_flags(memory: Memory) -> SaferFlags | None:
+    """Return the newest arguments with which a server lived; None without any."""
+    for content in reversed(memory.recall("safer")):
+        with contextlib.suppress(msgspec.MsgspecError):
+            return _read_safer_flags.decode(content)
+    return None
+
+
+class TriedStep(msgspec.Struct):
+    """A change of flags that was tried during a run."""
+
+    name: str
+    gain: float
+    """Gain in output tokens a second: 0.1 is a tenth more. -1 where a server does not live with it."""
     args: dict[str, Any] = {}
-    """Arguments, and variables, to begin with."""
-    gains: dict[str, float] = {}
-    why: str = ""
-    """Since when these arguments are needed, and for what."""
+    """Flags and variables to start with; empty where the step is no good."""
 
 
-_read_learned = msgspec.json.Decoder(Learned)
-
-
-def recall(file: Path) -> Learned:
-    """Return what was written down; nothing where the file is missing or damaged."""
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
-        return _read_learned.decode(file.read_bytes())
-    return Learned()
+_read_step = msgspec.json.Decoder(TriedStep)
 
 
 class FlagMemory:
     """The flags and variables that were found best for a shape of job, and what each step gained.
 
-    Other tasks of the run have the same file, and learn from each other by it.
+    The workers of a joined run have the same file, and learn from each other by it.
     """
 
-    def __init__(self, file: Path, incidents: list[Incident]) -> None:
-        self._file = file
-        self._gains: dict[str, float] = {}  # of this task's steps, also where the file cannot be written
-        self.args = recall(file).args
-        """Those with which the servers of this run start, beside the job's own."""
+    def __init__(self, memory: Memory, shape: str, incidents: list[Incident]) -> None:
+        self._memory = memory
+        self._shape = shape
+        self._steps: list[TriedStep] = []  # of this worker, also where the file cannot be written
+        self.args = {name: value for step in self._latest() for name, value in step.args.items()}
+        """Flags and variables with which the servers of this run start, beside the job's own."""
         if self.args:
             why = "found best by an earlier run of such a job"
-            log.info("starting with %s, %s; delete %s to forget", command_line(self.args), why, file)
+            log.info("starting with %s, %s; delete %s to forget", command_line(self.args), why, memory.path)
             incidents.append(Incident("recalled", "the engine", why, {"new": self.args}))
 
     @property
     def gains(self) -> dict[str, float]:
         """Gain of each step that was tried: 0.1 is a tenth more output tokens a second."""
-        return recall(self._file).gains | self._gains
+        return {step.name: step.gain for step in self._latest()}
 
     def learn(self, step: str, gain: float, args: Mapping[str, Any] = {}) -> None:
-        """Write down what a step gained, and what it sets, where later runs are to start with that."""
-        self._gains[step] = round(gain, 3)
-        remember(self._file, Learned({**recall(self._file).args, **args}, self.gains))
+        """Write down the gain of a step; `args` are its flags, where later runs are to start with them."""
+        self._record(TriedStep(step, round(gain, 3), dict(args)))
 
     def forget(self) -> None:
-        """Start no more with what was found, and try none of its steps: a server lives only without them."""
-        self._gains |= {step: -1.0 for step, gain in self.gains.items() if gain > 0}
-        remember(self._file, Learned(gains=self.gains))
+        """Drop all flags, and try none of their steps again: a server lives only without them."""
+        for step in self._latest():
+            if step.gain > 0:
+                self._record(TriedStep(step.name, gain=-1.0))
 
+    def _record(self, step: TriedStep) -> None:
+        self._steps.append(step)
+        self._memory.try_to_append("step", step, about=self._shape)
 
-def learned_file(spec: ServerEngine, model: str, *, cpu: bool) -> Path:
-    """Return the file for what holds for one model, card and version of SGLang."""
-    card = "CPU" if cpu else str(next(iter(cards()), None))
-    about = (model_identity(model), split_over(spec.args), card, version_of(spec.python, spec.env))
-    digest = hashlib.sha256(repr(about).encode()).hexdigest()[:12]
-    name = re.sub(r"[^\w.-]+", "-", model.rstrip("/").rpartition("/")[2])
-    return cache_directory() / "engines" / f"{name}-{digest}.json"
-
-
-def remember(file: Path, learned: Learned) -> None:
-    """Write down what a run learned, for the next one; other runs may write the file too."""
-    try:
-        make_directory(file.parent)
-        write_json(file, msgspec.to_builtins(learned), writer=secrets.token_hex(4))
-    except (OSError, BatchrunError) as failure:
-        log.warning("what worked is not remembered for the next run: %s", failure)
+    def _latest(self) -> list[TriedStep]:
+        """Return the newest trial of each step, oldest first."""
+        steps = []
+        for content in self._memory.recall("step", about=self._shape):
+            with contextlib.suppress(msgspec.MsgspecError):
+                steps.append(_read_step.decode(content))
+        latest: dict[str, TriedStep] = {}
+        for step in [*steps, *self._steps]:
+            latest.pop(step.name, None)
+            latest[step.name] = step
+        return [*latest.values()]

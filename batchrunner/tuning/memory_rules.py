@@ -14,21 +14,27 @@ from batchrunner.tuning.situation import LONGEST_LINE, Finding, Situation
 
 def memory_left(s: Situation, flags: Flags) -> Finding | None:
     """Find that GPU memory is unused, or that the right amount is left."""
-    left, band = s.server.spare_gb, s.server.band
-    if left is None or left < band.low:
+    spare_gb, band = s.server.spare_gb, s.server.band
+    if spare_gb is None or spare_gb < band.low:
         return None
-    seen = f"available_gpu_mem is {left:.2f} GB when the server is ready"
-    evidence = {"available_gpu_gb": left}
+    reading = f"available_gpu_mem is {spare_gb:.2f} GB when the server is ready"
+    evidence = {"available_gpu_gb": spare_gb}
     good = f"{round(band.low, 1):g}-{round(band.high, 1):g} GB"
-    if left <= band.high:
-        return Finding(f"{seen}: {good} is good", evidence=evidence, fine=True)
+    if spare_gb <= band.high:
+        return Finding(f"{reading}: {good} is good", evidence=evidence, fine=True)
     if s.facts.number("max_total_tokens"):
         return Finding(
-            f"{seen}: more than {good}, because --max-total-tokens limits the KV pool",
+            f"{reading}: more than {good}, because --max-total-tokens limits the KV pool",
             {"max-total-tokens": None},
             evidence=evidence,
         )
-    return _fraction(s, flags, "memory-left", f"{seen}: more than {good}, the rest is unused", evidence)
+    return _fraction(
+        s,
+        flags,
+        sign="memory-left",
+        reading=f"{reading}: more than {good}, the rest is unused",
+        evidence=evidence,
+    )
 
 
 def pool_small(s: Situation, _: Flags) -> Finding | None:
@@ -45,15 +51,17 @@ def pool_small(s: Situation, _: Flags) -> Finding | None:
 
 def memory_tight(s: Situation, flags: Flags) -> Finding | None:
     """Find that too little GPU memory is left for activations."""
-    left, low = s.server.spare_gb, s.server.band.low
-    if left is None or left >= low:
+    spare_gb, low = s.server.spare_gb, s.server.band.low
+    if spare_gb is None or spare_gb >= low:
         return None
-    seen = f"available_gpu_mem is {left:.2f} GB when the server is ready: under {round(low, 1):g} GB"
-    evidence = {"available_gpu_gb": left}
-    return _fraction(s, flags, "memory-tight", f"{seen} it may run out", evidence)
+    reading = f"available_gpu_mem is {spare_gb:.2f} GB when the server is ready: under {round(low, 1):g} GB"
+    evidence = {"available_gpu_gb": spare_gb}
+    return _fraction(s, flags, sign="memory-tight", reading=f"{reading} it may run out", evidence=evidence)
 
 
-def _fraction(s: Situation, flags: Flags, sign: str, seen: str, evidence: dict[str, Any]) -> Finding | None:
+def _fraction(
+    s: Situation, flags: Flags, sign: str, reading: str, evidence: dict[str, Any]
+) -> Finding | None:
     """Change mem-fraction-static so that the right amount is left, by the card's memory.
 
     None where weights and a pool need more than the target would leave them.
@@ -62,13 +70,13 @@ def _fraction(s: Situation, flags: Flags, sign: str, seen: str, evidence: dict[s
     now, up = s.server.now(name), sign == "memory-left"
     if now is None or not card:
         how = f"--{name} {'up' if up else 'down'} in steps of {FRACTION_STEP}"
-        return Finding(seen, change=how if flags.spelling(name) else "", evidence=evidence)
+        return Finding(reading, change=how if flags.spelling(name) else "", evidence=evidence)
     args = next_setting(sign, name, s.server, flags)
     if not args:
         return None
-    moved = f"{abs(args[name] - now) * card:.1f} GB of {card:.0f}"
-    what = f"{command_line(args)} (from {now:g}: {moved} {'more' if up else 'less'} for the KV pool)"
-    return Finding(seen, args, what, evidence)
+    difference = f"{abs(args[name] - now) * card:.1f} GB of {card:.0f}"
+    change = f"{command_line(args)} (from {now:g}: {difference} {'more' if up else 'less'} for the KV pool)"
+    return Finding(reading, args, change, evidence)
 
 
 def ran_out(phase: Phase, where: str = "") -> Callable[[Situation, Flags], Finding | None]:
@@ -76,7 +84,7 @@ def ran_out(phase: Phase, where: str = "") -> Callable[[Situation, Flags], Findi
 
     def judge(s: Situation, flags: Flags) -> Finding | None:
         beside = "" if phase == "graph" else _narrower(s, flags)
-        return _ran_out(s, s.facts.troubles.get(phase), flags, where, beside)
+        return _ran_out(s, trouble=s.facts.troubles.get(phase), flags=flags, where=where, beside=beside)
 
     return judge
 
@@ -85,14 +93,20 @@ def oom_weights(s: Situation, flags: Flags) -> Finding | None:
     """Find that the weights do not fit, or leave no room for a KV pool."""
     if trouble := s.facts.troubles.get("pool"):
         where = "before there was a KV pool: the weights take all that mem-fraction-static allows"
-        return _ran_out(s, trouble, flags, where, "" if s.facts.on_cpu else "more GPUs (--tp-size)")
+        return _ran_out(
+            s,
+            trouble=trouble,
+            flags=flags,
+            where=where,
+            beside="" if s.facts.on_cpu else "more GPUs (--tp-size)",
+        )
     if trouble := s.facts.troubles.get("load"):
         args = {} if s.facts.on_cpu else flags.setting("tp-size", 2 * s.facts.tp)
         quantised = s.facts.quantised or s.facts.arguments.get("quantization")
         room = command_line(args) or "a machine with more memory"
         ways = room if quantised else f"{room}, or a quantised model"
-        found = _ran_out(s, trouble, flags, "while weights were loaded", ways)
-        return found and replace(found, args=args)
+        finding = _ran_out(s, trouble=trouble, flags=flags, where="while weights were loaded", beside=ways)
+        return finding and replace(finding, args=args)
     return None
 
 
@@ -136,8 +150,8 @@ def _narrower(s: Situation, flags: Flags) -> str:
             ways.append(command_line(flags.setting("quantization", "fp8")))
     elif facts.architecture == "ampere" and facts.in_16_bits:
         ways.append("a model quantised to int8 or AWQ")
-    named = " or ".join(filter(None, ways))
-    return f"{named}, with a lower --mem-fraction-static" if named else ""
+    remedies = " or ".join(filter(None, ways))
+    return f"{remedies}, with a lower --mem-fraction-static" if remedies else ""
 
 
 def _ran_out(

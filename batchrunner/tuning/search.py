@@ -1,7 +1,7 @@
-"""Choose the next trial: all steps that the signs call for at once, then a climb, one flag at a time. Pure.
+"""The search of `batchrun tune`: all changes that the signs call for at once, then one flag at a time. Pure.
 
-The search asks for trials and is sent their results. The same results bring the same requests, so a search
-resumes when it is sent the results that were kept.
+The search yields requests for trials and receives their results. Equal results lead to equal requests, so a
+search resumes from the results that were kept.
 """
 
 import math
@@ -19,20 +19,20 @@ from batchrunner.tuning.measurement import WORTH, Incumbent, TrialResult, TrialS
 from batchrunner.tuning.space import TUNED_FLAGS, Args, FlagChange, Machine, candidates, together
 
 GUESS, GUESS_WEIGHT = 0.05, 4
-"""Assumed standard deviation of a trial's log speed, and how many repetitions it counts as. A shared 2-core
-machine shows 5 %; a machine without other users about 1 %, which repetitions soon show."""
+"""Assumed standard deviation of a trial's log speed, and its weight in repetitions. A shared machine of two
+cores shows 5 %, a machine without other users about 1 %, which repetitions soon reveal."""
 MOST_TURNS = 3
-"""Trials of each of the two settings at most."""
+"""Most trials of each of two settings that are compared."""
 SAME_WORK = 0.01
-"""Trials whose passes and batches differ by a smaller share do the same work, in the same time."""
+"""Largest difference in passes and batches, as a share, with which two trials do the same work."""
 _T95 = (2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761)
-"""Student's 95 % quantiles for 4, 5, … 14 degrees of freedom; the last serves for more, on the safe side."""
+"""Student's 95 % quantiles for 4, 5, … 14 degrees of freedom; the last is used for more, to be safe."""
 
 RaceVerdict = Literal["faster", "no faster", "again"]
 
 
 def compare(
-    mine: Sequence[float],
+    challenger: Sequence[float],
     best: Sequence[float],
     spread: tuple[float, int],
     *,
@@ -41,13 +41,14 @@ def compare(
 ) -> tuple[RaceVerdict, str]:
     """Return whether a challenger is faster than the best, and the interval of their ratio as text.
 
-    `spread` is the result of `trial_noise`. The verdict is "again" until both were measured MOST_TURNS times;
-    a challenger that is not shown to be faster by then is "no faster". With `more_per_pass` the scheduler's
-    own count shows more output in each pass: then a gain above `worth` is enough, within two turns.
+    Both are speeds of trials; `spread` is the result of `trial_noise`. The verdict is "again" until both were
+    measured MOST_TURNS times; a challenger that has not proved faster by then is "no faster". With
+    `more_per_pass` the scheduler counts more output in each pass: then a gain above `worth` suffices, within
+    two turns.
     """
     deviation, freedom = spread
-    gain = fmean(map(math.log, mine)) - fmean(map(math.log, best))
-    half = _quantile(freedom) * deviation * math.sqrt(1 / len(mine) + 1 / len(best))
+    gain = fmean(map(math.log, challenger)) - fmean(map(math.log, best))
+    half = _quantile(freedom) * deviation * math.sqrt(1 / len(challenger) + 1 / len(best))
     text = f"{math.exp(gain):.3f} [{math.exp(gain - half):.3f}, {math.exp(gain + half):.3f}] x the best"
     if gain - half > 0:
         return "faster", text
@@ -55,16 +56,16 @@ def compare(
         return "faster", f"{text}, and more output tokens a pass"
     if gain + half < 0 or (gain < worth and not more_per_pass):
         return "no faster", text
-    turns = min(len(mine), len(best))
+    turns = min(len(challenger), len(best))
     if turns >= MOST_TURNS or (more_per_pass and turns > 1):
         return "no faster", f"{text}: no real difference in {counted(turns, 'turn')}"
     return "again", text
 
 
 def trial_noise(settings: Iterable[Sequence[float]]) -> tuple[float, int]:
-    """Return the standard deviation of one trial's log speed and its degrees of freedom.
+    """Return the standard deviation of one trial's log speed, and its degrees of freedom.
 
-    `settings` are the speeds of each setting's trials; those of one trial say nothing.
+    `settings` are the speeds of each setting's trials. A setting with one trial adds nothing.
     """
     total, freedom = GUESS_WEIGHT * GUESS**2, GUESS_WEIGHT
     for speeds in settings:
@@ -76,28 +77,28 @@ def trial_noise(settings: Iterable[Sequence[float]]) -> tuple[float, int]:
 
 
 def margin_to_stop(spread: tuple[float, int]) -> float:
-    """Return the share by which a trial is behind the best when it is stopped: three times the noise.
+    """Return by which share a trial may fall behind the best before it is stopped: three times the noise.
 
-    It is at least a fifth, since a curve of finished rows is a rougher measure than a whole trial.
+    It is at least a fifth, since the rows that have ended measure less exactly than a whole trial.
     """
     return min(0.5, max(0.2, 3 * math.sqrt(2) * spread[0]))
 
 
-def same_work(mine: TrialSigns, best: TrialSigns) -> bool:
-    """Tell whether two trials had the same passes and batches; False where that is not known."""
-    more = _more(mine.tokens_per_pass, best.tokens_per_pass)
-    apart = (more, _more(mine.running, best.running), mine.cached_share - best.cached_share)
+def same_work(challenger: TrialSigns, best: TrialSigns) -> bool:
+    """Tell whether two trials had the same passes and batches; False where that is unknown."""
+    more = _more(challenger.tokens_per_pass, best.tokens_per_pass)
+    apart = (more, _more(challenger.running, best.running), challenger.cached_share - best.cached_share)
     return more is not None and all(abs(difference or 0.0) <= SAME_WORK for difference in apart)
 
 
-def more_per_pass(mine: TrialSigns, best: TrialSigns) -> bool:
-    """Tell whether a trial generated more tokens in each forward pass; False where that is not known."""
-    return (_more(mine.tokens_per_pass, best.tokens_per_pass) or 0.0) > SAME_WORK
+def more_per_pass(challenger: TrialSigns, best: TrialSigns) -> bool:
+    """Tell whether the challenger generated more tokens per forward pass; False where that is unknown."""
+    return (_more(challenger.tokens_per_pass, best.tokens_per_pass) or 0.0) > SAME_WORK
 
 
-def _more(mine: float | None, best: float | None) -> float | None:
-    """Return the share by which the first is more than the second."""
-    return mine / best - 1 if mine is not None and best else None
+def _more(challenger: float | None, best: float | None) -> float | None:
+    """Return by which share the challenger has more than the best."""
+    return challenger / best - 1 if challenger is not None and best else None
 
 
 def _quantile(freedom: int) -> float:
@@ -105,11 +106,11 @@ def _quantile(freedom: int) -> float:
 
 
 FAILED_MORE = 0.01
-"""Share of rows by which failures may exceed those of the best: trials end with different rows."""
+"""Share of rows by which failures may exceed the best's, since trials end with different rows."""
 MOST_MISSES = 2
-"""Changes of a flag in a row that are tried although none was faster."""
+"""Changes of a flag that are tried one after the other although none is faster."""
 TOGETHER = Flag("together", {})
-"""All flags at once that any server has and whose signs the best trial shows."""
+"""All flags at once whose signs the best trial shows, of those that every server has."""
 
 
 @dataclass(slots=True)
@@ -118,13 +119,13 @@ class FlagSetting:
 
     args: Args
     replicas: int
-    """Replicas with these flags that there are GPUs for; a trial measures one of them."""
+    """Replicas with these flags that the GPUs suffice for; a trial measures one of them."""
     results: list[TrialResult] = field(default_factory=list)
     verdict: str = ""
 
     @property
     def speeds(self) -> list[float]:
-        """Output tokens a second of all replicas, by each trial that was measured to the end."""
+        """Output tokens per second of all replicas, by each trial that was measured to its end."""
         return [self.replicas * result.tokens_per_s for result in self.results if result.is_speed]
 
     @property
@@ -152,7 +153,7 @@ class Search:
         self.best = self.own = FlagSetting(args, machine.replicas_of(args))
         self.settings = {key_of(args): self.own}
         self.notes: dict[str, str] = {}
-        """For each flag: what came of it, or why it was not tried."""
+        """Result of each flag, or the reason why it was not tried."""
         self.reason = ""
         """Why the search ended."""
         self._machine = machine
@@ -177,21 +178,21 @@ class Search:
 
     @property
     def winner(self) -> FlagSetting:
-        """The best setting, if trials show it to be faster than the job's own flags; else these."""
+        """The best setting if it has proved faster than the job's own flags, otherwise these flags."""
         return self.best if self._beats_own() == "faster" else self.own
 
     def _beats_own(self) -> RaceVerdict:
-        """Compare all trials of the best with all of the job's own flags, which may have been long before."""
+        """Compare all trials of the best with all trials of the job's own flags."""
         if self.best is self.own:
             return "no faster"
-        if not self.own.newest.is_speed:  # it failed when it was tried again
+        if not self.own.newest.is_speed:  # The job's own flags failed when they were tried again.
             return "faster"
         signs = self.best.newest.signs, self.own.newest.signs
         fuller = _only_schedules(changes(self.best.args, self.own.args)) and more_per_pass(*signs)
         return compare(self.best.speeds, self.own.speeds, self._noise(), more_per_pass=fuller)[0]
 
     def _tune(self, tuned_flag: Flag) -> Generator[TrialRequest, TrialResult, bool]:
-        """Change a flag for as long as that is faster; return whether the best changed."""
+        """Change a flag as long as each change is faster; return whether the best changed."""
         improved, misses = False, 0
         while misses < MOST_MISSES and (change := self._next_change(tuned_flag)) is not None:
             won = yield from self._try_change(change, tuned_flag)
@@ -211,18 +212,18 @@ class Search:
     def _next_change(self, tuned_flag: Flag) -> FlagChange | None:
         if tuned_flag is TOGETHER:
             all_flags = [flag for flag in self._tuned_flags if flag.needs in {None, "a CPU"}]
-            change = together([found for flag in all_flags if (found := self._untried(flag))])
+            change = together([next_change for flag in all_flags if (next_change := self._untried(flag))])
             return change if change and key_of(self._changed_to(change)) not in self.settings else None
         return self._untried(tuned_flag)
 
     def _untried(self, tuned_flag: Flag) -> FlagChange | None:
-        """Return the next change of a flag; None, with a note, where none is left."""
-        found = candidates(tuned_flag, self.best.newest, self._machine)
-        if isinstance(found, str):
+        """Return the next change of a flag that was not tried; None, with a note, without one."""
+        flag_changes = candidates(tuned_flag, self.best.newest, self._machine)
+        if isinstance(flag_changes, str):
             if tuned_flag.name not in self._changed:
-                self.notes[tuned_flag.name] = found
+                self.notes[tuned_flag.name] = flag_changes
             return None
-        for change in found:
+        for change in flag_changes:
             if self._missing(change):
                 self.notes[tuned_flag.name] = f"this version has no {self._missing(change)}"
             elif key_of(self._changed_to(change)) not in self.settings:
@@ -230,15 +231,15 @@ class Search:
         return None
 
     def _changed_to(self, change: FlagChange) -> Args:
-        """Return the best flags with a change, under the job's names or else the version's."""
+        """Return the best flags with a change, spelled as in the job or else as in the version."""
         args = dict(self.best.args)
         for name, value in change.args.items():
-            own = name_in(args, name)
-            args |= {own: value} if own in args else self._machine.flags.setting(name, value)
+            job_name = name_in(args, name)
+            args |= {job_name: value} if job_name in args else self._machine.flags.setting(name, value)
         return args
 
     def _missing(self, change: FlagChange) -> str:
-        """Return the first flag of a change that this version lacks, as typed; empty where it has all."""
+        """Return the first flag of a change that this version lacks; empty where it has all."""
         setting = self._machine.flags.setting
         return next((command_line({n: v}) for n, v in change.args.items() if not setting(n, v)), "")
 
@@ -246,7 +247,7 @@ class Search:
         self, setting: FlagSetting, change: FlagChange, tuned_flag: Flag
     ) -> Generator[TrialRequest, TrialResult, bool]:
         """Try a setting, then the best and it in turn; return whether the setting is faster."""
-        before = len(self.best.speeds) - 1  # the best's last trial counts as its first turn
+        before = len(self.best.speeds) - 1  # The last trial of the best counts as its first turn.
         yield from self._try(setting, change.why, self._incumbent(setting))
         while (verdict := self._verdict(setting, change, tuned_flag, self.best.speeds[before:])) is None:
             if len(self.best.speeds) - before <= len(setting.speeds):
@@ -265,7 +266,7 @@ class Search:
         setting.results.append(result)
 
     def _incumbent(self, setting: FlagSetting) -> Incumbent:
-        """Return the best's speed for each replica of a challenger."""
+        """Return the speed of the best, divided by the replicas of the challenger."""
         best = self.best.replicas * self.best.newest.tokens_per_s / setting.replicas
         return Incumbent(best, margin_to_stop(self._noise()))
 
@@ -273,9 +274,9 @@ class Search:
         return trial_noise(setting.speeds for setting in self.settings.values() if setting.speeds)
 
     def _verdict(
-        self, setting: FlagSetting, change: FlagChange, tuned_flag: Flag, theirs: Sequence[float]
+        self, setting: FlagSetting, change: FlagChange, tuned_flag: Flag, best_speeds: Sequence[float]
     ) -> tuple[bool, str] | None:
-        """Return whether a challenger is better, and why; None while that is open."""
+        """Return whether a challenger is better, and why; None while that is undecided."""
         newest, best = setting.newest, self.best.newest
         if newest.ended == "died":
             return False, f"unsafe: {newest.why}"
@@ -291,12 +292,12 @@ class Search:
             return False, "no faster: the same passes and batches as the best"
         fuller = schedules and more_per_pass(newest.signs, best.signs)
         worth = -WORTH if tuned_flag.small_steps else WORTH
-        verdict, text = compare(setting.speeds, theirs, self._noise(), more_per_pass=fuller, worth=worth)
+        verdict, text = compare(setting.speeds, best_speeds, self._noise(), more_per_pass=fuller, worth=worth)
         return None if verdict == "again" else (verdict == "faster", f"{verdict}: {text}")
 
 
 def _only_schedules(args: Args) -> bool:
-    """Tell whether flags change only which rows run when, so that more output a pass is faster."""
+    """Tell whether flags only schedule rows, so that more output per pass means more speed."""
     return all(name in FLAGS and FLAGS[name].schedules for name in args)
 
 

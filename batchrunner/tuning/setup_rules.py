@@ -100,18 +100,20 @@ def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
     share = prefills.cached_share
     if prefills.prompts < FEW_PROMPTS or not GUIDES.shared <= share <= GUIDES.cached_well:
         return None
-    seen = f"{share:.0%} of {prefills.cached_tokens + prefills.new_tokens:,} prompt tokens were in the cache"
+    reading = (
+        f"{share:.0%} of {prefills.cached_tokens + prefills.new_tokens:,} prompt tokens were in the cache"
+    )
     evidence = {"cached_share": round(share, 4), "prompts": prefills.prompts}
     if s.client is not None:
         ordered = s.client.order in {"auto", "prefix"}
-        return None if ordered else Finding(f"{seen}, in the input's order", {}, "`order: auto`", evidence)
+        return None if ordered else Finding(f"{reading}, in the input's order", {}, "`order: auto`", evidence)
     queue, limit = s.load.longest_queue, GUIDES.lpm_queue
     if policy == "lpm" and queue > limit:
-        seen += f"; lpm gives up above {limit:.0f} waiting requests"
+        reading += f"; lpm gives up above {limit:.0f} waiting requests"
     if policy in {"lpm", None} or queue >= limit:
         how = "send requests that begin alike one after another, as batchrun does"
-        return Finding(seen, {}, how, evidence)
-    return Finding(seen, next_setting("shared", "schedule-policy", s.server, flags), evidence=evidence)
+        return Finding(reading, {}, how, evidence)
+    return Finding(reading, next_setting("shared", "schedule-policy", s.server, flags), evidence=evidence)
 
 
 def host_cache(s: Situation, _: Flags) -> Finding | None:
@@ -134,8 +136,8 @@ def attention_backend(s: Situation, _: Flags) -> Finding | None:
     now = s.facts.arguments.get("attention_backend")
     if now not in _GENERAL or now in best_backends(s.facts)[:1]:
         return None
-    asked = str(s.facts.arguments.get("launch_command") or "--config")  # only /server_info has it
-    if not re.search("attention.backend|--config", asked):
+    command = str(s.facts.arguments.get("launch_command") or "--config")  # only /server_info has it
+    if not re.search("attention.backend|--config", command):
         return None  # SGLang chose it
     return Finding(f"{now} attention on {s.facts.card}")
 
@@ -186,16 +188,16 @@ def pages_large(s: Situation, _: Flags) -> Finding | None:
     if not s.short_of_pool:
         return None
     tokens = prefills.mean_prompt + (s.client.mean_output or 0.0 if s.client else 0.0)
-    lost = page / 2 / (tokens + page / 2)
-    if lost < LOST_IN_PAGES:
+    wasted_share = page / 2 / (tokens + page / 2)
+    if wasted_share < LOST_IN_PAGES:
         return None
     running = s.load.median("running")
     return Finding(
-        f"requests of {tokens:.0f} tokens lie in pages of {page}: a last page is half empty, {lost:.0%} of "
-        f"the KV pool, and {running:.0f} of at most {s.max_running} requests run",
+        f"requests of {tokens:.0f} tokens lie in pages of {page}: a last page is half empty, "
+        f"{wasted_share:.0%} of the KV pool, and {running:.0f} of at most {s.max_running} requests run",
         evidence={
             **s.evidence("conservative", "kv_bound"),
             "page_tokens": page,
-            "lost_share": round(lost, 4),
+            "lost_share": round(wasted_share, 4),
         },
     )

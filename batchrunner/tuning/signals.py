@@ -211,8 +211,10 @@ def admits_too_few(*, share_held: float, retracts: bool) -> bool:
 
 def retractions_cost(series: Series) -> bool:
     """Tell whether retractions are frequent, and lose many tokens as far as the log says."""
-    lost = series.recomputed_share
-    return retracts_often(series.retractions_per_min) and (lost is None or lost >= GUIDES.recomputed)
+    lost_share = series.recomputed_share
+    return retracts_often(series.retractions_per_min) and (
+        lost_share is None or lost_share >= GUIDES.recomputed
+    )
 
 
 def span_in_words(series: Series) -> str:

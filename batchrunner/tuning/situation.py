@@ -1,4 +1,4 @@
-"""All that the rules of advice read: the load, the server, and, of a run, what the runner itself did."""
+"""The situation that advice judges: the load, the server and, for a run, the activity of the runner."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -23,27 +23,27 @@ from batchrunner.tuning.signals import (
 Certainty = Literal["high", "medium", "low"]
 
 RESERVED = 0.8
-"""Share of the KV pool in reservations from which it is the limit, though it is not full yet."""
+"""Reserved share of the KV pool from which the pool is the limit, although it is not full yet."""
 POOL_SHARE = 4
-"""One part in so many of a machine's free memory is taken for a larger KV pool at most."""
+"""Divisor of a machine's free memory: a larger KV pool takes a quarter of it at most."""
 FLOAT32_BYTES = 4
-"""Bytes of a number in a CPU's KV pool, at most."""
+"""Bytes of a number in a CPU's KV pool: float32 at most."""
 LONGEST_LINE = 160
 """Characters of a log line that advice shows."""
 
 
 @dataclass(slots=True)
 class ClientActivity:
-    """What the runner did, above all while the engine's queue was empty."""
+    """The runner's part in the load: its settings, and what it did while the engine's queue was empty."""
 
     empty: int = 0
-    """Samples with an empty queue while rows were left to send."""
+    """Load samples with an empty queue while rows were still unsent."""
     at_window: int = 0
-    """Samples of `empty` in which the window was full (90 %)."""
+    """Those of `empty` in which the window was full (90 %)."""
     on_way: int = 0
-    """Samples of `at_window` in which most requests had not arrived at the scheduler."""
+    """Those of `at_window` in which most requests had not arrived at the scheduler."""
     resting: int = 0
-    """Samples of `empty` in which the window was not full and rows waited for a retry."""
+    """Those of `empty` in which the window was not full and rows waited for a retry."""
     window: str | int = "auto"
     """The job's `window`."""
     connections: int | None = None
@@ -61,13 +61,13 @@ class ClientActivity:
     """Outputs whose lengths were read."""
     order: str = "auto"
     simulated: bool = False
-    """Whether its figures are made up."""
+    """Whether the engine is simulated."""
     decodes: bool = True
-    """Whether the job's task generates tokens; else token usage says nothing."""
+    """Whether the job's task generates tokens; otherwise token usage says nothing."""
     longest_output: int | None = None
     """99th percentile of the outputs' lengths, in tokens."""
     possible_share: float | None = None
-    """Share of the prompt tokens that a cache could serve, by the rows looked at for their order."""
+    """Share of the prompt tokens that a cache could serve, by the rows sampled for their order."""
 
     @property
     def mean_output(self) -> float | None:
@@ -76,7 +76,7 @@ class ClientActivity:
 
     @property
     def output_share(self) -> float | None:
-        """Mean output as a share of `max_new_tokens`, from 0 to 1; None where one of them is not known."""
+        """Mean output as a share of `max_new_tokens`, from 0 to 1; None where either is unknown."""
         if not self.outputs or not self.max_new_tokens:
             return None
         return self.output_tokens / self.outputs / self.max_new_tokens
@@ -84,50 +84,52 @@ class ClientActivity:
 
 @dataclass
 class Situation:
-    """What is known of a server and its load."""
+    """A server and its load, as far as they are known."""
 
     load: Series
     """Queue, running and token usage over time."""
     log: Series
-    """What only log lines have: graphs, prefill passes, retractions. It may be the same object as `load`."""
+    """Graphs, prefill passes and retractions, which only log lines have; may be the same as `load`."""
     facts: Facts = field(default_factory=Facts)
     client: ClientActivity | None = None
 
     @property
     def is_judged(self) -> bool:
-        """Whether there may be advice: a run has to be real, and long enough in steady work."""
+        """Whether advice is possible: a run has to be real, with enough steady work."""
         return self.client is None or (has_enough(self.load) and not self.client.simulated)
 
     @property
     def decodes(self) -> bool:
-        """Whether the rows are answered by decoding, as far as is known."""
+        """Whether requests decode, as far as is known."""
         return self.client is None or self.client.decodes
 
     @cached_property
     def server(self) -> Server:
-        """The server, as the table of flags takes it; its facts are complete."""
+        """The server as the table of flags reads it, with complete facts."""
         ready = self.facts.ready or ServerReady(max_running_requests=self.max_running)
         return Server(
             replace(self.facts, ready=ready),
-            self.load.median("running"), self.load.median("usage"), self.decodes,
+            self.load.median("running"),
+            self.load.median("usage"),
+            self.decodes,
             output_tokens=self.decoded / max(1, self.log.prefills.prompts),
             longest_output=self.client.longest_output if self.client else None,
             most_pool_tokens=self._most_pool_tokens,
-        )  # fmt: skip
+        )
 
     @property
     def decode_steps(self) -> int:
-        """The decode steps that the log's lines stand for."""
+        """Decode steps that the log's lines stand for."""
         return self.log.counted * self.facts.steps_a_line
 
     @property
     def decoded(self) -> float:
-        """The tokens that they decoded."""
+        """Tokens that these steps decoded."""
         return self.load.median("running") * self.decode_steps
 
     @property
     def _most_pool_tokens(self) -> float:
-        """What a CPU's pool has, and what a quarter of the free memory holds; unless known, as much again."""
+        """Tokens of a CPU's pool and of a quarter of free memory; twice the pool where that is unknown."""
         now = in_effect(self.facts, "max-total-tokens") or 0.0
         free_gb = self.facts.ready.cpu_gb if self.facts.ready else None
         more = pool_tokens(self.facts.config, (free_gb or 0.0) * (1 << 30))
@@ -140,34 +142,34 @@ class Situation:
 
     @property
     def fills_up(self) -> bool:
-        """Whether the KV pool is full repeatedly, though perhaps not all the time."""
+        """Whether the KV pool is repeatedly full, if not all the time."""
         return share(self.load.samples, "full") >= GUIDES.peaks
 
     @property
     def reserved_share(self) -> float:
-        """Share of the KV pool that is reserved where outputs are reserved in full (`ignore_eos`), else 0."""
+        """Reserved share of the KV pool where outputs are reserved in full (`ignore_eos`), otherwise 0."""
         pool = self.facts.ready.max_total_num_tokens if self.facts.ready else None
         if self.client is None or not self.client.ignore_eos or not pool:
             return 0.0
-        page = self.facts.number("page_size") or 1  # admission leaves one more to each request
+        page = self.facts.number("page_size") or 1  # Admission reserves one more page for each request.
         row = self.log.prefills.mean_prompt + (self.client.mean_output or 0.0) + page
         return self.load.median("running") * row / pool
 
     @property
     def short_of_pool(self) -> bool:
-        """Whether requests wait for room in the KV pool, not for places or for a bolder scheduler."""
+        """Whether requests wait for room in the KV pool rather than for `max_running_requests`."""
         return frequent(self.load, "kv_bound") or (
             self.reserved_share >= RESERVED and frequent(self.load, "conservative")
         )
 
     @property
     def retractions(self) -> int:
-        """Number of retractions by the log, else by the samples."""
+        """Number of retractions by the log, or by the load samples where the log has none."""
         return max(self.log.retractions, self.load.retractions)
 
     @property
     def retractions_per_min(self) -> float:
-        """Retractions a minute of work, of the scheduler that has most."""
+        """Retractions per minute of work of one scheduler."""
         return (self.log if self.log.retractions else self.load).retractions_per_min
 
     @property
@@ -182,7 +184,7 @@ class Situation:
         return has_enough(self.load) and admits_too_few(share_held=held, retracts=self.retracts_often)
 
     def often(self, sign: str) -> str:
-        """Describe how often a sign was seen."""
+        """Say in how many of the samples a sign was seen."""
         return f"in {share(self.load.samples, sign):.0%} of {span_in_words(self.load)}"
 
     def evidence(self, *signs: str) -> dict[str, Any]:
@@ -199,14 +201,14 @@ class Situation:
 
 
 def pool_tokens(config: Mapping[str, Any], free_bytes: float) -> int | None:
-    """Return the tokens that a quarter of a machine's free memory holds; None for an unknown model."""
+    """Return how many tokens a quarter of the free memory holds; None for an unknown model."""
     token_bytes = kv_bytes(config, FLOAT32_BYTES)
     return int(free_bytes / POOL_SHARE / token_bytes) if token_bytes else None
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The finding of a rule: a sign with its figures, and the change."""
+    """The finding of a rule: a sign with its figures, and the change to make."""
 
     sign: str
     args: dict[str, Any] | None = None
@@ -216,8 +218,8 @@ class Finding:
     """The change in words, where flags alone do not say it."""
     evidence: dict[str, Any] = field(default_factory=dict)
     certainty: Certainty | None = None
-    """How certain it is, where that differs from the rule."""
+    """Certainty of the finding, where it differs from the rule's."""
     fine: bool = False
-    """Whether the finding is that all is well."""
+    """Whether all is well, and nothing has to change."""
     env: dict[str, str] = field(default_factory=dict)
     """Variables for `engine.env`; `change` names them."""

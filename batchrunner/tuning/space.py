@@ -1,7 +1,7 @@
-"""Which flags tuning tries, and when: by the table of flags and the signs of the best trial. Pure.
+"""The changes that `batchrun tune` tries, by the table of flags and the signs of the best trial. Pure.
 
-A flag is tried only where a sign of the best trial calls for it; else a note says why not. The queue comes
-first in SGLang's tuning guides, but is no flag: the runner's own controller holds it.
+A flag is tried only where a sign of the best trial calls for it; otherwise a note says why not. The queue
+comes first in SGLang's tuning guides, but no flag sets it: the runner's law of concurrency does.
 """
 
 import math
@@ -22,52 +22,52 @@ from batchrunner.tuning.situation import pool_tokens
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a search may change, and what it has to know of the device."""
+    """The machine and the job of a search, as far as they limit the flags that it may try."""
 
     flags: Flags
     cpu: bool = True
     card: str | None = None
-    """Name of the GPU, as `nvidia-smi` prints it."""
+    """Name of the GPU as `nvidia-smi` prints it."""
     card_gb: float = 0.0
     most_pool_tokens: int = 0
-    """Tokens of the largest KV pool that a CPU's memory allows; 0 where that is not known."""
+    """Tokens of the largest KV pool that a CPU's memory allows; 0 where that is unknown."""
     ignores_eos: bool = False
     """Whether the job's outputs have exactly `max_new_tokens`."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The model's config.json; empty where it is not on this machine."""
     cards: int = 1
-    """GPUs that the job's replicas may take together."""
+    """GPUs that all replicas of the job may use together."""
     replicas: int = 1
     """The job's own replicas."""
     says_tp: bool = False
     """Whether the job has `engine.tp`, which stands for `--tp-size`."""
     allow_fp8: bool = False
-    """Whether numbers of 8 bits may be tried, which change answers."""
+    """Whether 8-bit numbers may be tried, which change answers."""
 
     def replicas_of(self, args: Mapping[str, Any]) -> int:
-        """Return how many replicas with these flags there are GPUs for; 1 on a CPU."""
+        """Return how many replicas with these flags the GPUs suffice for; 1 on a CPU."""
         return max(1, self.cards // cards_of(args))
 
 
 def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> Machine:
     """Describe this machine; asks the installed SGLang for its flags, which takes about 6 s."""
     cpu = on_cpu(engine.device)
-    found = [] if cpu else cards()
+    gpu_cards = [] if cpu else cards()
     config = read_config(engine.model, engine.args.get("revision"))
-    each, replicas = cards_of(engine.args), getattr(job.engine, "replicas", 1)
-    count = 0 if cpu else len(gpus(engine.env)) or len(found)
+    gpus_a_replica, replicas = cards_of(engine.args), getattr(job.engine, "replicas", 1)
+    count = 0 if cpu else len(gpus(engine.env)) or len(gpu_cards)
     if isinstance(replicas, int) and replicas > 1:
-        count = replicas * each  # the job says how many GPUs it takes
+        count = replicas * gpus_a_replica  # The job itself says how many GPUs it takes.
     return Machine(
         flags=installed(engine.python, engine.env),
         cpu=cpu,
-        card=found[0].name if found else None,
-        card_gb=found[0].memory_bytes / (1 << 30) if found else 0.0,
+        card=gpu_cards[0].name if gpu_cards else None,
+        card_gb=gpu_cards[0].memory_bytes / (1 << 30) if gpu_cards else 0.0,
         most_pool_tokens=(pool_tokens(config, free_bytes()) or 0) if cpu else 0,
         ignores_eos=job.sampling.ignore_eos is True,
         config=config,
-        cards=max(count, each),
-        replicas=replicas if isinstance(replicas, int) else max(1, count // each),
+        cards=max(count, gpus_a_replica),
+        replicas=replicas if isinstance(replicas, int) else max(1, count // gpus_a_replica),
         says_tp=getattr(job.engine, "tp", None) is not None,
         allow_fp8=allow_fp8,
     )
@@ -75,7 +75,7 @@ def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> M
 
 Args = dict[str, Any]
 PASS_IS_FULL = 0.6
-"""Mean share of the limit from which it bounds the prefill passes; the last pass of a prompt is short."""
+"""Mean prefill pass, as a share of the chunk, from which the chunk is the limit: last passes are short."""
 SMALL_PASS = 0.25
 """Share of a chunk up to which prefill passes are small."""
 GRAPH_OFF_OFTEN = 0.1
@@ -83,23 +83,30 @@ GRAPH_OFF_OFTEN = 0.1
 
 
 def server_of(result: TrialResult, machine: Machine) -> Server:
-    """Return the server of a trial, as the table of flags takes it."""
+    """Return the server of a trial as the table of flags reads it."""
     signs, facts = result.signs, result.facts
     facts = replace(
-        facts, card=machine.card, card_gb=machine.card_gb or None, config=machine.config,
+        facts,
+        card=machine.card,
+        card_gb=machine.card_gb or None,
+        config=machine.config,
         idle_gpus=max(0, machine.cards - facts.gpus),
         arguments={**facts.arguments, "device": "cpu" if machine.cpu else "cuda"},
-    )  # fmt: skip
+    )
     return Server(
-        facts, signs.running / signs.schedulers, signs.usage,
-        output_tokens=signs.output_tokens, longest_output=signs.longest_output, repeated=signs.repeated,
+        facts,
+        signs.running / signs.schedulers,
+        signs.usage,
+        output_tokens=signs.output_tokens,
+        longest_output=signs.longest_output,
+        repeated=signs.repeated,
         most_pool_tokens=machine.most_pool_tokens,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class FlagChange:
-    """A change to try."""
+    """A change of flags to try."""
 
     args: Args
     why: str
@@ -113,7 +120,7 @@ def _waits_below_cap(s: TrialSigns) -> bool:
 SEEN: Mapping[str, Callable[[TrialSigns, Server], bool]] = {
     "layout": lambda _, __: True,
     "held": lambda s, _: admits_too_few(
-        share_held=s.shares["conservative"], retracts=retracts_often(s.retractions_per_min)
+        share_held=s.shares.get("conservative", 0.0), retracts=retracts_often(s.retractions_per_min)
     ),
     "retracting": lambda s, _: s.shows("kv_bound") and retracts_often(s.retractions_per_min),
     "full": lambda s, _: _waits_below_cap(s),
@@ -134,13 +141,13 @@ SEEN: Mapping[str, Callable[[TrialSigns, Server], bool]] = {
     ),
     "repeated": lambda _, __: True,
     "wide-numbers": lambda _, __: True,
-}  # fmt: skip
-"""Whether a trial shows a sign."""
+}
+"""The test of a trial for each sign that calls for flags."""
 TUNED_FLAGS = tuple(flag for flag in FLAGS.values() if SEEN.keys() & flag.moves.keys())
 
 
 def candidates(flag: Flag, best: TrialResult, machine: Machine) -> list[FlagChange] | str:
-    """Return changes of a flag after the best trial, the most promising first; or why none is tried."""
+    """Return the changes of a flag to try after the best trial, best first, or why there are none."""
     signs, server = best.signs, server_of(best, machine)
     if flag.needs and not NEEDS[flag.needs](server.facts):
         return f"it needs {flag.needs}"
@@ -150,24 +157,24 @@ def candidates(flag: Flag, best: TrialResult, machine: Machine) -> list[FlagChan
         return "with ignore_eos SGLang reserves all of max_new_tokens, whatever its value"
     figures = f"#running-req {signs.running:.0f}, #queue-req {signs.queue:.0f}, token usage {signs.usage:.2f}"
     calls = [sign for sign in flag.moves if sign in SEEN]
-    seen = [sign for sign in calls if SEEN[sign](signs, server)]
-    found: list[FlagChange] = []
-    for sign in seen:
+    signs_shown = [sign for sign in calls if SEEN[sign](signs, server)]
+    flag_changes: list[FlagChange] = []
+    for sign in signs_shown:
         settings = [args for value in flag.values(sign, server) for args in _with_others(flag, value, server)]
         if settings and len(more := with_memory(sign, flag.name, server, machine.flags)) > 1:
             settings.append(more)
         warning = "; it changes answers" if flag.changes_answers else ""
-        found += [FlagChange(args, f"{FLAG_SIGNS[sign]}: {figures}{warning}") for args in settings]
-    if found:
-        return found
-    if seen:
+        flag_changes += [FlagChange(args, f"{FLAG_SIGNS[sign]}: {figures}{warning}") for args in settings]
+    if flag_changes:
+        return flag_changes
+    if signs_shown:
         return "no further value is left to try, or too little is known"
     return f"not the case: {', '.join(FLAG_SIGNS[sign] for sign in calls)}"
 
 
 def _with_others(flag: Flag, value: Any, server: Server) -> list[Args]:
-    """Return the settings of a flag's value, with the flags that have to go along."""
-    if flag.name == "tp-size" and server.facts.is_moe:  # experts are split, or whole
+    """Return the settings for a value of a flag, with the flags that it requires."""
+    if flag.name == "tp-size" and server.facts.is_moe:  # Experts are split over GPUs, or whole.
         return [{flag.name: value, "ep-size": size} for size in dict.fromkeys((value, 1))]
     most = server.now("max-running-requests")
     if flag.name == "speculative-algorithm" and most:
@@ -177,6 +184,6 @@ def _with_others(flag: Flag, value: Any, server: Server) -> list[Args]:
 
 
 def together(changes: Collection[FlagChange]) -> FlagChange | None:
-    """Return several changes at once; None for fewer than two."""
+    """Return all changes as one; None for fewer than two."""
     args = {name: value for change in changes for name, value in change.args.items()}
     return FlagChange(args, "all that its signs call for") if len(changes) > 1 else None

@@ -148,7 +148,7 @@ def test_the_next_run_starts_with_what_worked(tmp_path: Path, cache: Path) -> No
     """It says so in a line, with the file to delete; without the file it learns again."""
     job = job_of(tmp_path, hungry(tmp_path), rows=100)
     run_job(job, tmp_path, "--fresh")
-    (file,) = cache.rglob("*.json")
+    (file,) = cache.rglob("*.jsonl")
     result = run_job(job, tmp_path, "--fresh")
     assert "starting with chunked-prefill-size 2048, learned on 2" in result.stderr
     assert f"from out of memory in prefill; engine.args overrules it; delete {file}" in result.stderr
@@ -184,7 +184,7 @@ def test_healing_can_be_switched_off(tmp_path: Path, cache: Path) -> None:
     batchrun(write_job(job, tmp_path))
     first, *others = starts_of(tmp_path)
     assert others == [first] * len(others)
-    assert not [*cache.rglob("*.json")]
+    assert not [*cache.rglob("*.jsonl")]
 
 
 def test_tries_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +228,7 @@ def test_replicas_share_what_was_learned(tmp_path: Path, cache: Path) -> None:
     run_job(job, tmp_path)
     rows_once(job, 400)
     assert healed_in(job) == [{"chunked-prefill-size": 4096}, {"chunked-prefill-size": 2048}]
-    assert len([*cache.rglob("*.json")]) == 1
+    assert len([*cache.rglob("*.jsonl")]) == 1
 
 
 PLACES = {"/sys/fs/cgroup/memory": "memory.limit_in_bytes", "/sys/fs/cgroup": "memory.max"}

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from batchrunner.core.engine_info import Incident
-from batchrunner.runner.adapt import EXPECTED, WORTH, Adaptation
+from batchrunner.runner.adapt import WORTH, Adaptation
 from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import Facts
 from batchrunner.sglang.logs.series import LoadSample, Prefills, Series
-from batchrunner.tuning.memory import FlagMemory
+from batchrunner.tuning.adapt import EXPECTED
+from batchrunner.tuning.memory import FlagMemory, Memory
 from batchrunner.tuning.situation import Situation
 
 TICK_S = 2.0
@@ -101,7 +102,7 @@ class Watch:
 
 def adaptation(directory: Path, *servers: Server, ends_at: float = 1e9) -> Adaptation:
     watches: Any = {server: Watch(server) for server in servers}
-    return Adaptation(watches, FlagMemory(directory / "learned.json", []), ends_at)
+    return Adaptation(watches, FlagMemory(Memory(directory / "learned.jsonl"), "shape", []), ends_at)
 
 
 def run(it: Adaptation, ticks: int, left_s: float | None, **sample: Any) -> None:
@@ -139,7 +140,7 @@ def test_what_was_measured_counts_the_next_time(tmp_path: Path) -> None:
         again = Server(rates)
         run(adaptation(tmp_path, again), 100, NEEDED_S / 10)
         assert again.starts == starts
-        (tmp_path / "learned.json").unlink()
+        (tmp_path / "learned.jsonl").unlink()
 
 
 @pytest.mark.parametrize(("named", "care"), [("-", 0.3), ("schedule", 1.0)])
@@ -184,7 +185,7 @@ def test_rates_of_unlike_rows_are_not_compared(tmp_path: Path) -> None:
         if server.starts:
             server.slow, server.prompts = 0.5, 9.0
     assert server.starts == [16]
-    assert not FlagMemory(tmp_path / "learned.json", []).gains
+    assert not FlagMemory(Memory(tmp_path / "learned.jsonl"), "shape", []).gains
 
 
 @pytest.mark.parametrize("rate", [GAINS, LOSES])
@@ -205,7 +206,7 @@ def test_a_death_of_another_begins_the_trial_anew(tmp_path: Path) -> None:
     run(it, 20, 1e6)
     other.slow = 1.0
     run(it, 20, 1e6)
-    assert FlagMemory(tmp_path / "learned.json", []).args == {"max-running-requests": 16}
+    assert FlagMemory(Memory(tmp_path / "learned.jsonl"), "shape", []).args == {"max-running-requests": 16}
     assert [server.starts for server in servers] == [[16]] * 2
     alone = Server(GAINS)
     run(adaptation(tmp_path / "new", alone, Server(GAINS, up=False, lost="lost", down_s=1e9)), 200, 1e6)
@@ -214,13 +215,13 @@ def test_a_death_of_another_begins_the_trial_anew(tmp_path: Path) -> None:
 
 def test_tasks_learn_from_each_other(tmp_path: Path) -> None:
     """Each finds something else: the next run starts with both, and none tries what another one has tried."""
-    one, two = (FlagMemory(tmp_path / "learned.json", []) for _ in range(2))
+    one, two = (FlagMemory(Memory(tmp_path / "learned.jsonl"), "shape", []) for _ in range(2))
     one.learn("a", 0.5, {"max-running-requests": 16})
     two.learn("b", 0.2, {"chunked-prefill-size": 2048})
     two.learn("c", -0.2)
     assert one.gains == {"a": 0.5, "b": 0.2, "c": -0.2}
     both = {"max-running-requests": 16, "chunked-prefill-size": 2048}
-    assert FlagMemory(tmp_path / "learned.json", []).args == both
+    assert FlagMemory(Memory(tmp_path / "learned.jsonl"), "shape", []).args == both
 
 
 def test_a_loss_is_taken_back(tmp_path: Path) -> None:

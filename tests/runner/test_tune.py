@@ -6,6 +6,7 @@ from batchrunner.runner.tune import TrialHistory
 from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import Facts
 from batchrunner.tuning.measurement import TrialResult, TrialSigns
+from batchrunner.tuning.memory import Memory
 
 RESULT = TrialResult(
     "measured", "all rows", 40.0, 100.0, 12.0, signs=TrialSigns(running=3.5),
@@ -20,6 +21,6 @@ def test_a_trial_is_read_as_it_was(tmp_path: Path) -> None:
     """
     path = tmp_path / "trials.jsonl"
     path.write_text('{"about": "this", "args": {}, "res')
-    TrialHistory(path, "this", {}).add({"max-running-requests": 8}, RESULT)
-    assert TrialHistory(path, "this", {}).find({"max-running-requests": 8}, 0) == RESULT
-    assert TrialHistory(path, "other", {}).find({"max-running-requests": 8}, 0) is None
+    TrialHistory(Memory(path), "this", {}).add({"max-running-requests": 8}, RESULT)
+    assert TrialHistory(Memory(path), "this", {}).find({"max-running-requests": 8}, 0) == RESULT
+    assert TrialHistory(Memory(path), "other", {}).find({"max-running-requests": 8}, 0) is None

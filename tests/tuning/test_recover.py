@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +13,9 @@ from batchrunner.engines.hang_detector import WARM_UP, HangDetector, SilenceTime
 from batchrunner.sglang.flags import Flags, of_arguments
 from batchrunner.sglang.logs.lines import Phase, ServerReady
 from batchrunner.sglang.logs.reader import Facts, LogReader
-from batchrunner.tuning.memory import FlagMemory
 from batchrunner.tuning.recover import (
     Death,
     EndedServer,
-    Healer,
     Kind,
     examine,
     safer,
@@ -274,14 +271,3 @@ def test_what_counts_as_work(told: Callable[[int], list[SchedulerLoad]], hangs: 
     """A forward pass does, counted or seen in what is running; a reply to a poll does not."""
     detector = HangDetector(1.0)
     assert any(detector.poll(step / 2, told(step), in_flight=8) for step in range(40)) is hangs
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"args": 5}', '{"args": {"a": 1}, "gains": {"a": "much"}}'])
-def test_what_was_learned_is_damaged(tmp_path: Path, content: str) -> None:
-    """Then nothing was, and the next thing that is learned replaces it."""
-    file = tmp_path / "learned.json"
-    file.write_text(content)
-    memory = FlagMemory(file, [])
-    assert (memory.args, memory.gains, Healer({}, file, []).args) == ({}, {}, {})
-    memory.learn("a step", 0.5, {"a": 2})
-    assert (FlagMemory(file, []).args, FlagMemory(file, []).gains) == ({"a": 2}, {"a step": 0.5})

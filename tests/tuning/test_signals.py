@@ -9,10 +9,10 @@ import pytest
 
 from batchrunner.core.engine_info import QueueBand, SchedulerLoad
 from batchrunner.dispatch.concurrency.law import Controller, Reading
-from batchrunner.runner.adapt import STEPS
 from batchrunner.sglang.flags import Flags
 from batchrunner.sglang.logs.reader import Facts, LogReader
 from batchrunner.sglang.logs.series import LoadSample, Series
+from batchrunner.tuning.adapt import STEPS
 from batchrunner.tuning.flags import Server
 from batchrunner.tuning.measurement import TrialSigns, TrialWatch
 from batchrunner.tuning.rules import apply_all

@@ -137,10 +137,14 @@ class _Server:
             self._seen[load.scheduler] = load.taken_at
             if new and load.has_work:
                 sample = LoadSample(
-                    time.monotonic(), load.running, load.queue, load.token_usage, load.max_running,
-                    None if graph is None or not load.running else bool(graph),
-                    rate and rate / len(loads),
-                )  # fmt: skip
+                    at=time.monotonic(),
+                    running=load.running,
+                    queue=load.queue,
+                    usage=load.token_usage,
+                    max_running=load.max_running,
+                    graph=None if graph is None or not load.running else bool(graph),
+                    rate=rate and rate / len(loads),
+                )
                 self._series.add(load.scheduler, sample)
 
 
@@ -149,8 +153,8 @@ def _free_at_first(memory: dict[str, Any]) -> float | None:
     graphs = memory.get("graph")
     parts = [memory.get(name) for name in ("weight", "kvcache", "startup_available")]
     parts += graphs.values() if isinstance(graphs, dict) else []
-    known = [part for part in map(number, parts) if part is not None]
-    return sum(known) if len(known) == len(parts) else None
+    sizes = [part for part in map(number, parts) if part is not None]
+    return sum(sizes) if len(sizes) == len(parts) else None
 
 
 def _limits(info: dict[str, Any], state: dict[str, Any], memory: dict[str, Any]) -> ServerReady:
@@ -163,4 +167,11 @@ def _limits(info: dict[str, Any], state: dict[str, Any], memory: dict[str, Any])
         None if (limit := number(merged.get(name))) is None else int(limit) for name in names
     )
     left = None if info.get("device") == "cpu" else number(memory.get("startup_available"))
-    return ServerReady(pool, chunk, running, context, left, memory_caps_running=memory_caps_running(info))
+    return ServerReady(
+        max_total_num_tokens=pool,
+        chunked_prefill_size=chunk,
+        max_running_requests=running,
+        context_len=context,
+        gpu_gb=left,
+        memory_caps_running=memory_caps_running(info),
+    )

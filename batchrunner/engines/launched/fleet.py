@@ -34,7 +34,7 @@ from batchrunner.sglang.model_files import (
     split_over,
     with_tp,
 )
-from batchrunner.tuning.memory import FlagMemory, learned_file
+from batchrunner.tuning.memory import FlagMemory, memory_of
 from batchrunner.tuning.recover import Healer
 
 log = logging.getLogger(__name__)
@@ -83,10 +83,10 @@ class LaunchedFleet(HttpEngine):
             _refuse_several_gpus(spec)
         raise_file_limit()  # before the start, because the servers inherit it
         if spec.heal or self._shape:
-            file = await asyncio.to_thread(learned_file, spec, model, cpu=cpu)
-            self._healer = Healer(spec.args, file, self._incidents) if spec.heal else None
+            memory = await asyncio.to_thread(memory_of, spec, model, cpu=cpu)
+            self._healer = Healer(spec.args, memory, self._incidents) if spec.heal else None
         if self._shape:
-            self.memory = FlagMemory(file.with_suffix(f".{self._shape}.json"), self._incidents)
+            self.memory = FlagMemory(memory, self._shape, self._incidents)
         servers = self._make_servers(model, cpu=cpu)
         self._replicas = {server.url: server for server in servers}
         await _start_all([server.start() for server in servers])

@@ -25,10 +25,11 @@ from batchrunner.engines.http.guard import FailureClassifier
 from batchrunner.job.engine import ServerEngine
 from batchrunner.sglang.device import oom_kills, program_environment, server_args
 from batchrunner.sglang.flags import arguments_in, command_line, spellings, variables_in
+from batchrunner.sglang.logs.causes import cause_in, head_and_tail
 from batchrunner.sglang.logs.lines import step_in
 from batchrunner.sglang.model_files import model_directory, model_identity
 from batchrunner.tuning.memory import FlagMemory
-from batchrunner.tuning.recover import EndedServer, Healer, cause_in, head_and_tail
+from batchrunner.tuning.recover import EndedServer, Healer
 
 log = logging.getLogger(__name__)
 

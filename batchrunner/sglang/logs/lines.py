@@ -253,10 +253,10 @@ def step_in(line: str) -> str:
 
 def origin_of(line: str) -> Origin:
     """Return where a line comes from, as far as its first words say."""
-    found = _ORIGIN.match(line)
-    if found is None:
+    match = _ORIGIN.match(line)
+    if match is None:
         return Origin(None, "", "", "")
-    server, time, rank = found["server"] or found["unit"] or "", found["time"], found["rank"].strip()
+    server, time, rank = match["server"] or match["unit"] or "", match["time"], match["rank"].strip()
     dp = next((part[2:] for part in rank.split() if part.startswith("DP")), "") if rank else ""
     return Origin(_seconds(time) if time else None, server.strip(" :|[]"), dp, rank)
 
@@ -293,8 +293,8 @@ def _batch(line: str) -> LoggedBatch | None:
 
 
 def _count(pattern: re.Pattern[str], line: str) -> int:
-    found = pattern.search(line)
-    return int(found[1]) if found else 0
+    match = pattern.search(line)
+    return int(match[1]) if match else 0
 
 
 def _ready(line: str) -> ServerReady | None:
@@ -335,8 +335,8 @@ def _out_of_memory(line: str) -> OutOfMemory | None:
 
 def _quantised(line: str) -> str | None:
     """Read `quant=fp8`. Older releases log `dtype=` instead, for quantised weights too: then None."""
-    found = _QUANTISED.search(line)
-    return found[1] if found else None if "dtype=" in line or "type=" not in line else ""
+    match = _QUANTISED.search(line)
+    return match[1] if match else None if "dtype=" in line or "type=" not in line else ""
 
 
 def _arguments(text: str) -> Arguments:

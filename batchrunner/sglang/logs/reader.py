@@ -121,8 +121,8 @@ class Facts:
     @property
     def max_running(self) -> int | None:
         """Limit on the running requests of one scheduler, `max_running_requests`."""
-        logged = self.ready.max_running_requests if self.ready else None
-        return logged or int(self.number("max_running_requests") or 0) // self.attn_dp or None
+        limit = self.ready.max_running_requests if self.ready else None
+        return limit or int(self.number("max_running_requests") or 0) // self.attn_dp or None
 
     @property
     def steps_a_line(self) -> int:
@@ -132,8 +132,8 @@ class Facts:
     @property
     def chunk(self) -> int | None:
         """Tokens of a prefill chunk of one scheduler, `chunked_prefill_size`."""
-        logged = self.ready.chunked_prefill_size if self.ready else None
-        return logged or int(self.number("chunked_prefill_size") or 0) or None
+        size = self.ready.chunked_prefill_size if self.ready else None
+        return size or int(self.number("chunked_prefill_size") or 0) or None
 
     @property
     def architecture(self) -> Architecture | None:
@@ -175,8 +175,8 @@ class Facts:
         """The largest batch for which a CUDA graph was captured."""
         config = _phase(self.arguments, "decode").get("max_bs")
         names = ("cuda_graph_max_bs_decode", "cuda_graph_max_bs")
-        found = number(config or next(filter(None, map(self.arguments.get, names)), None))
-        return int(found) if found else None
+        largest = number(config or next(filter(None, map(self.arguments.get, names)), None))
+        return int(largest) if largest else None
 
 
 def number(value: Any) -> float | None:
@@ -188,14 +188,14 @@ def number(value: Any) -> float | None:
 def architecture_of(card: str) -> Architecture | None:
     """Return the generation of a card whose name contains a known one's words."""
     words = f"_{re.sub('[^A-Z0-9]+', '_', card.upper())}_"
-    known = ((name, generation) for generation, names in _CARDS.items() for name in names.split())
-    return next((generation for name, generation in known if f"_{name}_" in words), None)
+    generations = ((name, generation) for generation, names in _CARDS.items() for name in names.split())
+    return next((generation for name, generation in generations if f"_{name}_" in words), None)
 
 
 def _phase(arguments: Mapping[str, Any], phase: str) -> Mapping[str, Any]:
     config = arguments.get("cuda_graph_config")
-    found = config.get(phase) if isinstance(config, dict) else None
-    return found if isinstance(found, dict) else {}
+    settings = config.get(phase) if isinstance(config, dict) else None
+    return settings if isinstance(settings, dict) else {}
 
 
 def prefill_graph_off(arguments: Mapping[str, Any]) -> bool:
@@ -239,8 +239,8 @@ class LogReader:
 
     def read(self, path: Path) -> Self:
         """Read a file to its end; raises InputError where it is not an SGLang log."""
-        others, self._old_death = self.facts, None
-        self.facts = replace(others, arguments={}, troubles={}, last_trouble=None, died=None)
+        earlier, self._old_death = self.facts, None
+        self.facts = replace(earlier, arguments={}, troubles={}, last_trouble=None, died=None)
         try:
             with path.open(encoding="utf-8", errors="replace") as log:  # all that matters is ASCII
                 while line := log.readline(LONGEST_LINE):
@@ -248,7 +248,7 @@ class LogReader:
         except OSError as failure:
             raise InputError(f"{path}: cannot be read: {failure.strerror or failure}") from None
         finally:
-            self._add(others)
+            self._add(earlier)
         if not self.records:
             raise InputError(
                 f"{path}: not a log of SGLang: no line of it is one that SGLang writes "
@@ -257,13 +257,13 @@ class LogReader:
         self.series.settle()
         return self
 
-    def _add(self, others: Facts) -> None:
+    def _add(self, earlier: Facts) -> None:
         """Add the troubles of the servers of other logs."""
         facts = self.facts
-        facts.arguments = facts.arguments or others.arguments
-        facts.troubles = others.troubles | facts.troubles
+        facts.arguments = facts.arguments or earlier.arguments
+        facts.troubles = earlier.troubles | facts.troubles
         if facts.died is None:
-            facts.died, facts.last_trouble = others.died, others.last_trouble
+            facts.died, facts.last_trouble = earlier.died, earlier.last_trouble
 
     def take(self, line: str) -> None:
         """Take one line."""
@@ -306,7 +306,13 @@ class LogReader:
         most = self.facts.max_running
         if batch.decode:
             sample = LoadSample(
-                at, batch.running, batch.queue, batch.usage, most, batch.graph, batch.throughput
+                at=at,
+                running=batch.running,
+                queue=batch.queue,
+                usage=batch.usage,
+                max_running=most,
+                graph=batch.graph,
+                rate=batch.throughput,
             )
             self.series.add(scheduler, sample)
         else:
@@ -350,13 +356,13 @@ class LogReader:
 
     def _failed(self, record: OutOfMemory | Died | Raised) -> None:
         """Keep the record that explains a death best: a SIGKILL, or else the first exception."""
-        known = None if self.facts.died is self._old_death else self.facts.died
+        death = None if self.facts.died is self._old_death else self.facts.died
         if isinstance(record, OutOfMemory):
             phase = self._phase if record.phase == "general" else record.phase
             trouble = record._replace(phase=phase, running=self._running)
             self.facts.last_trouble = trouble
             self.facts.troubles = {**self.facts.troubles, phase: trouble}
-        elif isinstance(record, Died) and (known is None or (record.killed and not known.killed)):
+        elif isinstance(record, Died) and (death is None or (record.killed and not death.killed)):
             self.facts.died = record
-        elif known is not None and known.text.endswith(_TRACEBACK):
-            self.facts.died = known._replace(text=record.text)
+        elif death is not None and death.text.endswith(_TRACEBACK):
+            self.facts.died = death._replace(text=record.text)

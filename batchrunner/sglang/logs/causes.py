@@ -1,0 +1,57 @@
+"""The lines of a log that explain why a server failed."""
+
+import re
+from pathlib import Path
+
+from batchrunner.sglang.logs.lines import clean
+
+TAIL_BYTES = 4 << 20
+"""Bytes read of a log's end: after one rank's error the others may write thousands of tracebacks."""
+HEAD_BYTES = 1 << 20
+"""Bytes read of a log's beginning, which has a server's arguments (16 kB a process) and limits."""
+MOST_LINES = 3
+"""Lines of a failure that are shown."""
+_PREFIX = re.compile(r"^(\[[^\]]*\]|\d{4}-\d\d-\d\d[ T]\S+|[A-Z]+:?\s)\s*")
+# For example: torch.OutOfMemoryError: CUDA out of memory / launch_server.py: error: … / Not enough memory.
+_CAUSE = re.compile(
+    r"^(?:- )?([\w.]*(Error|Exception|Interrupt|Exit)\b: .+|[\w. ]+: error: .+|.*out of memory.*"
+    r"|Not enough memory.*|.*address already in use.*|.*Killed$|Subprocess \S+ .*crashed.*)",
+    re.IGNORECASE,
+)
+# Errors that only follow from another one, and would hide it.
+_CONSEQUENCE = re.compile(
+    r"Scheduler or detokenizer|Received sigquit|Rank \d+ scheduler|exit ?code|EOFError|KeyboardInt"
+)
+# A killed process logs no error of its own: the errors before this line did not end it.
+_KILLED = re.compile(r"^Subprocess \S+ .*crashed with exit code -9\b")
+
+
+def cause_in(log: Path, since: int = 0) -> str:
+    """Return the lines after byte `since` that best explain a failure, at most three, joined by ` / `."""
+    lines = [unstamped(line) for line in head_and_tail(log, since)]
+    causes = [line for line in lines if _CAUSE.match(line)]
+    best = (
+        [line for line in lines if _KILLED.match(line)]
+        or [line for line in causes if not _CONSEQUENCE.search(line)]
+        or causes
+    )
+    lines_to_show = list(dict.fromkeys(best))[-MOST_LINES:] or [line for line in lines if line][-MOST_LINES:]
+    return " / ".join(line[:300] for line in lines_to_show)
+
+
+def unstamped(line: str) -> str:
+    """Return a line without time stamp and colours."""
+    return _PREFIX.sub("", clean(line).strip()).strip()
+
+
+def head_and_tail(log: Path, since: int = 0) -> list[str]:
+    """Return the first and the last lines of a log after byte `since`; empty without a log."""
+    try:
+        with log.open("rb") as file:
+            file.seek(since)
+            head = file.read(HEAD_BYTES)
+            file.seek(max(file.tell(), log.stat().st_size - TAIL_BYTES))
+            text = head + file.read(2 * TAIL_BYTES)
+    except OSError:
+        return []
+    return text.decode(errors="replace").splitlines()
