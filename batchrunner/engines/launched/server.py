@@ -23,7 +23,7 @@ from batchrunner.engines.device import oom_kills, program_environment, server_ar
 from batchrunner.engines.flags import arguments_in, command_line, spellings, variables_in
 from batchrunner.engines.hang_detector import Hang
 from batchrunner.engines.http.connections import HeldPort, free_port
-from batchrunner.engines.http.guard import FailureClassifier
+from batchrunner.engines.http.server import Liveness
 from batchrunner.engines.logs.lines import step_in
 from batchrunner.engines.model_files import model_directory, model_identity
 from batchrunner.engines.recovery import EndedServer, FlagMemory, Healer, cause_in, head_and_tail
@@ -73,7 +73,6 @@ class SGLangServer:
         environ: Mapping[str, str] | None = None,
         healer: Healer | None = None,
         memory: FlagMemory | None = None,
-        failures: FailureClassifier,
         incidents: list[Incident],
     ) -> None:
         """`spec` describes all servers of a job; `environ` is that of this server alone."""
@@ -108,7 +107,7 @@ class SGLangServer:
         self._named = {**spec.args, **spec.env}
         self._healer = healer
         self._memory = memory
-        self._failures = failures
+        self.liveness = Liveness()
         self.adapted = dict(memory.args) if memory else {}
         """Flags and variables that it has beside the job's own."""
         self._recalled = bool(self.adapted)  # from an earlier run
@@ -395,7 +394,7 @@ class SGLangServer:
             else:
                 self.up = True
                 self._settled.set()
-                self._failures.record(self.url, alive=True)
+                self.liveness.record(alive=True)
                 self.incidents.append(Incident("back", self.name))
                 log.warning("%s is back", self.name)
             began = time.monotonic()
@@ -424,7 +423,7 @@ class SGLangServer:
         if hang is not PLANNED:
             self.incidents.append(Incident("hangs" if hang else "died", self.name, cause))
             log.warning("%s", cause)
-        self._failures.record(self.url, alive=False)
+        self.liveness.record(alive=False)
         if hang:
             await self.stop()
         return cause
