@@ -1,7 +1,7 @@
 """What becomes of a row whose attempt failed: one table, by the kind of the failure. Pure: no clock, no loop.
 
-`RULES` is the table; a `FailedAttempt` has the facts that it looks at. The rest of this file is evidence that a
-row itself is why the engine refuses it for now (429, 502 to 504, 401).
+`RULES` is the table; a `FailedAttempt` has the facts that it looks at. The rest of this file is evidence that
+a row itself is why the engine refuses it for now (429, 502 to 504, 401).
 
 An engine that is away, or has no room, refuses rows whatever they are: that never counts against one. It
 counts only where the same route has meanwhile answered something that was sent after the row was refused
