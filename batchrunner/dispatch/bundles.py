@@ -52,13 +52,14 @@ class BundleTotals:
 
     def as_dict(self) -> dict[str, Any]:
         """Return report.json's `bundles`."""
-        found = asdict(self)
-        rows = found.pop("rows")
-        return {**found, "rows_per_request": round(rows / self.requests, 2) if self.requests else None}
+        totals = asdict(self)
+        rows = totals.pop("rows")
+        rows_per_request = round(rows / self.requests, 2) if self.requests else None
+        return {**totals, "rows_per_request": rows_per_request}
 
 
 def prompt_tokens(request: Request) -> int:
-    """Return the tokens of a row that are computed, a guess where they are texts."""
+    """Estimate the prompt tokens of a row that will be computed; exact for token ids."""
     if isinstance(request.prompt, RequestBody):
         return len(request.prompt.content) // BYTES_PER_TOKEN
     length = len(request.prompt)
@@ -218,7 +219,7 @@ class Bundle:
         """Rows that were answered, or refused, each by itself."""
 
     @property
-    def left(self) -> list[BundledRow]:
+    def unanswered(self) -> list[BundledRow]:
         """Rows that have no answer yet."""
         return [row for row in self.rows if not row.answer.done()]
 
@@ -235,7 +236,7 @@ class Bundle:
 
     def fail(self, error: Exception) -> None:
         """End all rows that are left with an error."""
-        for row in self.left:
+        for row in self.unanswered:
             row.answer.set_exception(error)
 
 
@@ -312,7 +313,7 @@ class BundleSender:
         """Send a bundle that was begun, if it is not sent yet."""
         if self._filling is filling:
             self._filling = None
-            self._start(filling.left)
+            self._start(filling.unanswered)
 
     def _send_if_nothing_else_comes(self) -> None:
         """Send a bundle soon where all rows wait for it: those that are taken at once still join it."""
@@ -354,18 +355,18 @@ class BundleSender:
     def _settle(self, bundle: Bundle, why: str) -> None:
         """Send the rows again that a bundle left without an answer; `why` it left them, in words."""
         self._works = self._works or bundle.answers > 0
-        left = bundle.left
-        self._refused += bool(left) and not bundle.answers
+        unanswered = bundle.unanswered
+        self._refused += bool(unanswered) and not bundle.answers
         if not self._works and self._refused >= MOST_REFUSALS and self._one_by_one is None:
             self._one_by_one = f"the engine refused {self._refused} requests with several rows: {why}"
-        self._totals.rows_resent += len(left)
+        self._totals.rows_resent += len(unanswered)
         if bundle.answers:
-            for row in left:
+            for row in unanswered:
                 row.answer.set_result(None)
             return
-        half = len(left) // 2  # one row may be the reason
-        self._start(left[:half])
-        self._start(left[half:])
+        half = len(unanswered) // 2  # one row may be the reason
+        self._start(unanswered[:half])
+        self._start(unanswered[half:])
 
 
 class BundleSenders:

@@ -101,19 +101,19 @@ class AnswerChecker:
         self, row: PendingRow, history: AnswerHistory, answer: Completion, complaint: str
     ) -> Request | None:
         """Return what is asked next; None where the row ends with this answer."""
-        most = row.request.sampling.get("max_new_tokens")
+        limit = row.request.sampling.get("max_new_tokens")
         is_cut = self._lengthens and CUT in answer.finish_reasons
-        if is_cut and most and history.lengthened < MOST_LENGTHENED:
+        if is_cut and limit and history.lengthened < MOST_LENGTHENED:
             history.lengthened += 1
-            return row.request._replace(sampling={**row.request.sampling, "max_new_tokens": most * 2})
+            return row.request._replace(sampling={**row.request.sampling, "max_new_tokens": limit * 2})
         number = len(history.rejected) - history.lengthened
         if number >= self._tries:
             return None
         unencoded = history.unencoded
         again: Request | Outcome = _next_try(history.first, number)
         if self._check.feedback and unencoded is not None and unencoded.kind == "messages":
-            told = _with_complaint(_next_try(unencoded, number), answer, complaint)
-            (again,) = await self._tokenizer.tokenize([told])
+            chat = _with_complaint(_next_try(unencoded, number), answer, complaint)
+            (again,) = await self._tokenizer.tokenize([chat])
         return again if isinstance(again, Request) else None
 
 
@@ -123,8 +123,8 @@ def _with_history(history: AnswerHistory, *, is_good: bool | None) -> Completion
     asks = len(history.rejected) + (is_good is not False)  # nothing was asked after the last rejected one
     if asks == 1 and is_good:
         return history.last
-    asked = AskedAgain(asks, tuple(history.rejected), is_good, history.last.prompt_tokens or 0)
-    return history.last._replace(columns={**history.last.columns, ASKED_AGAIN: [asked]})
+    totals = AskedAgain(asks, tuple(history.rejected), is_good, history.last.prompt_tokens or 0)
+    return history.last._replace(columns={**history.last.columns, ASKED_AGAIN: [totals]})
 
 
 async def _python_complaint(functions: HookPool, request: Request, completion: Completion) -> str | None:
@@ -133,11 +133,11 @@ async def _python_complaint(functions: HookPool, request: Request, completion: C
     row = (carried_of(request.ref),) if facts.takes_row else ()
     for number, text in enumerate(completion.texts):
         try:
-            found: bool | str = await functions.call(CHECK, text, *row)
+            verdict: bool | str = await functions.call(CHECK, text, *row)
         except RowRefusedError as failure:
-            found = str(failure)
-        if found is not True:
-            return of_sample(found or f"{CHECK} {facts.name} does not take the answer", number, completion)
+            verdict = str(failure)
+        if verdict is not True:
+            return of_sample(verdict or f"{CHECK} {facts.name} does not take the answer", number, completion)
     return None
 
 
@@ -163,7 +163,7 @@ class AnswerConditions:
         self._kind = kind_of_schema(plan.schema)
         self._pattern = accept.regex
         conditions = (self._expression, self._pattern, plan.schema, job.sampling.regex)
-        self.are_quick = not self._by_row and all(each is None for each in conditions)
+        self.are_quick = not self._by_row and all(condition is None for condition in conditions)
         """Whether a check takes no longer than reading the answer does, whatever the answer."""
 
     def check(self, request: Request, completion: Completion) -> tuple[Completion, str | None]:
@@ -212,9 +212,9 @@ class AnswerConditions:
 
     def _regex_complaint(self, request: Request, completion: Completion, number: int) -> str | None:
         """Say which regular expression an answer does not match; None for none."""
-        own = request.sampling.get("regex")
-        if own and not _may_follow(own, request, completion, number):
-            return f"the answer does not match sampling.regex {own!r}: the server ignores it, it seems"
+        pattern = request.sampling.get("regex")
+        if pattern and not _may_follow(pattern, request, completion, number):
+            return f"the answer does not match sampling.regex {pattern!r}: the server ignores it, it seems"
         if self._pattern is None:
             return None
         text = completion.texts[number]
@@ -233,9 +233,11 @@ class AnswerConditions:
             why = "it has a code fence (```) around it" if "```" in text else _short(str(failure))
             return None, None, f"the answer is not JSON: {why}"
         try:
-            validator, own = self._validator, request.sampling.get("json_schema")
-            if self._by_row and own is not None:
-                validator = _validator_of_text(own if isinstance(own, str) else orjson.dumps(own).decode())
+            validator, row_schema = self._validator, request.sampling.get("json_schema")
+            if self._by_row and row_schema is not None:
+                validator = _validator_of_text(
+                    row_schema if isinstance(row_schema, str) else orjson.dumps(row_schema).decode()
+                )
             wrong = None if validator is None else next(validator.iter_errors(value), None)
         except JobError as failure:
             return value, None, str(failure)
@@ -331,8 +333,8 @@ def _with_complaint(request: Request, answer: Completion, complaint: str) -> Req
     """
     messages: list[dict[str, Any]] = list(request.prompt)
     calls = answer.columns.get(TOOL_CALLS, [None])[0] or []
-    told = (json.dumps(call["function"], ensure_ascii=False) for call in calls)
-    text = "\n".join(filter(None, (answer.texts[0], *told)))
+    calls_as_text = (json.dumps(call["function"], ensure_ascii=False) for call in calls)
+    text = "\n".join(filter(None, (answer.texts[0], *calls_as_text)))
     if messages and messages[-1]["role"] == "assistant":  # the beginning of the answer
         text = f"{messages.pop()['content']}{text}"
     messages += [

@@ -5,6 +5,7 @@ Each change of a window is written with its reason as an event.
 
 import asyncio
 import logging
+import math
 import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -32,11 +33,13 @@ def fair_shares(whole: int, wanted: Sequence[int]) -> list[int]:
 
     One that wants less leaves its part to the others; what nobody wants is the oldest run's.
     """
-    parts, left = [0] * len(wanted), whole
-    for others, at in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):
-        parts[at] = min(wanted[at], -(-left // (len(wanted) - others)))
-        left -= parts[at]
-    parts[0] += left
+    parts, remaining = [0] * len(wanted), whole
+    by_wish = sorted(range(len(wanted)), key=wanted.__getitem__)
+    for served, run in enumerate(by_wish):
+        equal_part = math.ceil(remaining / (len(wanted) - served))
+        parts[run] = min(wanted[run], equal_part)
+        remaining -= parts[run]
+    parts[0] += remaining
     return parts
 
 
@@ -102,8 +105,8 @@ class LoadControl:
             limit.in_flight = sum(run.routes.open(limit.url, limit.ended).in_flight for run in self._runs)
         unsent = sum(run.backlog.unsent for run in self._runs)
         self._apply(self.concurrency.observe(loads, now, unsent=unsent))
-        for limit, kept in self.concurrency.routes_to_relieve():
-            self._engine.give_back(limit.url, kept)
+        for limit, allowed in self.concurrency.routes_to_relieve():
+            self._engine.give_back(limit.url, allowed)
         return loads, now
 
     def narrow(self, url: str, why: str, now: float) -> None:

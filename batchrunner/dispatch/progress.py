@@ -71,8 +71,8 @@ class TimeLeft:
         self._done, self._began, self._ended = 0, now, now
         self._expected_s, self._trust = row_s or 0.0, 1.0 if row_s else 0.0
 
-    def update(self, now: float, done: int, in_flight: int, left: int) -> float | None:
-        """Take the rows that ended so far; return the seconds until those that are left have ended.
+    def update(self, now: float, done: int, in_flight: int, remaining: int) -> float | None:
+        """Take the rows that ended so far; return the seconds until the remaining ones have ended.
 
         Without an estimate it is None before as many rows ended as are in flight: the first to end are the
         quick ones. It counts down until a row ends, however rarely rows do, and is None once one is overdue.
@@ -80,18 +80,18 @@ class TimeLeft:
         if not done and not in_flight:  # input is still read or sorted
             self._began = self._ended = now
         if ended := done - self._done:
-            kept = 0.5 ** (ended / max(PACE_ROWS, PACE_ROUNDS * in_flight))
-            self._rows = self._rows * kept + ended
-            self._seconds = self._seconds * kept + now - self._ended
+            weight = 0.5 ** (ended / max(PACE_ROWS, PACE_ROUNDS * in_flight))
+            self._rows = self._rows * weight + ended
+            self._seconds = self._seconds * weight + now - self._ended
             self._done, self._ended = done, now
-            self._trust *= kept
-        if self._trust and self._contradicts_estimate(now - self._began, done, in_flight, done + left):
+            self._trust *= weight
+        if self._trust and self._contradicts_estimate(now - self._began, done, in_flight, done + remaining):
             self._trust = 0.0
         if done >= max(1, in_flight):
             row_s = self._trust * self._expected_s + (1 - self._trust) * self._seconds / self._rows
-            left_s = left * row_s - (now - self._ended)
+            left_s = remaining * row_s - (now - self._ended)
         elif self._trust:
-            left_s = (done + left) * self._expected_s - (now - self._began)
+            left_s = (done + remaining) * self._expected_s - (now - self._began)
         else:
             return None
         return round(left_s, 1) if left_s >= 0 else None
@@ -124,11 +124,11 @@ def sample_line(sample: Mapping[str, Any]) -> str:
     rows = f"{sample['rows_done']:,}{f'/{total:,}' if total else ''} rows"
     stopping = f"stopping: {sample['in_flight']:,} in flight"
     pace = stopping if sample["stopping"] else f"{sample['rows_per_s']:,.1f} rows/s"
-    left = "" if left_s is None else f"{duration(left_s)} left, "
+    time_left = "" if left_s is None else f"{duration(left_s)} left, "
     simulated = "[simulated] " if sample["simulated"] else ""
     reused = f"{sample['rows_reused']:,} reused, " if sample["rows_reused"] else ""
     failed = f"{reused}{sample['rows_failed']:,} failed"
-    return f"{simulated}{rows}, {pace}, {left}{failed}, {', '.join(_engine_parts(sample))}"
+    return f"{simulated}{rows}, {pace}, {time_left}{failed}, {', '.join(_engine_parts(sample))}"
 
 
 def _engine_parts(sample: Mapping[str, Any]) -> list[str]:
@@ -140,8 +140,8 @@ def _engine_parts(sample: Mapping[str, Any]) -> list[str]:
     parts = ["load unknown"]
     if loads:
         band = sample["bands"].get(loads[0]["scheduler"])
-        each = " each" if len(loads) > 1 else ""
-        healthy = f" ({band[0]:,}-{band[1]:,}{each})" if band else ""
+        per_scheduler = " each" if len(loads) > 1 else ""
+        healthy = f" ({band[0]:,}-{band[1]:,}{per_scheduler})" if band else ""
         shares = sorted({f"{load['token_usage']:.2f}" for load in loads})
         parts = [
             f"#running-req {sum(load['running'] for load in loads):,}",
@@ -150,8 +150,8 @@ def _engine_parts(sample: Mapping[str, Any]) -> list[str]:
         ]
         counts = Counter(load["corner"] for load in loads if load.get("corner") in set(Corner))
         for corner, count in counts.most_common():
-            some = "" if count == len(loads) else f" ({count} of {len(loads)})"
-            parts.append(f"{Corner(corner).words}{some}")
+            share = "" if count == len(loads) else f" ({count} of {len(loads)})"
+            parts.append(f"{Corner(corner).words}{share}")
     if background := sample.get("background"):
         parts.append(background_line(background))
     if sample["prompt_tokens_per_s"] > 0:

@@ -173,12 +173,12 @@ class PoisonRows:
         self._waiting[row.deaths].append(row)
 
     def next(self, route: Route) -> deque[PendingRow] | None:
-        """Return the suspects of which the first may be sent to a route now; None if none may."""
+        """Return suspects whose first one may be sent to a route now; None if none may."""
         if not self._waiting:  # asked for every row, and nearly always so
             return None
         for deaths, rows in sorted(self._waiting.items(), reverse=True):
-            most = 1 if deaths >= MOST_DEATHS - 1 else max(1, self._routes.window // FEWER**deaths)
-            if rows and self._in_flight[deaths] < most and self._routes.may_get(route, rows[0].avoided):
+            limit = 1 if deaths >= MOST_DEATHS - 1 else max(1, self._routes.window // FEWER**deaths)
+            if rows and self._in_flight[deaths] < limit and self._routes.may_get(route, rows[0].avoided):
                 return rows
         return None
 
@@ -281,8 +281,8 @@ class DispatchQueue:
             if home is route:
                 return row
             _keep(row, home)
-        other = self._route_to_relieve(route.in_flight - 1)
-        return _relieve(other, route) if other else None
+        busiest = self._route_to_relieve(route.in_flight - 1)
+        return _relieve(busiest, route) if busiest else None
 
     def home_of(self, group: PrefixGroup) -> Route:
         """Return the route of a prefix group, which is chosen when it is asked for first."""
@@ -293,14 +293,14 @@ class DispatchQueue:
 
     def _route_to_relieve(self, in_flight: int) -> Route | None:
         """Return another route whose kept rows a route with so many in flight may take."""
-        other = max(self._routes, key=lambda route: len(route.kept))
-        kept = len(other.kept)
-        if not kept:
+        busiest = max(self._routes, key=lambda route: len(route.kept))
+        waiting = len(busiest.kept)
+        if not waiting:
             return None
-        if self._count >= READ_AHEAD_ROWS or other.is_suspended:
-            return other
-        is_far_behind = 2 * in_flight < other.in_flight + kept and 4 * kept >= other.in_flight
-        return other if is_far_behind else None
+        if self._count >= READ_AHEAD_ROWS or busiest.is_suspended:
+            return busiest
+        is_far_ahead = 2 * in_flight < busiest.in_flight + waiting and 4 * waiting >= busiest.in_flight
+        return busiest if is_far_ahead else None
 
     def _avoiding_others(self, route: Route) -> deque[PendingRow]:
         """Return rows that avoid other routes, or all of them, so that this route may take them."""
@@ -315,29 +315,29 @@ def _keep(row: PendingRow, route: Route) -> None:
     route.promised += 1
 
 
-def _relieve(other: Route, route: Route) -> PendingRow:
-    """Move half of the rows that are kept for another route: whole groups, new ones and large ones first.
+def _relieve(busiest: Route, route: Route) -> PendingRow:
+    """Move half of the rows that are kept for one route to another: whole groups, new and large ones first.
 
     They stay in order, one of each group in turn: two in one pass would both compute the prefix. Return the
     first of them.
     """
-    moved, remaining = deque[PendingRow](), deque[PendingRow]()
-    rows_of = Counter[PrefixGroup](row.group for row in other.kept)
+    rows_to_move, remaining = deque[PendingRow](), deque[PendingRow]()
+    rows_of = Counter[PrefixGroup](row.group for row in busiest.kept)
     moving = Counter[PrefixGroup]()
     for group in sorted(rows_of, key=lambda group: (group.first.route is not None, -rows_of[group])):
-        moving[group] = min(rows_of[group], (len(other.kept) + 1) // 2 - moving.total())
+        moving[group] = min(rows_of[group], (len(busiest.kept) + 1) // 2 - moving.total())
         if moving[group] == rows_of[group]:
             group.home = route
-            other.promised -= group.to_come
+            busiest.promised -= group.to_come
             route.promised += group.to_come
-    for row in reversed(other.kept):
+    for row in reversed(busiest.kept):
         is_moved = moving[row.group] > 0
         moving[row.group] -= is_moved
-        (moved if is_moved else remaining).appendleft(row)
-    other.kept = remaining
-    other.promised -= len(moved)
-    first = moved.popleft()
-    for row in moved:
+        (rows_to_move if is_moved else remaining).appendleft(row)
+    busiest.kept = remaining
+    busiest.promised -= len(rows_to_move)
+    first = rows_to_move.popleft()
+    for row in rows_to_move:
         _keep(row, route)
     return first
 

@@ -43,7 +43,7 @@ class _Branch(NamedTuple):
 def find_leaders(prefixes: Sequence[bytes], sent: int = 0) -> dict[int, TreePlace]:
     """Return the place of each row that follows another one; the first `sent` rows were sent before."""
     order = sorted(range(len(prefixes)), key=prefixes.__getitem__)
-    depths = [_depth(prefixes[one], prefixes[other]) for one, other in pairwise(order)]
+    depths = [_depth(prefixes[first], prefixes[second]) for first, second in pairwise(order)]
     if not any(depths):
         return {}
     tree = _Tree(prefixes, sent)
@@ -52,10 +52,10 @@ def find_leaders(prefixes: Sequence[bytes], sent: int = 0) -> dict[int, TreePlac
     return tree.places
 
 
-def _depth(one: bytes, other: bytes) -> int:
-    if one[:LEAST_SHARED_BYTES] != other[:LEAST_SHARED_BYTES]:  # most rows
+def _depth(first: bytes, second: bytes) -> int:
+    if first[:LEAST_SHARED_BYTES] != second[:LEAST_SHARED_BYTES]:  # most rows
         return 0
-    shared = common_length(one, other)
+    shared = common_length(first, second)
     return shared if shared >= LEAST_SHARED_BYTES else 0
 
 
@@ -168,8 +168,8 @@ class ReuseDistance:
 
     def is_reached(self, leader: PendingRow) -> bool:
         """Tell whether a sent row is far enough ahead of its followers."""
-        own = leader.new_tokens % self._pass_tokens
-        return self._clock - leader.sent_clock >= (self._tokens - own) * self._schedulers
+        in_pass = leader.new_tokens % self._pass_tokens
+        return self._clock - leader.sent_clock >= (self._tokens - in_pass) * self._schedulers
 
     def keeps(self, clock: float, more_bytes: int = 0) -> bool:
         """Tell whether a prefix last used at a clock stays cached while so many bytes of prompts are sent."""
@@ -355,11 +355,11 @@ class OutputLengths:
 
     def expected(self, row: PendingRow) -> float:
         """Return the output tokens that a row is expected to have, `max_new_tokens` at most."""
-        most = row.request.sampling["max_new_tokens"]
+        limit = row.request.sampling["max_new_tokens"]
         if row.request.sampling.get("ignore_eos"):
-            return float(most)
+            return float(limit)
         rows, tokens = self._sums.get(row.template, (0, 0))
-        return min(most, tokens / rows) if rows >= FEWEST_ROWS else float(most)
+        return min(limit, tokens / rows) if rows >= FEWEST_ROWS else float(limit)
 
 
 WINDOW_ROWS, WINDOW_BYTES = 2048, 32 << 20
@@ -466,8 +466,8 @@ class Reorderer:
         if self._distance is None and self._lengths is None and not (self._dedupe or self._by_length):
             return True
         is_end = unread <= LAST_ROWS and self._lengths is not None
-        most = SHARED_ROWS if is_shared else WINDOW_ROWS + LAST_ROWS if is_end else WINDOW_ROWS
-        return (len(self._window) >= most and unread > 0) or self._window_bytes >= WINDOW_BYTES
+        limit = SHARED_ROWS if is_shared else WINDOW_ROWS + LAST_ROWS if is_end else WINDOW_ROWS
+        return (len(self._window) >= limit and unread > 0) or self._window_bytes >= WINDOW_BYTES
 
     def _ordered(self, *, last: bool) -> Iterator[list[PendingRow | PrimeTask | Outcome]]:
         """Order the rows of the window and yield, piece by piece, those that may be sent by now.
@@ -502,30 +502,32 @@ class Reorderer:
             if not self._began:
                 self._prime_leader_of(row, primes)
         self._began = self._began or bool(rows)
-        sent = set(self._sent)
+        leaders = set(self._sent)
         for row in rows:
-            if row not in sent:
+            if row not in leaders:
                 row.prefix = b""
         return [*primes.values(), *rows]
 
     def _find_leaders(self, window: list[PendingRow]) -> None:
         """Find the leader of each row of the window; sent rows that are still cached may lead too."""
-        sent = [row for row in self._sent if self._distance is None or self._distance.keeps(row.used_clock)]
-        rows = [*sent, *window]
-        places = find_leaders([row.prefix for row in rows], len(sent))
+        sent_rows = [
+            row for row in self._sent if self._distance is None or self._distance.keeps(row.used_clock)
+        ]
+        rows = [*sent_rows, *window]
+        places = find_leaders([row.prefix for row in rows], len(sent_rows))
         # in the order in which they came: neighbours in sorted order would be admitted in one pass, and
         # compute again the little more that they share
         for index, place in sorted(places.items()):
-            if index < len(sent):
+            if index < len(sent_rows):
                 continue
             row, leader = rows[index], rows[place.leader]
             row.leader, row.shared_bytes = leader, place.shared_bytes
             leader.followers.append(row)
-        for leader in sent:
+        for leader in sent_rows:
             self._release.hold_followers(leader)
         if self.caches > 1:
-            most = max(1, COMMON_SHARE * len(window) / self.caches)
-            common = {rows[index] for index, place in places.items() if place.group_rows > most}
+            limit = max(1, COMMON_SHARE * len(window) / self.caches)
+            common = {rows[index] for index, place in places.items() if place.group_rows > limit}
             rows_of = Counter(_find_group(row, common) for row in window)
             for group, count in rows_of.items():
                 if count == 1 and group.first.sent_clock == 0:  # alone in it: any route will do
@@ -536,7 +538,7 @@ class Reorderer:
     def _without_duplicates(self, window: list[PendingRow]) -> list[PendingRow]:
         """Return the rows without duplicates, which are added to the first row that is like them."""
         first: dict[bytes, PendingRow] = {}
-        kept = []
+        originals = []
         for row in window:
             original = row
             if is_repeatable(row.request):
@@ -544,17 +546,17 @@ class Reorderer:
             if original is not row and original.request[1:] == row.request[1:]:  # all but their ordinals
                 original.duplicates.append(row.request.ref)
             else:
-                kept.append(row)
-        return kept
+                originals.append(row)
+        return originals
 
     def _prime_leader_of(self, row: PendingRow, primes: dict[PendingRow, PrimeTask]) -> None:
         """Have the prefix of a row's leader computed first, if both may be in the engine's first pass."""
         leader, distance = row.leader, self._distance
         if leader and distance and distance.is_first_pass(row) and leader.request.kind != "body":
             round_ = primes[leader.leader].round + 1 if leader.leader in primes else 0
-            known = primes.get(leader, PrimeTask(leader, round_, on_every_replica=self.caches == 1))
-            everywhere = known.on_every_replica or row.group is None or row.group is not leader.group
-            primes[leader] = known._replace(on_every_replica=everywhere)
+            task = primes.get(leader, PrimeTask(leader, round_, on_every_replica=self.caches == 1))
+            everywhere = task.on_every_replica or row.group is None or row.group is not leader.group
+            primes[leader] = task._replace(on_every_replica=everywhere)
 
 
 def _find_longest_outputs(window: Iterable[PendingRow], lengths: OutputLengths) -> None:

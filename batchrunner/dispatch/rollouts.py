@@ -312,9 +312,9 @@ class Rollouts:
                 )
                 await self._forget(rollout)
                 continue
-            taken = next((name for row in rows for name in row if name in self._taken), None)
-            if taken is not None:
-                return [], f"{self._label}: a result has a column {taken!r} already: name yours otherwise"
+            reserved = next((name for row in rows for name in row if name in self._taken), None)
+            if reserved is not None:
+                return [], f"{self._label}: a result has a column {reserved!r} already: name yours otherwise"
             return rows, error
 
     def _shared_process(self) -> RolloutProcess:
@@ -336,14 +336,14 @@ class Rollouts:
         reader = await process.connect()
         try:
             while True:
-                number, asked, value = await read_frame(reader)
+                number, question, value = await read_frame(reader)
                 rollout = process.rollouts.get(number)
                 if rollout is None or rollout.returned.done():
                     continue
-                if asked is None:
+                if question is None:
                     rollout.returned.set_result(value)
                 elif rollout.asked.total() < self._limits.turns:
-                    self._answer(process, number, rollout, asked, value)
+                    self._answer(process, number, rollout, question, value)
                 else:
                     why = f"asked more than {self._limits.turns} times (limits.turns)"
                     rollout.returned.set_result(([], f"{self._label}: {why}"))
@@ -423,7 +423,7 @@ class Rollouts:
 def _request_of(base: Request, prompt: Any, tools: Any, sampling: dict[str, Any]) -> Request:
     """Return what `generate` asks as a request; raises RowRefusedError for what cannot be sent."""
     try:
-        kind, given = kind_of_prompt(prompt)
+        kind, content = kind_of_prompt(prompt)
         spec = validated(SamplingSpec, sampling, "generate")
     except (ValueError, JobError) as failure:
         why = str(failure).removeprefix("generate: ").replace(", or should be {column: NAME}", "")
@@ -436,22 +436,22 @@ def _request_of(base: Request, prompt: Any, tools: Any, sampling: dict[str, Any]
         problem = "n: await several calls, by asyncio.gather"
     if problem is not None:
         raise RowRefusedError(f"generate: {problem}")
-    own = spec.model_dump(include={*sampling} - {"n", "lora_path", "tool_choice"}, exclude_none=True)
-    if isinstance(own.get("json_schema"), dict):
-        own["json_schema"] = json.dumps(own["json_schema"])
-    of_job = {*base.sampling} - ({*GRAMMARS} if own.keys() & {*GRAMMARS} else set())
-    known, asks = base.tools or Tools(None), base.asks
-    used = Tools(tools or known.tools, spec.tool_choice or known.choice, by_row=True)
+    parameters = spec.model_dump(include={*sampling} - {"n", "lora_path", "tool_choice"}, exclude_none=True)
+    if isinstance(parameters.get("json_schema"), dict):
+        parameters["json_schema"] = json.dumps(parameters["json_schema"])
+    of_job = {*base.sampling} - ({*GRAMMARS} if parameters.keys() & {*GRAMMARS} else set())
+    job_tools, asks = base.tools or Tools(None), base.asks
+    all_tools = Tools(tools or job_tools.tools, spec.tool_choice or job_tools.choice, by_row=True)
     if kind != "messages" and asks is not None:
         names = asks.names - {REASONING, TOOL_CALLS}
         asks = asks._replace(names=names) if names else None
     request = base._replace(
-        sampling={name: base.sampling[name] for name in of_job} | own,
+        sampling={name: base.sampling[name] for name in of_job} | parameters,
         lora_path=spec.lora_path or base.lora_path,
-        tools=used if used.tools or used.choice else None,
+        tools=all_tools if all_tools.tools or all_tools.choice else None,
         asks=asks,
     )
-    return with_prompt(request, "generate", kind, given)
+    return with_prompt(request, "generate", kind, content)
 
 
 def _answer_of(outcome: Outcome) -> RolloutAnswer | str:
@@ -469,18 +469,18 @@ def _answer_of(outcome: Outcome) -> RolloutAnswer | str:
 def _outcome_of(rollout: Rollout, rows: list[dict[str, Any]], error: str | None, latency_s: float) -> Outcome:
     """Return the outcome of a row: tokens and tries are sums over its answers."""
     outcomes = [answer.result() for answer in rollout.answers.values() if answer.done()]
-    known = [outcome.completion for outcome in outcomes if outcome.completion is not None]
-    last = known[-1] if known else NO_ANSWER
+    completions = [outcome.completion for outcome in outcomes if outcome.completion is not None]
+    last = completions[-1] if completions else NO_ANSWER
     completion = last._replace(
         finish_reasons=last.finish_reasons if rows or error is not None else [LEFT_OUT],
-        completion_tokens=[sum(each.output_tokens for each in known)],
-        prompt_tokens=sum(each.prompt_tokens or 0 for each in known),
-        cached_tokens=sum(each.cached_tokens or 0 for each in known),
+        completion_tokens=[sum(answer.output_tokens for answer in completions)],
+        prompt_tokens=sum(answer.prompt_tokens or 0 for answer in completions),
+        cached_tokens=sum(answer.cached_tokens or 0 for answer in completions),
         columns={
             TURNS: [len(outcomes)],
             MADE_ROWS: rows,
             CONVERSATION: [rollout.last if error is not None and rollout.last else None],
-            ASKED_AGAIN: [each for found in known for each in found.columns.get(ASKED_AGAIN, ())],
+            ASKED_AGAIN: [totals for answer in completions for totals in answer.columns.get(ASKED_AGAIN, ())],
         },
     )
     attempts = 1 + sum(max(0, outcome.attempts - 1) for outcome in outcomes)

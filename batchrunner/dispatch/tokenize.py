@@ -73,27 +73,27 @@ def make_encoder(job: Job, info: EngineInfo, kind: PromptKind) -> Encoder:
     """Make what encodes this job's prompts; raises CannotTokenizeError where the results could differ."""
     if kind == "body":
         raise CannotTokenizeError("the requests of a batch file go as they are")
-    known = info.tokenizing
+    tokenizer = info.tokenizing
     cut = job.prompt.truncate
     if cut is not None and info.context_length is None:
         raise CannotTokenizeError("the engine does not tell its context length")
-    context = None if cut is None and known is not None and known.cuts else info.context_length
-    budget = TokenBudget(context, known.longest_prompt if known else None)
+    context = None if cut is None and tokenizer is not None and tokenizer.cuts else info.context_length
+    budget = TokenBudget(context, tokenizer.longest_prompt if tokenizer else None)
     if kind == "input_ids":
         return Encoder(kind, None, budget, cut)
-    if known is None:
+    if tokenizer is None:
         raise CannotTokenizeError("the engine has no tokenizer that we know of")
-    why = known.own or (_own_chat(job, known) if kind == "messages" else None)
-    if why is not None:
-        raise CannotTokenizeError(why)
-    directory = Path(known.tokenizer).expanduser()
+    reason = tokenizer.own or (_own_chat(job, tokenizer) if kind == "messages" else None)
+    if reason is not None:
+        raise CannotTokenizeError(reason)
+    directory = Path(tokenizer.tokenizer).expanduser()
     if not directory.is_dir():
-        raise CannotTokenizeError(f"the tokenizer's directory {known.tokenizer} is not on this machine")
-    sampling = _chat_sampling(known)
+        raise CannotTokenizeError(f"the tokenizer's directory {tokenizer.tokenizer} is not on this machine")
+    sampling = _chat_sampling(tokenizer)
     return Encoder(kind, directory, budget, cut, chat_sampling=sampling)
 
 
-def _own_chat(job: Job, known: TokenizerInfo) -> str | None:
+def _own_chat(job: Job, tokenizer: TokenizerInfo) -> str | None:
     """Say why this job's messages would come to something else as token ids on `/generate`."""
     if "tool_calls" in job.output.asked:
         return "output.columns: tool_calls are found by the server"
@@ -102,38 +102,40 @@ def _own_chat(job: Job, known: TokenizerInfo) -> str | None:
     messages = job.prompt.messages
     if job.prompt.continue_ or (isinstance(messages, list) and messages[-1].role == "assistant"):
         return "the beginning of an answer is put into the prompt by the server"
-    ours = sorted(RESERVED_ARGUMENTS & set(job.prompt.chat_template_kwargs or {}))
-    if ours:
-        return f"prompt.chat_template_kwargs.{ours[0]} is the server's"
-    return known.own_chat
+    reserved = sorted(RESERVED_ARGUMENTS & set(job.prompt.chat_template_kwargs or {}))
+    if reserved:
+        return f"prompt.chat_template_kwargs.{reserved[0]} is the server's"
+    return tokenizer.own_chat
 
 
-def _chat_sampling(known: TokenizerInfo) -> dict[str, Any]:
+def _chat_sampling(tokenizer: TokenizerInfo) -> dict[str, Any]:
     """Return what the chat endpoint adds where a request is silent: no limit, and the model's own values."""
-    config = read_json(Path(known.model) / "generation_config.json") if known.model_sampling else {}
-    own = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
-    return {"max_new_tokens": None, **own}
+    config = read_json(Path(tokenizer.model) / "generation_config.json") if tokenizer.model_sampling else {}
+    defaults = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
+    return {"max_new_tokens": None, **defaults}
 
 
-async def _compare_tokens(engine: Engine, encoder: Encoder, taken: Sequence[Request]) -> int:
+async def _compare_tokens(engine: Engine, encoder: Encoder, requests: Sequence[Request]) -> int:
     """Return how many prompts were compared; raises CannotTokenizeError if none was, or tokens differ."""
-    rows = [request for request in taken if len(repr(request.prompt)) < CHARACTERS_COMPARED][:ROWS_COMPARED]
+    rows = [request for request in requests if len(repr(request.prompt)) < CHARACTERS_COMPARED][
+        :ROWS_COMPARED
+    ]
     probe: Any = PROBE
-    if taken[0].kind == "messages":
+    if requests[0].kind == "messages":
         probe = [{"role": "user", "content": PROBE}]
-    asked = [*rows, taken[0]._replace(prompt=probe)]
+    samples = [*rows, requests[0]._replace(prompt=probe)]
     names = [*(f"row {request.ref.row}" for request in rows), "a text made to compare"]
-    ours = await asyncio.to_thread(encoder.token_ids, asked)
+    ours = await asyncio.to_thread(encoder.token_ids, samples)
     compared = 0
-    for request, ids, what in zip(asked, ours, names, strict=True):
+    for request, ids, name in zip(samples, ours, names, strict=True):
         theirs = await engine_tokens(engine, request)
-        refused = [str(found) for found in (ids, theirs) if isinstance(found, RowRefusedError)]
-        if len(refused) == 1:
-            raise CannotTokenizeError(f"only one of the engine and us makes tokens of {what}: {refused[0]}")
-        if not refused:
+        refusals = [str(tokens) for tokens in (ids, theirs) if isinstance(tokens, RowRefusedError)]
+        if len(refusals) == 1:
+            raise CannotTokenizeError(f"only one of the engine and us makes tokens of {name}: {refusals[0]}")
+        if not refusals:
             if ids != theirs:
                 raise CannotTokenizeError(
-                    f"the engine's tokenizer is another: it makes other tokens of {what}"
+                    f"the engine's tokenizer is another: it makes other tokens of {name}"
                 )
             compared += 1
     if not compared:
@@ -155,14 +157,14 @@ async def engine_tokens(
         reraise=True,
     )
     try:
-        found: list[int] | None = await retrying(engine.tokens_of, request, special=special)
+        tokens: list[int] | None = await retrying(engine.tokens_of, request, special=special)
     except RowRefusedError as refusal:
         return refusal
     except RequestError as failure:
         raise CannotTokenizeError(f"the engine did not tell its tokens: {failure}") from None
-    if found is None:
+    if tokens is None:
         raise CannotTokenizeError("the engine does not tell its tokens (no /v1/tokenize)")
-    return found
+    return tokens
 
 
 ASKED_AT_ONCE = 16
@@ -219,16 +221,18 @@ class RowTokenizer:
         results = await asyncio.to_thread(self._functions.call_many, MEDIA, rows)
         if len(results) < len(rows):  # the pool is closed
             raise asyncio.CancelledError
-        found: list[Request | Outcome] = []
+        items: list[Request | Outcome] = []
         for request, result in zip(requests, results, strict=True):
             error = result.error if result.error is not None else result.value
             if isinstance(error, str):
-                found.append(Outcome(request.ref, None, error, None, 0))
+                items.append(Outcome(request.ref, None, error, None, 0))
             else:
                 ready = zip(request.media, result.value, strict=True)
-                media = tuple(file._replace(content=b"", ready=sent, tokens=n) for file, (sent, n) in ready)
-                found.append(request._replace(media=media))
-        return found
+                media = tuple(
+                    file._replace(content=b"", ready=content, tokens=n) for file, (content, n) in ready
+                )
+                items.append(request._replace(media=media))
+        return items
 
     async def _tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
         if isinstance(self._task, RerankTask):  # query and document are tokenised as a pair
@@ -245,11 +249,11 @@ class RowTokenizer:
 
     async def _prompts(self, requests: list[Request]) -> list[Request | Outcome]:
         """Tokenise each prompt by its kind."""
-        found: list[Request | Outcome] = [*requests]
+        items: list[Request | Outcome] = [*requests]
         for kind in {request.kind for request in requests}:
             places = [at for at, request in enumerate(requests) if request.kind == kind]
-            found = await _replaced(found, places, self._encode)
-        return found
+            items = await _replaced(items, places, self._encode)
+        return items
 
     def _choose_place(self, kind: PromptKind) -> None:
         """Choose where prompts of a kind are tokenised."""
@@ -277,13 +281,13 @@ class RowTokenizer:
 
     async def _compare(self, kind: PromptKind, encoder: Encoder, requests: Sequence[Request]) -> None:
         """Compare our tokens of the first rows, and of a test text, with the engine's."""
-        taken = [request for request in requests if encoder.can_encode(request)]
-        if not taken:
+        encodable = [request for request in requests if encoder.can_encode(request)]
+        if not encodable:
             return
         self._compared.add(kind)
         if kind != "input_ids":
             try:
-                prompts = await _compare_tokens(self._engine, encoder, taken)
+                prompts = await _compare_tokens(self._engine, encoder, encodable)
             except CannotTokenizeError as why:
                 self._leave_to_engine(kind, why)
                 return
@@ -307,8 +311,8 @@ class RowTokenizer:
             for request in requests
             for item in ("", *request.items)
         ]
-        done = iter(await asyncio.gather(*map(self._ids_of_text, await self._prompts(texts))))
-        return [_parted(each, [next(done) for _ in ("", *each.items)]) for each in requests]
+        token_ids = iter(await asyncio.gather(*map(self._ids_of_text, await self._prompts(texts))))
+        return [_parted(request, [next(token_ids) for _ in ("", *request.items)]) for request in requests]
 
     async def _ids_of_text(self, item: Request | Outcome) -> list[int] | str:
         """Return the token ids of a text, or why it has none."""
@@ -320,12 +324,12 @@ class RowTokenizer:
             return "the prompt is empty"
         async with self._asking:
             try:
-                found = await engine_tokens(self._engine, item)
+                tokens = await engine_tokens(self._engine, item)
             except CannotTokenizeError as why:
                 raise CannotTokenizeError(
                     f"prompt.choices: {why}", hint="put the model's tokenizer where the engine has it"
                 ) from None
-        return str(found) if isinstance(found, RowRefusedError) else found
+        return str(tokens) if isinstance(tokens, RowRefusedError) else tokens
 
     async def _with_labels(self, task: ScoreTask, request: Request) -> ScoreTask:
         """Return the task with the token ids of its labels; raises JobError where these cannot be."""
@@ -333,8 +337,8 @@ class RowTokenizer:
         vocabulary = vocabulary_of(self._info.model)
         for place, (label, number) in enumerate(zip(task.labels, ids, strict=True)):
             if number in ids[:place]:
-                other = task.labels[ids.index(number)]
-                raise JobError(f"labels: {other!r} and {label!r} are the same token, {number}")
+                same = task.labels[ids.index(number)]
+                raise JobError(f"labels: {same!r} and {label!r} are the same token, {number}")
             if vocabulary is not None and number >= vocabulary:
                 raise JobError(f"labels: {label!r}: the model has the tokens 0 to {vocabulary - 1}")
         return dataclasses.replace(task, label_ids=tuple(ids))
@@ -342,19 +346,19 @@ class RowTokenizer:
     async def _id_of(self, label: str | int, request: Request) -> int:
         if isinstance(label, int):
             return label
-        asked = request._replace(kind="text", prompt=label, task=None)
+        probe = request._replace(kind="text", prompt=label, task=None)
         try:
-            found = await engine_tokens(self._engine, asked, special=False)
+            tokens = await engine_tokens(self._engine, probe, special=False)
         except CannotTokenizeError as why:
             raise CannotTokenizeError(f"labels: {why}", hint="give the token ids of the labels") from None
-        if isinstance(found, RowRefusedError):
-            raise JobError(f"labels: the engine's tokenizer refuses {label!r}: {found}")
-        if len(found) != 1:
+        if isinstance(tokens, RowRefusedError):
+            raise JobError(f"labels: the engine's tokenizer refuses {label!r}: {tokens}")
+        if len(tokens) != 1:
             raise JobError(
-                f"labels: {label!r} is {len(found)} tokens of the model ({', '.join(map(str, found))})",
+                f"labels: {label!r} is {len(tokens)} tokens of the model ({', '.join(map(str, tokens))})",
                 hint="a label is a single token: take another text, its token id, or prompt.choices",
             )
-        return found[0]
+        return tokens[0]
 
 
 async def _replaced(
@@ -363,34 +367,34 @@ async def _replaced(
     make: Callable[[list[Request]], Awaitable[Sequence[Request | Outcome]]],
 ) -> list[Request | Outcome]:
     """Return items with what is made of those in some places instead of them."""
-    found = [*items]
+    replaced = [*items]
     if places:
         for at, new in zip(places, await make([items[at] for at in places]), strict=True):
-            found[at] = new
-    return found
+            replaced[at] = new
+    return replaced
 
 
-def _parted(request: Request, found: Sequence[list[int] | str]) -> Request | Outcome:
+def _parted(request: Request, token_ids: Sequence[list[int] | str]) -> Request | Outcome:
     """Return a request with its prompt as the tokens that all choices begin with, and the rest of each.
 
     A token in which the end of the prompt and the beginning of a choice have become one belongs to the
     choice; so that choices can be compared, the others then begin there too.
     """
-    error = next((ids for ids in found if isinstance(ids, str)), None)
-    known = [ids for ids in found if not isinstance(ids, str)]
+    error = next((ids for ids in token_ids if isinstance(ids, str)), None)
+    encoded = [ids for ids in token_ids if not isinstance(ids, str)]
     tokens = 0
-    for column in zip(*known, strict=False):
+    for column in zip(*encoded, strict=False):
         if len(set(column)) > 1:
             break
         tokens += 1
-    choices = tuple(ids[tokens:] for ids in known[1:])
+    choices = tuple(ids[tokens:] for ids in encoded[1:])
     if error is None and not tokens:
         error = "prompt.choices: the prompt has no token before them"
     if error is None and not all(choices):
         error = f"prompt.choices: {request.items[choices.index([])]!r} adds no token to the prompt"
     if error is not None:
         return Outcome(request.ref, None, error, None, 0)
-    return request._replace(kind="input_ids", prompt=known[0][:tokens], item_ids=choices)
+    return request._replace(kind="input_ids", prompt=encoded[0][:tokens], item_ids=choices)
 
 
 def _simulated(request: Request) -> Request:

@@ -102,7 +102,7 @@ def test_a_load_that_is_not_told_any_more(
 
 
 def test_a_load_that_is_told_later(tmp_path: Path) -> None:
-    """An error as the engine is opened does not mean that the server tells no load."""
+    """An error as the engine is opened does not mean that the server reports no load."""
     with FakeSGLang() as server:
         server.polls = "error"
 

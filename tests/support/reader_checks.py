@@ -17,9 +17,11 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.types import Completion, Outcome, Request, RowRef
+from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http import replies
-from batchrunner.engines.http.client import BundleAnswer, Endpoint
+from batchrunner.engines.http.client import BundleAnswer
 from batchrunner.engines.http.guard import ModelGuard
+from batchrunner.engines.http.server import Endpoint
 from batchrunner.engines.http.server_info import load_in
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.output.columns import schema_of_run, table_of
@@ -71,7 +73,7 @@ def check_bundle(events: list[bytes], rows: int) -> dict[int, list[str]]:
     ref = RowRef(0, _CARRIED, 0)
     requests = [Request(ref, "input_ids", [n], {}) for n in range(rows)]
     answers = _Answers()
-    answer = BundleAnswer(requests, answers.ended, Endpoint(URL), ModelGuard())
+    answer = BundleAnswer(requests, answers.ended, Endpoint(URL, HangDetector(60.0)), ModelGuard())
 
     async def read() -> None:
         with contextlib.suppress(AnotherModelError):  # two versions of the weights: it ends a run on purpose

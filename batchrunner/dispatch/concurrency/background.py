@@ -86,8 +86,8 @@ class BackgroundController(Controller):
         """Use a fresh sample; return what changed."""
         gap_s = self._learn(now, seen)
         total, before = seen.running + seen.queue, self.users
-        fewest, most = sorted((seen.in_flight, self.ours))
-        self.ours, self.users, at_most = seen.in_flight, max(0, total - most), max(0, total - fewest)
+        smaller, larger = sorted((seen.in_flight, self.ours))
+        self.ours, self.users, at_most = seen.in_flight, max(0, total - larger), max(0, total - smaller)
         self._rise = max(self.users - before, self._rise * 0.5 ** (gap_s / MINUTE_S))
         slots = seen.max_running or UNKNOWN_ENGINE_WINDOW
         ahead = math.ceil(self._rate * PASS_S) + 1
@@ -113,12 +113,12 @@ class BackgroundController(Controller):
             may_stay = max(0, int(room) + at_most - self.users + self._spare // 2)
             if self.users and not self._yields and seen.in_flight > may_stay:
                 self.kept = may_stay
-        moved = self._move(int(room), why)
+        decisions = self._move(int(room), why)
         if self.users and now - self._sent_at < PACE_S:
             self.window = 0
         else:
             self._sent_at = now
-        return [*moved]
+        return [*decisions]
 
     def _without_stuck(self, gap_s: float, seen: Reading, slots: int, ahead: int) -> int | None:
         """Return how many of ours stay where others are waiting that the server does not take; None: all."""

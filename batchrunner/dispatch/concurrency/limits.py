@@ -258,12 +258,14 @@ class ConcurrencyLimits:
 
     def _add(self, load: SchedulerLoad, now: float) -> Decision:
         """Add a scheduler by its first load; return its first window."""
-        name, most, band = load.scheduler, load.max_running, self._band(load)
+        name, max_running, band = load.scheduler, load.max_running, self._band(load)
         if self.passes is not None:
-            rows = self.passes.rows(most)
-            window, why = self.passes.first_window(most), f"a forward pass takes about {rows} rows"
+            rows = self.passes.rows(max_running)
+            window, why = self.passes.first_window(max_running), f"a forward pass takes about {rows} rows"
         else:
-            window, why = first_window(most, load.max_total_tokens, self.tokens_a_row, band.low, band.high)
+            window, why = first_window(
+                max_running, load.max_total_tokens, self.tokens_a_row, band.low, band.high
+            )
         controller = Controller(name, window, band, most=self.most, now=now)
         if self.info.yields is not None:
             fits = window
@@ -356,9 +358,9 @@ class ConcurrencyLimits:
             return []
         decisions: list[Decision] = []
         for route, new_share in zip(self.routes, new_shares, strict=True):
-            before, wanted = route.share, self._wanted(route)
+            before, window = route.share, self._wanted(route)
             share = route.share = self._soon_used(route, new_share)
-            if share < wanted and (before is None or wanted <= before):
+            if share < window and (before is None or window <= before):
                 why = f"its share of the {remaining} remaining rows"
-                decisions.append(Decision(route.url, wanted, share, "share", why))
+                decisions.append(Decision(route.url, window, share, "share", why))
         return decisions

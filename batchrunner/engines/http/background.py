@@ -6,7 +6,7 @@ tokens. Closing the connection would not do: SGLang looks for that every 4 s.
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,8 @@ from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import EngineStartError, GivenBackError, RequestError
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion, Request
-from batchrunner.engines.http.client import AttachedServers, Endpoint, SentRequest
+from batchrunner.engines.http.client import AttachedServers
+from batchrunner.engines.http.server import Endpoint, SentRequest
 
 LOWEST, HIGHEST = -(1 << 63), (1 << 63) - 1
 """The ends of SGLang's priorities; which of them comes last, a flag says."""
@@ -35,13 +36,13 @@ class BackgroundServers(AttachedServers):
     async def open(self) -> EngineInfo:
         """Connect, and say what the users of these servers will notice; see `Engine.open`."""
         info = await super().open()
-        if not self._tells_load:
+        if not self._reports_load:
             raise EngineStartError(
-                f"{self.replicas[0]}: tells no load, by which engine.background keeps out of the way",
+                f"{self.replicas[0]}: reports no load, by which engine.background keeps out of the way",
                 hint="take SGLang 0.5.23, or leave out engine.background",
             )
-        yields = all(map(_yields, self.arguments.values()))
-        told = (
+        yields = all(_yields(arguments) for arguments in self._known_arguments())
+        note = (
             "background: the server lets its users' requests go first"
             if yields
             else "background: the server does not let its users go first, so that they may wait for rows of "
@@ -51,7 +52,7 @@ class BackgroundServers(AttachedServers):
             info,
             yields=yields,
             one_by_one="each row can be given back to the users by itself",
-            notes=(told, *info.notes),
+            notes=(note, *info.notes),
         )
 
     async def generate(self, request: Request, route: str) -> Completion:
@@ -72,20 +73,26 @@ class BackgroundServers(AttachedServers):
     def give_back(self, route: str, kept: int) -> None:
         """Take the youngest rows of a route from the engine; see `Engine.give_back`."""
         endpoint = self.endpoints[route]
-        abortable = [(task, sent) for task, sent in endpoint.requests.items() if sent.rids]
-        for task, sent in abortable[kept:]:
+        abortable = [(task, request) for task, request in endpoint.requests.items() if request.rids]
+        for task, request in abortable[kept:]:
             if task not in self._given_back:
                 self._given_back[task] = 0
-                taking = asyncio.create_task(self._take_back(endpoint, task, sent))
+                taking = asyncio.create_task(self._take_back(endpoint, task, request))
                 self._taking.add(taking)
                 taking.add_done_callback(self._taking.discard)
+
+    def _known_arguments(self) -> Iterator[Mapping[str, Any]]:
+        """Yield the arguments of the servers that answered at the start."""
+        for endpoint in self.endpoints.values():
+            if endpoint.arguments is not None:
+                yield endpoint.arguments
 
     def _added_fields(self, endpoint: Endpoint, path: str) -> dict[str, Any]:
         """Return the fields by which a request can be aborted, and has the lowest priority."""
         fields = super()._added_fields(endpoint, path)
-        server = self.arguments.get(endpoint.url) or next(iter(self.arguments.values()))
-        if server.get("enable_priority_scheduling"):
-            fields["priority"] = HIGHEST if server.get("schedule_low_priority_values_first") else LOWEST
+        arguments = endpoint.arguments or next(self._known_arguments())
+        if arguments.get("enable_priority_scheduling"):
+            fields["priority"] = HIGHEST if arguments.get("schedule_low_priority_values_first") else LOWEST
         return fields
 
     async def _post(self, endpoint: Endpoint, path: str, body: bytes) -> bytes:
@@ -100,11 +107,11 @@ class BackgroundServers(AttachedServers):
         """Abort requests, unless they are given back and so aborted already."""
         return asyncio.current_task() in self._given_back or await super()._abort(endpoint, rids)
 
-    async def _take_back(self, endpoint: Endpoint, task: asyncio.Task[Any], sent: SentRequest) -> None:
+    async def _take_back(self, endpoint: Endpoint, task: asyncio.Task[Any], request: SentRequest) -> None:
         """Abort a request; one that goes on all the same loses its connection."""
-        if await self._abort(endpoint, sent.rids):
+        if await self._abort(endpoint, request.rids):
             await asyncio.sleep(TIMING.status_timeout)
-        if endpoint.requests.get(task) is sent:
+        if endpoint.requests.get(task) is request:
             del endpoint.requests[task]
             task.cancel()
 

@@ -13,14 +13,12 @@ import contextlib
 import functools
 import itertools
 import logging
-import math
 import secrets
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 from yarl import URL
@@ -33,6 +31,7 @@ from batchrunner.core.errors import (
     BundleRefusedError,
     EngineAwayError,
     EngineBusyError,
+    EngineDiedError,
     EngineDownError,
     NoAnswerError,
     RequestError,
@@ -44,16 +43,11 @@ from batchrunner.engines.base import Engine, RowEnded
 from batchrunner.engines.hang_detector import Hang, HangDetector, progress_of
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.connections import open_connections
-from batchrunner.engines.http.guard import (
-    FailureClassifier,
-    GuardedConnector,
-    ModelGuard,
-    common_model,
-    model_in,
-)
+from batchrunner.engines.http.guard import GuardedConnector, ModelGuard, common_model, model_in
 from batchrunner.engines.http.proxies import by_proxy
-from batchrunner.engines.http.proxy_limit import ENDED_BY_PROXY, REQUESTS, ProxyLimit
+from batchrunner.engines.http.proxy_limit import ENDED_BY_PROXY, REQUESTS
 from batchrunner.engines.http.replies import JSON_BEGINS
+from batchrunner.engines.http.server import Endpoint, HangPause, SentRequest
 from batchrunner.engines.http.server_info import (
     NO_SUCH_PATH,
     NOT_REACHED,
@@ -85,86 +79,39 @@ _OK = HTTPStatus.OK.value  # a look into an enumeration takes as long as ten oth
 Answer = TypeVar("Answer")
 
 
-class SentRequest(NamedTuple):
-    """A request that is sent and not answered."""
-
-    sent_at: float
-    """On the monotonic clock."""
-    rids: tuple[str, ...] = ()
-    """Names by which SGLang aborts it, one for each of its rows; none where it cannot be aborted."""
-
-
-@dataclass(slots=True, eq=False)
-class Endpoint:
-    """The address of a server."""
-
-    url: str
-    senders: dict[str, PostSender] = field(default_factory=dict)
-    """What posts to a path."""
-    requests: dict[asyncio.Task[Any], SentRequest] = field(default_factory=dict)
-    """By task, the oldest first."""
-    answers: int = 0
-    """Requests answered so far, with whatever status."""
-    proxy_limit: ProxyLimit = field(default_factory=ProxyLimit)
-    closed: str | None = None
-    """Why no requests are sent here now; None while they are."""
-
-    @property
-    def in_flight(self) -> int:
-        """Requests sent and not answered: rows that wait for a server to restart are not among them."""
-        return len(self.requests)
-
-    def close(self, why: str) -> None:
-        """End the requests in flight, so that their rows are sent again; take no more while closed."""
-        self.closed = why
-        self.end_requests(math.inf)
-
-    def end_requests(self, sent_before: float) -> None:
-        """Cancel the requests that were sent before a time: their tasks are no longer among `requests`."""
-        for task in [task for task, sent in self.requests.items() if sent.sent_at < sent_before]:
-            del self.requests[task]
-            task.cancel()
-
-
 class HttpEngine(Engine):
     """Sends requests to replicas of one model, each of whose URLs is a route, and polls their loads.
 
-    Who makes one of it, calls `connect` when the servers are there.
+    A subclass calls `connect()` once the servers are up.
     """
+
+    starts_servers = False
+    """Whether this run starts the servers, and restarts them."""
 
     def __init__(
         self,
         *,
         api_key: str | None,
         limits: LimitsSpec,
-        excuses: Callable[[str, float], Awaitable[bool]] | None = None,
         task: TaskName = GENERATE,
     ) -> None:
-        """Take `excuses` if we started the replicas, which must have a model for the `task`.
-
-        It tells whether a server that ended after a time did so for a reason that is no row's fault.
-        """
+        """`task` is what the servers' model must be able to do."""
         self.endpoints: dict[str, Endpoint] = {}
         """Where requests are sent, by route."""
-        self.replicas: Sequence[str] = []
-        """URLs of the servers that get rows; those of a gateway may change."""
-        self.arguments: dict[str, dict[str, Any]] = {}
-        """What each server told of its arguments at the start, by its URL."""
+        self.serving: list[Endpoint] = []
+        """The servers that get rows; those of a gateway may change."""
         self.guard = ModelGuard()
         self._incidents: list[Incident] = []
-        self.failures = FailureClassifier(self._is_alive, excuses)
         self._task = task
         self.api_key = api_key
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         if api_key:
             SECRETS.add(api_key)
         self._limits = limits
-        self._hangs: defaultdict[str, HangDetector] = defaultdict(lambda: HangDetector(limits.hang))
-        """By the URLs of servers."""
         self._rows: aiohttp.ClientSession | None = None
         self._questions: aiohttp.ClientSession | None = None
         self._asks: ServerQuestions | None = None
-        self._tells_load = False
+        self._reports_load = False
         """Whether servers report their load."""
         self._clock: asyncio.Task[None] | None = None
         self._rid_prefix = f"batchrunner-{secrets.token_hex(6)}"
@@ -181,31 +128,36 @@ class HttpEngine(Engine):
 
         Raises EngineStartError where none can be reached, with the `remedy`, or one cannot do the work.
         """
-        self.replicas = urls
         self._clock = asyncio.create_task(self._end_late_requests())
         connections, limited_by = open_connections(len(urls))
         self._open_sessions()
         assert self._questions is not None
         self._asks = ServerQuestions(self._questions, remedy)
-        answers = await self._described(self._asks, urls)
+        descriptions = await self._described(self._asks, urls)
+        models = [model for _, model, _ in descriptions]
+        servers = [arguments for _, _, arguments in descriptions]
         # those that answer come first: a question to any of them goes to the first
-        self.endpoints = {url: Endpoint(url) for url in [*answers, *urls]}
-        models, servers = [model for model, _ in answers.values()], [server for _, server in answers.values()]
-        self.arguments = dict(zip(answers, servers, strict=True))
+        answering = [url for url, _, _ in descriptions]
+        for url in dict.fromkeys([*answering, *urls]):
+            self.endpoints[url] = self._new_endpoint(url)
+        for url, _, arguments in descriptions:
+            self.endpoints[url].arguments = arguments
+        self.serving = [self.endpoints[url] for url in urls]
         model = common_model([*map(model_in, models, servers)])
-        self._tells_load = await self._loads_of(next(iter(answers))) != []
+        self._reports_load = await self._loads_of(answering[0]) != []
         loads = await self.loads()
-        info = describe(models, servers, loads if {load.server for load in loads} >= answers.keys() else [])
+        has_all_loads = {load.server for load in loads} >= {*answering}
+        info = describe(models, servers, loads if has_all_loads else [])
         self.guard.model = model
-        for url in urls:
-            self.guard.watch(url, functools.partial(self._asks.model, url, model))
+        for endpoint in self.serving:
+            self._watch_model(endpoint)
         self._vocabulary = vocabulary_of(str(models[0]["model_path"]))
-        names = [found.get(key) for found in models for key in ("served_model_name", "model_path")]
+        names = [reply.get(key) for reply in models for key in ("served_model_name", "model_path")]
         self._model_names = frozenset(str(name) for name in names if name)
         notes = [f"connections limited by {limited_by}", *info.notes]
-        if not self._tells_load:
-            notes.append("the server tells no load (no /v1/loads)")
-        if self._task == EMBED and self.failures.excuses is None and (note := pooling_note(models[0])):
+        if not self._reports_load:
+            notes.append("the server reports no load (no /v1/loads)")
+        if self._task == EMBED and not self.starts_servers and (note := pooling_note(models[0])):
             notes.append(note)
         return replace(
             info,
@@ -216,24 +168,39 @@ class HttpEngine(Engine):
             notes=tuple(notes),
         )
 
+    @property
+    def replicas(self) -> list[str]:
+        """URLs of the servers that get rows."""
+        return [endpoint.url for endpoint in self.serving]
+
+    def _new_endpoint(self, url: str) -> Endpoint:
+        return Endpoint(url, HangDetector(self._limits.hang))
+
+    def _watch_model(self, endpoint: Endpoint) -> None:
+        """Guard a server by questions for its model."""
+        assert self._asks is not None
+        self.guard.watch(endpoint, functools.partial(self._asks.model, endpoint.url, self.guard.model))
+
     async def _described(
         self, questions: ServerQuestions, urls: Sequence[str]
-    ) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-        """Return what each server says of its model, and of its arguments, by URL.
+    ) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+        """Return the URL of each server that answers, and what it says of its model and of its arguments.
 
-        One that does not answer is left out while another does: it gets rows once it is there. Raises
-        EngineAwayError where none answers, EngineStartError where one cannot do the work.
+        One that does not answer gets rows once it does. Raises EngineAwayError where none answers,
+        EngineStartError where one cannot do the work.
         """
-        asked = (questions.at_start(url, self._task) for url in urls)
-        descriptions: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+        questions_at_start = (questions.at_start(url, self._task) for url in urls)
+        descriptions: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         absences: list[EngineAwayError] = []
-        for url, answer in zip(urls, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+        for url, answer in zip(
+            urls, await asyncio.gather(*questions_at_start, return_exceptions=True), strict=True
+        ):
             if isinstance(answer, EngineAwayError):
                 absences.append(answer)
             elif isinstance(answer, BaseException):
                 raise answer
             else:
-                descriptions[url] = answer
+                descriptions.append((url, *answer))
         if not descriptions:
             raise absences[0]
         for absence in absences:
@@ -242,7 +209,7 @@ class HttpEngine(Engine):
 
     async def close(self) -> None:
         """Close all connections."""
-        self._tells_load = False
+        self._reports_load = False
         if self._clock is not None:
             self._clock.cancel()
         for session in (self._rows, self._questions):
@@ -267,8 +234,8 @@ class HttpEngine(Engine):
             (result,) = self._vector_length.without_others([request], [completion])
             if isinstance(result, RequestError):
                 raise result
-        if completion.weights != self.guard.weights or endpoint.url in self.guard.in_doubt:
-            await self.guard.check_answer(endpoint.url, completion.weights)
+        if completion.weights != self.guard.weights or endpoint.doubts:
+            await self.guard.check_answer(endpoint, completion.weights)
         return completion
 
     async def generate_many(self, requests: Sequence[Request], route: str, ended: RowEnded) -> None:
@@ -309,24 +276,24 @@ class HttpEngine(Engine):
 
     def incidents(self) -> list[Incident]:
         """Return what happened to the servers; see `Engine.incidents`."""
-        taken = [*self._incidents]
+        incidents = [*self._incidents]
         self._incidents.clear()
-        return taken
+        return incidents
 
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Poll every replica's load; one that does not answer in 2 s is left out."""
-        urls = self.replicas
-        if not self._tells_load:
+        if not self._reports_load:
             return []
-        found: list[SchedulerLoad] = []
-        polls = await asyncio.gather(*(self._loads_of(url) for url in urls))
-        for url, loads in zip(urls, polls, strict=True):
-            if loads is None:
-                self.guard.doubt(url)
-            elif loads:
-                self.failures.record(url, alive=True)
-                found += loads
-        return found
+        serving = self.serving
+        loads: list[SchedulerLoad] = []
+        polls = await asyncio.gather(*(self._loads_of(endpoint.url) for endpoint in serving))
+        for endpoint, polled in zip(serving, polls, strict=True):
+            if polled is None:
+                endpoint.doubt()
+            elif polled:
+                endpoint.liveness.record(alive=True)
+                loads += polled
+        return loads
 
     async def _loads_of(self, url: str) -> list[SchedulerLoad] | None:
         """Return the loads that a server reports: empty where it reports none, None without an answer."""
@@ -336,16 +303,6 @@ class HttpEngine(Engine):
         except (*NOT_REACHED, *NOT_SGLANG) as failure:
             log.debug("the load of %s could not be read: %r", url, failure)
             return None if isinstance(failure, NOT_REACHED) else []
-
-    def _hang_of(self, url: str, loads: Sequence[SchedulerLoad]) -> Hang | None:
-        """Return the silence of a server that hangs; `loads` are those of all that answered the last poll."""
-        endpoint = self.endpoints[url]
-        return self._hangs[url].poll(
-            time.monotonic(),
-            [load for load in loads if load.server == url],
-            in_flight=endpoint.in_flight,
-            answers=endpoint.answers,
-        )
 
     def _open_sessions(self) -> None:
         """Keep the connections of rows apart from those of polls and of questions about the model."""
@@ -370,8 +327,35 @@ class HttpEngine(Engine):
             for endpoint in self.endpoints.values():
                 endpoint.end_requests(sent_before=late)
 
-    async def _is_alive(self, url: str) -> bool:
-        return self._questions is not None and await ServerStatus(self._questions, url).is_alive()
+    async def _is_alive(self, endpoint: Endpoint) -> bool:
+        """Ask a server whether it answers, once for all rows that were cut off together."""
+        liveness = endpoint.liveness
+        question = liveness.question
+        if question is None:
+            assert self._questions is not None
+            status = ServerStatus(self._questions, endpoint.url)
+            question = liveness.question = asyncio.ensure_future(status.is_alive())
+            question.add_done_callback(liveness.forget_question)
+        alive = await asyncio.shield(question)
+        liveness.record(alive=alive)
+        return alive
+
+    async def excuses(self, url: str, sent_at: float) -> bool:  # noqa: ARG002 - of servers that we start
+        """Tell whether a server ended after a time for a reason that is no row's fault."""
+        return False
+
+    async def _cut_off(self, endpoint: Endpoint, sent_at: float, message: str) -> RequestError:
+        """Return the error of a row that was sent to a server at `sent_at` and cut off, with a message.
+
+        If the server is alive, the row may be at fault, and the attempt counts against it. If the server
+        died after the row was sent, it may have died of the row, unless its death excuses all rows. If it
+        was dead before, no row is at fault.
+        """
+        is_alive = await self._is_alive(endpoint)
+        if sent_at < endpoint.liveness.died_at:
+            is_excused = await self.excuses(endpoint.url, sent_at)
+            return EngineDownError(message) if is_excused else EngineDiedError(message)
+        return AttemptFailedError(message) if is_alive else EngineDownError(message)
 
     async def _name_to_send(self, endpoint: Endpoint, name: str | None) -> str | None:
         """Return the name of the model that a whole request is sent with; None for none.
@@ -424,20 +408,20 @@ class HttpEngine(Engine):
         return [await self._post(endpoint, task.path, body) for body in bodies]
 
     def _refusal(self, endpoint: Endpoint, answer: replies.WholeAnswer) -> RequestError:
-        """Return what an answer with another status than 200, or without JSON, means for its rows."""
+        """Return the error of the rows of an answer with another status than 200, or without JSON."""
         error = replies.error_of(answer.status, answer.content, answer.retry_after)
         if isinstance(error, EngineBusyError) and answer.status != HTTPStatus.TOO_MANY_REQUESTS:
-            self.guard.doubt(endpoint.url)
+            endpoint.doubt()
         return error
 
     async def _send_list(self, endpoint: Endpoint, requests: Sequence[Request], ended: RowEnded) -> None:
         """Send a list of rows of one task; those that have no good answer in the one reply do not end."""
-        found = await self._post_task(endpoint, requests)
+        contents = await self._post_task(endpoint, requests)
         try:
-            results = replies.answers_of(requests, found)
+            results = replies.answers_of(requests, contents)
         except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
             raise BundleRefusedError(f"the answer cannot be read: {failure}") from None
-        await self.guard.check_answer(endpoint.url, None)
+        await self.guard.check_answer(endpoint, None)
         for index, result in enumerate(self._vector_length.without_others(requests, results)):
             if isinstance(result, (Completion, EngineBusyError)):  # any other row is sent again alone
                 ended(index, result)
@@ -464,7 +448,7 @@ class HttpEngine(Engine):
         read: Callable[[PostedAnswer], Awaitable[Answer]],
         rids: tuple[str, ...] = (),
     ) -> Answer:
-        """Send a body and read the answer; raises what a failure on the way means for the rows.
+        """Send a body and read the answer; raises the error of its rows where that fails.
 
         A request that ends without an answer is aborted before it raises: its rows may be sent again.
         """
@@ -472,7 +456,7 @@ class HttpEngine(Engine):
             raise EngineDownError(endpoint.closed)
         task = asyncio.current_task()
         assert task is not None
-        sent = endpoint.requests[task] = SentRequest(time.monotonic(), rids)
+        request = endpoint.requests[task] = SentRequest(time.monotonic(), rids)
         try:
             status, answer = await self._post_and_read(endpoint, path, body, read)
         except (RequestError, BatchrunError):
@@ -486,18 +470,18 @@ class HttpEngine(Engine):
             raise NoAnswerError(f"no answer within {self._limits.request_timeout:g} s") from None
         except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
             endpoint.requests.pop(task, None)  # nobody cancels the task any more
-            raise await self._meaning(endpoint, failure, sent) from None
+            raise await self._error_of(endpoint, failure, request) from None
         finally:
             endpoint.requests.pop(task, None)
         endpoint.answers += 1
         limit = endpoint.proxy_limit
         if status in ENDED_BY_PROXY:
-            await self._abandon(endpoint, sent, f"status {status}")
+            await self._abandon(endpoint, request, f"status {status}")
         # while a bundle is answered part by part, a proxy waits on
-        elif len(rids) == 1 and (age_s := time.monotonic() - sent.sent_at) > limit.longest_answer_s:
+        elif len(rids) == 1 and (age_s := time.monotonic() - request.sent_at) > limit.longest_answer_s:
             limit.answered(age_s)
-        if self.failures.dead:
-            self.failures.record(endpoint.url, alive=True)
+        if endpoint.liveness.is_dead:
+            endpoint.liveness.record(alive=True)
         return answer
 
     async def _post_and_read(
@@ -512,20 +496,20 @@ class HttpEngine(Engine):
         if sender is None:
             assert self._rows is not None
             sender = endpoint.senders[path] = PostSender(self._rows, URL(endpoint.url + path))
-        if endpoint.url in self.guard.in_doubt:
-            await self.guard.confirm(endpoint.url)
+        if endpoint.doubts:
+            await self.guard.confirm(endpoint)
         posted = await sender.post(body)
         try:
             return posted.status, await read(posted)
         finally:
             posted.release()
 
-    async def _abandon(self, endpoint: Endpoint, sent: SentRequest, why: str) -> None:
+    async def _abandon(self, endpoint: Endpoint, request: SentRequest, why: str) -> None:
         """Abort a request that was ended without an answer; raises NoAnswerError at the limit of a proxy."""
         limit = endpoint.proxy_limit
         was_known, now = limit.limit_s is not None, time.monotonic()
-        is_limit = len(sent.rids) == 1 and limit.ended(sent.sent_at, now)
-        await self._abort(endpoint, sent.rids)
+        is_limit = len(request.rids) == 1 and limit.ended(request.sent_at, now)
+        await self._abort(endpoint, request.rids)
         if not is_limit:
             return
         if not was_known:
@@ -535,7 +519,7 @@ class HttpEngine(Engine):
                 "address, or lower sampling.max_new_tokens",
                 endpoint.url, REQUESTS, limit.limit_s, why,
             )  # fmt: skip
-        raise NoAnswerError(f"no answer within {now - sent.sent_at:.0f} s, the limit of a proxy ({why})")
+        raise NoAnswerError(f"no answer within {now - request.sent_at:.0f} s, the limit of a proxy ({why})")
 
     async def _abort(self, endpoint: Endpoint, rids: Sequence[str]) -> bool:
         """Ask a server to abort requests, as far as it still has them; tell whether it took that."""
@@ -552,11 +536,11 @@ class HttpEngine(Engine):
         ):
             pass
 
-    async def _meaning(self, endpoint: Endpoint, failure: Exception, sent: SentRequest) -> Exception:
-        """Return the error that a failure on the way means for the rows that were sent."""
+    async def _error_of(self, endpoint: Endpoint, failure: Exception, request: SentRequest) -> Exception:
+        """Return the error of the rows of a request that failed on its way."""
         url = endpoint.url
         if isinstance(failure, (aiohttp.ClientError, OSError)):
-            self.guard.doubt(url)
+            endpoint.doubt()
         match failure:
             case aiohttp.ConnectionTimeoutError():  # a host that is gone: no row is why
                 return EngineDownError(
@@ -565,10 +549,10 @@ class HttpEngine(Engine):
             case aiohttp.ClientConnectorError():
                 return EngineDownError(f"no connection to {url}{by_proxy(url)}: {in_words(failure)}")
             case aiohttp.ClientError() | OSError():
-                what = f"connection lost: {in_words(failure)}"
-                error = await self.failures.classify(url, sent.sent_at, what)
+                message = f"connection lost: {in_words(failure)}"
+                error = await self._cut_off(endpoint, request.sent_at, message)
                 if isinstance(error, AttemptFailedError):  # the server is alive, and may compute on
-                    await self._abandon(endpoint, sent, what)
+                    await self._abandon(endpoint, request, message)
                 return error
         log.debug("an answer of %s", url, exc_info=failure)
         return AttemptFailedError(f"the answer cannot be read ({type(failure).__name__})")
@@ -639,7 +623,7 @@ class BundleAnswer:
         self.endpoint.answers += 1
         try:
             completion = replies.completion_of(self.requests[index], event)
-            await self.guard.check_answer(self.endpoint.url, completion.weights)
+            await self.guard.check_answer(self.endpoint, completion.weights)
         except RequestError as failure:
             self.ended(index, failure)
         else:
@@ -666,8 +650,6 @@ class AttachedServers(HttpEngine):
         super().__init__(api_key=api_key, limits=limits, task=task)
         self._urls = urls
         self._gateway = gateway
-        self._closed: dict[str, tuple[float, object]] = {}
-        """By server that hangs: the time until which it gets no rows, and its load when it was found."""
         self._watching: asyncio.Task[None] | None = None
 
     async def open(self) -> EngineInfo:
@@ -695,14 +677,13 @@ class AttachedServers(HttpEngine):
             ended, self._watching = self._watching, asyncio.create_task(self._watch())
             ended.result()
         loads = await super().loads()
-        for url in self.replicas:
-            progress = progress_of(load for load in loads if load.server == url)
-            if url in self._closed:
-                until, last = self._closed[url]
-                if time.monotonic() > until or (progress and progress != last):
-                    self._reopen(url)
-            elif hang := self._hang_of(url, loads):
-                self._close(url, f"{url} {hang.why}", progress)
+        for endpoint in self.serving:
+            progress = progress_of(load for load in loads if load.server == endpoint.url)
+            if endpoint.hang_pause is not None:
+                if endpoint.hang_pause.is_over(time.monotonic(), progress):
+                    self._reopen(endpoint)
+            elif hang := endpoint.hang_among(loads):
+                self._pause(endpoint, hang, progress)
         return loads
 
     async def close(self) -> None:
@@ -720,9 +701,9 @@ class AttachedServers(HttpEngine):
             if self._gateway is not None:
                 with contextlib.suppress(EngineDownError):  # it is away: rows do not need it
                     self._follow(await self._workers(self._gateway))
-            for url in self.replicas:
+            for endpoint in self.serving:
                 with contextlib.suppress(EngineDownError):  # it is away: rows find out
-                    await self.guard.confirm(url)
+                    await self.guard.confirm(endpoint)
 
     async def _workers(self, gateway: str) -> list[str]:
         async with aiohttp.ClientSession(headers=self._headers) as session:
@@ -730,29 +711,29 @@ class AttachedServers(HttpEngine):
 
     def _follow(self, urls: Sequence[str]) -> None:
         """Send rows to the workers that the gateway lists now, and no more to others."""
-        for url in set(self.replicas).difference(urls):
-            log.info("%s gets no more rows: the gateway lists it no more", url)
-            self.endpoints[url].closed = f"the gateway lists {url} no more"
+        for endpoint in self.serving:
+            if endpoint.url not in urls:
+                log.info("%s gets no more rows: the gateway lists it no more", endpoint.url)
+                endpoint.closed = f"the gateway lists {endpoint.url} no more"
         for url in set(urls).difference(self.replicas):
             log.info("%s gets rows: the gateway lists it", url)
             if url in self.endpoints:
                 self.endpoints[url].closed = None
-                continue
-            assert self._asks is not None
-            self.endpoints[url] = Endpoint(url)
-            self.guard.watch(url, functools.partial(self._asks.model, url, self.guard.model))
-        self.replicas = urls
+            else:
+                endpoint = self.endpoints[url] = self._new_endpoint(url)
+                self._watch_model(endpoint)
+        self.serving = [self.endpoints[url] for url in urls]
 
-    def _close(self, url: str, why: str, progress: object) -> None:
-        """Send no more rows to a server that hangs."""
-        self._incidents.append(Incident("hangs", url, why))
+    def _pause(self, endpoint: Endpoint, hang: Hang, progress: object) -> None:
+        """Send no more rows to a server that hangs, for a while or until it moves."""
+        why = f"{endpoint.url} {hang.why}"
+        self._incidents.append(Incident("hangs", endpoint.url, why))
         hang_s = self._limits.hang
         log.warning("%s: its rows are sent again, and it gets none for %g s or until it moves", why, hang_s)
-        self._closed[url] = time.monotonic() + hang_s, progress
-        self.endpoints[url].close(why)
+        endpoint.hang_pause = HangPause(time.monotonic() + hang_s, progress)
+        endpoint.close(why)
 
-    def _reopen(self, url: str) -> None:
-        log.warning("%s gets rows again", url)
-        self._incidents.append(Incident("back", url))
-        del self._closed[url]
-        self.endpoints[url].closed = None
+    def _reopen(self, endpoint: Endpoint) -> None:
+        log.warning("%s gets rows again", endpoint.url)
+        self._incidents.append(Incident("back", endpoint.url))
+        endpoint.hang_pause = endpoint.closed = None

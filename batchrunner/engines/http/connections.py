@@ -36,10 +36,10 @@ def raise_file_limit() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MOST_FILES
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else hard
+    new_limit = MOST_FILES if hard == resource.RLIM_INFINITY else hard
     with contextlib.suppress(ValueError, OSError):  # the kernel's maximum is below
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
+        resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard))
+        soft = new_limit
     if soft < FEWEST_FILES:
         raise EngineStartError(
             f"only {soft} files can be open at once (ulimit -n), and a run needs {FEWEST_FILES}",
@@ -96,9 +96,9 @@ def _port_range() -> tuple[int, int]:
 
 
 def open_connections(addresses: int) -> tuple[int, str]:
-    """Return how many connections can be open to this many addresses, and the limit that says so, in words.
+    """Return how many connections can be open to so many addresses, and in words what limits them.
 
-    Each is polled too.
+    Connections for polls are not counted.
     """
     low, high = _port_range()
     limit = raise_file_limit()

@@ -200,23 +200,23 @@ async def whole(answer: PostedAnswer) -> WholeAnswer:
     if stream.is_eof() and stream.total_bytes <= MOST_ANSWER_BYTES:
         content = stream.read_nowait()
     else:
-        found = bytearray()
+        body = bytearray()
         async for part in stream.iter_any():
-            found += part
-            if len(found) > MOST_ANSWER_BYTES:
+            body += part
+            if len(body) > MOST_ANSWER_BYTES:
                 raise AttemptFailedError(f"the answer is larger than {MOST_ANSWER_BYTES >> 20} MiB")
-        content = bytes(found)
+        content = bytes(body)
     retry_after = None if answer.status == _OK else answer.headers.get("Retry-After")
     return WholeAnswer(answer.status, content, retry_after)
 
 
 def read_event(content: bytes) -> Event:
-    """Decode an event; raises for what is none."""
+    """Decode an event; raises where it is none."""
     return decode_reply(_read_event, content)
 
 
 class EventLines:
-    """Cuts an answer into events (server-sent, with their data in one line), wherever its pieces begin."""
+    """Splits an answer into server-sent events with their data in one line, wherever its pieces begin."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
@@ -237,13 +237,13 @@ class EventLines:
 
 
 def error_of(status: int, body: bytes, retry_after: str | None = None) -> RequestError:
-    """Return the error that a reply means for the row which is no answer: one with status 200 is no JSON."""
+    """Return the error of a row whose reply is no answer; a reply with status 200 is no JSON."""
     body = strict_json(body)
-    said = short(_sentence_in(body))
-    message = f"{status}: {said or 'no explanation'}"
+    explanation = short(_sentence_in(body))
+    message = f"{status}: {explanation or 'no explanation'}"
     error: RequestError
     if status == HTTPStatus.OK:
-        error = EngineDownError(f"not an answer of SGLang: {said or 'nothing'}")
+        error = EngineDownError(f"not an answer of SGLang: {explanation or 'nothing'}")
     elif status == HTTPStatus.UNAUTHORIZED:  # it would be so for any row
         error = EngineDownError(f"refuses the API key ({message}): see engine.api_key_env")
     elif status in _BUSY:
@@ -256,25 +256,25 @@ def error_of(status: int, body: bytes, retry_after: str | None = None) -> Reques
 
 
 def known_status(code: Any) -> int:
-    """Return the status that an error tells inside of a reply with status 200; 500 where it tells none."""
+    """Return the status of an error inside a reply with status 200; 500 where it has none."""
     is_status = type(code) is int and HTTPStatus.BAD_REQUEST <= code < 600  # noqa: PLR2004
     return code if is_status else HTTPStatus.INTERNAL_SERVER_ERROR.value
 
 
 def short(text: str) -> str:
-    """Return the first paragraph as one line, cut to 500 characters: a stack trace may follow it."""
-    line = " ".join(hidden(text).strip().split("\n\n")[0].split())  # before a part of a key is left
+    """Return the first paragraph as one line of at most 500 characters: a stack trace may follow it."""
+    line = " ".join(hidden(text).strip().split("\n\n")[0].split())  # hidden first: a key may be cut in two
     return line if len(line) <= ERROR_CHARACTERS else line[: ERROR_CHARACTERS - 1] + "…"
 
 
 def _sentence_in(body: bytes) -> str:
     """Return the sentence in an error's body, of which SGLang has several formats."""
     try:
-        found = orjson.loads(body)
+        value = orjson.loads(body)
         for key in ("error", "message", "detail"):
-            if isinstance(found, dict) and found.get(key):
-                found = found[key]
-        return found if isinstance(found, str) else orjson.dumps(found).decode()
+            if isinstance(value, dict) and value.get(key):
+                value = value[key]
+        return value if isinstance(value, str) else orjson.dumps(value).decode()
     except Exception:  # noqa: BLE001 - nothing that a server sends may end a run
         return body.decode(errors="replace")
 
@@ -295,7 +295,7 @@ class Answer(msgspec.Struct):
 
 
 def _decoded(decoder: msgspec.json.Decoder[Any], reply: bytes) -> Any:
-    """Decode a reply; raises AttemptFailedError for what is none."""
+    """Decode a reply; raises AttemptFailedError where it is none."""
     try:
         return decoder.decode(reply)
     except Exception:  # noqa: BLE001, S110 - it may be odd JSON
@@ -326,8 +326,8 @@ def completion_of(request: Request, reply: bytes | Sample | list[bytes]) -> Comp
             return _from_body(request.prompt, reply)
         if request.kind == "messages":
             return _from_chat(request, _decoded(_read_choices, reply))
-        found = _decoded(_read_generate, reply)
-        return _from_generate(request, found if isinstance(found, list) else (found,))
+        samples = _decoded(_read_generate, reply)
+        return _from_generate(request, samples if isinstance(samples, list) else (samples,))
     except RequestError:
         raise
     except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
@@ -386,8 +386,8 @@ def _word_and_match(meta: Meta) -> tuple[str | None, Any]:
         return reason, None
     if reason.type != "abort":
         return reason.type, reason.matched
-    said = reason.message if isinstance(reason.message, str) else ""
-    body = orjson.dumps({"message": said or "aborted by the engine"})
+    explanation = reason.message if isinstance(reason.message, str) else ""
+    body = orjson.dumps({"message": explanation or "aborted by the engine"})
     raise error_of(known_status(reason.status_code), body)
 
 
@@ -398,9 +398,9 @@ def _completion(
 
     An empty answer that the model ended is one, and so is reasoning that was cut off before the answer.
     """
-    wanted = request.sampling.get("n") or 1
-    if len(answers) != wanted:
-        raise AttemptFailedError(f"{len(answers)} samples came, and {wanted} were asked for (sampling.n)")
+    number = request.sampling.get("n") or 1
+    if len(answers) != number:
+        raise AttemptFailedError(f"{len(answers)} samples came, and {number} were asked for (sampling.n)")
     texts, reasons, counts, retractions, is_empty = [], [], [], 0, True
     for answer in answers:  # one pass: a comprehension for each list takes twice as long
         meta = answer.meta
@@ -511,9 +511,9 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
         prompt_tokens = check_embeddings(reply, len(prompts_in(body)) or None)
         columns = {RESPONSE: [_as_line(reply, body.model)]}
         return Completion([""], [ENDED], [0], prompt_tokens, None, columns=columns)
-    found = _decoded(_read_choices, reply)
-    _check_choices(body, found.choices)
-    first, usage = found.choices[0], found.usage or Usage()
+    answer = _decoded(_read_choices, reply)
+    _check_choices(body, answer.choices)
+    first, usage = answer.choices[0], answer.usage or Usage()
     details = usage.prompt_tokens_details
     return Completion(
         texts=[(first.message.content if first.message else first.text) or ""],
@@ -521,7 +521,7 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
         completion_tokens=[usage.completion_tokens],
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=details.cached_tokens if details else None,
-        weights=found.metadata.weight_version if found.metadata else None,
+        weights=answer.metadata.weight_version if answer.metadata else None,
         columns={RESPONSE: [_as_line(reply, body.model)]},
     )
 
@@ -532,10 +532,10 @@ def _check_choices(body: RequestBody, choices: list[Choice]) -> None:
     is_chat = body.path == CHAT_PATH
     if any((choice.message if is_chat else choice.text) is None for choice in choices):
         raise AttemptFailedError(f"not an answer of {body.path}: a choice has no text")
-    wanted = fields_of(body.content).get("n") if is_chat else None
-    asked = (wanted and msgspec.json.decode(wanted)) or len(choices)
-    if asked != len(choices):
-        raise AttemptFailedError(f"{len(choices)} choices came, and {asked} were asked for (n)")
+    n_field = fields_of(body.content).get("n") if is_chat else None
+    number = (n_field and msgspec.json.decode(n_field)) or len(choices)
+    if number != len(choices):
+        raise AttemptFailedError(f"{len(choices)} choices came, and {number} were asked for (n)")
 
 
 def _as_line(reply: bytes, model: str | None) -> str:

@@ -16,8 +16,9 @@ import orjson
 from batchrunner.core.engine_info import EngineInfo, SchedulerLoad, TokenizerInfo
 from batchrunner.core.errors import EngineAwayError, EngineDownError, EngineStartError
 from batchrunner.core.timing import TIMING
-from batchrunner.engines.http.guard import Model, model_in
+from batchrunner.engines.http.guard import model_in
 from batchrunner.engines.http.proxies import by_proxy, proxy_of
+from batchrunner.engines.http.server import Model
 from batchrunner.job.tasks import TASKS, TaskName
 from batchrunner.sglang.logs.reader import Facts
 from batchrunner.sglang.model_files import model_identity, takes_mean
@@ -80,9 +81,9 @@ class ServerStatus:
         """Return the status and the JSON object of a path, empty without one."""
         status, body = await self.get(path, timeout_s)
         with contextlib.suppress(orjson.JSONDecodeError):
-            found = orjson.loads(body) if status == 200 else None  # noqa: PLR2004
-            if isinstance(found, dict):
-                return status, found
+            reply = orjson.loads(body) if status == 200 else None  # noqa: PLR2004
+            if isinstance(reply, dict):
+                return status, reply
         return status, {}
 
     async def load(self, timeout_s: float) -> list[SchedulerLoad]:
@@ -143,12 +144,12 @@ _read_loads = msgspec.json.Decoder(_Loads)
 def load_in(body: bytes, url: str) -> list[SchedulerLoad]:
     """Read the load of each DP rank of the server at `url`; raises ValueError where it is none."""
     try:
-        found = _read_loads.decode(body).loads
+        loads = _read_loads.decode(body).loads
     except Exception as failure:
         raise ValueError(f"no load: {type(failure).__name__}: {failure}") from failure
     return [
         SchedulerLoad(
-            scheduler=url if len(found) == 1 else f"{url}#dp{load.dp_rank}",
+            scheduler=url if len(loads) == 1 else f"{url}#dp{load.dp_rank}",
             source="loads",
             running=load.num_running_reqs,
             queue=load.num_waiting_reqs,
@@ -161,7 +162,7 @@ def load_in(body: bytes, url: str) -> list[SchedulerLoad]:
             work=_work(load),
             retracted=load.queues.retracted if load.queues else None,
         )
-        for load in found
+        for load in loads
     ]
 
 
@@ -187,11 +188,11 @@ def counters_in(text: str) -> dict[str, float]:
     first: dict[str, tuple[int, int]] = {}
     for dp, rank, _ in samples:
         first[dp] = min(rank, first.get(dp, rank))
-    found: defaultdict[str, float] = defaultdict(float)
+    sums: defaultdict[str, float] = defaultdict(float)
     for dp, rank, sample in samples:
         if rank == first[dp] and 0 <= sample.value <= MOST:
-            found[sample.name.removeprefix(PREFIX)] += sample.value
-    return dict(found)
+            sums[sample.name.removeprefix(PREFIX)] += sample.value
+    return dict(sums)
 
 
 def _work(load: _Scheduler) -> float | None:
@@ -285,12 +286,13 @@ class ServerQuestions:
     async def model(self, url: str, run_model: Model) -> dict[str, str]:
         """Return what a server says of its model now; raises EngineDownError where it does not say.
 
-        Its arguments are read too only if the run's model has a field that they alone tell.
+        Its arguments are read only if the run's model has a field that `/model_info` lacks.
         """
         timeout_s = TIMING.server_open
-        found = await self._model_info(url, timeout_s)
-        more = run_model.keys() - model_in(found).keys()
-        return model_in(found, await self._ask(url, SERVER_INFO, timeout_s) if more else {})
+        model_info = await self._model_info(url, timeout_s)
+        missing = run_model.keys() - model_in(model_info).keys()
+        server_info = await self._ask(url, SERVER_INFO, timeout_s) if missing else {}
+        return model_in(model_info, server_info)
 
     async def adapters(self, url: str) -> frozenset[str]:
         """Return the names of the LoRA adapters that a server has loaded; raises EngineDownError."""
@@ -299,17 +301,17 @@ class ServerQuestions:
         return frozenset(str(card.get("id")) for card in cards if card.get("parent"))
 
     async def _model_info(self, url: str, timeout_s: float) -> dict[str, Any]:
-        found = await self._ask(url, MODEL_INFO, timeout_s)
-        if not found.get("model_path"):
+        model_info = await self._ask(url, MODEL_INFO, timeout_s)
+        if not model_info.get("model_path"):
             raise EngineDownError(
                 f"{url}: something answers{by_proxy(url)}, but it is not SGLang (no {MODEL_INFO})"
             )
-        return found
+        return model_info
 
     async def _ask(self, url: str, path: str, timeout_s: float) -> dict[str, Any]:
         """Ask a server what it is; raises EngineDownError where it does not answer or refuses the key."""
         try:
-            status, found = await ServerStatus(self._session, url).mapping(path, timeout_s)
+            status, reply = await ServerStatus(self._session, url).mapping(path, timeout_s)
         except NOT_REACHED as failure:
             raise EngineDownError(
                 f"no connection to {url}{by_proxy(url)} ({in_words(failure)}): {self._remedy}"
@@ -318,12 +320,12 @@ class ServerQuestions:
             raise EngineDownError(
                 f"{url}: refuses the API key ({status}){by_proxy(url)}: see engine.api_key_env"
             )
-        return found
+        return reply
 
 
 def _in_all(models: Sequence[Mapping[str, Any]], key: str) -> bool | None:
-    told = [model.get(key) for model in models]
-    return all(told) if all(isinstance(each, bool) for each in told) else None
+    values = [model.get(key) for model in models]
+    return all(values) if all(isinstance(value, bool) for value in values) else None
 
 
 # Server arguments that change the tokens of a chat, or its answer. Where all are unset, the chat endpoint
@@ -374,7 +376,7 @@ def prefill_tokens(arguments: Mapping[str, Any]) -> int | None:
 
 
 def limit_of(value: Any) -> int | None:
-    """Return a limit that a server tells, from 1 on; None for anything else."""
+    """Return a limit that a server reports, from 1 on; None for anything else."""
     return value if type(value) is int and 0 < value <= MOST else None
 
 
@@ -385,9 +387,11 @@ def scheduler_states(server: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def limit_in_effect(state: Mapping[str, Any], argument: str) -> Any:
-    """Return one scheduler's limit; with DP attention `max_running_requests` is parted among the ranks."""
-    own = state.get("effective_max_running_requests_per_dp") if argument == "max_running_requests" else None
-    return own or state.get(argument)
+    """Return one scheduler's limit; with DP attention `max_running_requests` is divided among the ranks."""
+    limit = state.get(argument)
+    if argument == "max_running_requests":
+        return state.get("effective_max_running_requests_per_dp") or limit
+    return limit
 
 
 LEAST_DEFAULT_RUNNING = 2048
@@ -402,12 +406,12 @@ def memory_caps_running(server: Mapping[str, Any]) -> bool:
     """
     state = next(iter(scheduler_states(server)), {})
     in_effect = limit_of(state.get("effective_max_running_requests_per_dp"))
-    asked = limit_of(server.get("max_running_requests"))
+    argument = limit_of(server.get("max_running_requests"))
     if in_effect is None:
         return False
-    if asked is None:
+    if argument is None:
         return bool(state.get("max_mamba_cache_size")) and in_effect < LEAST_DEFAULT_RUNNING
-    return in_effect < asked // Facts(arguments=dict(server)).attn_dp
+    return in_effect < argument // Facts(arguments=dict(server)).attn_dp
 
 
 def tokenizer_info(model: Mapping[str, Any], server: Mapping[str, Any]) -> TokenizerInfo:
@@ -425,28 +429,28 @@ def tokenizer_info(model: Mapping[str, Any], server: Mapping[str, Any]) -> Token
 
 def _sum(limits: Iterable[Any]) -> int | None:
     """Return the sum over all schedulers; None where one of them does not say."""
-    found = [limit_of(limit) for limit in limits]
-    return sum(limit or 0 for limit in found) if found and all(found) else None
+    checked = [limit_of(limit) for limit in limits]
+    return sum(limit or 0 for limit in checked) if checked and all(checked) else None
 
 
-def _common_to(found: Sequence[TokenizerInfo]) -> TokenizerInfo:
-    """Return what replicas have in common."""
-    first = found[0]
-    if any(other != first for other in found):
+def _common_to(infos: Sequence[TokenizerInfo]) -> TokenizerInfo:
+    """Return the tokenisation of all replicas; only the server's where their arguments differ."""
+    first = infos[0]
+    if any(info != first for info in infos):
         return TokenizerInfo(first.tokenizer, first.model, own="the replicas' arguments differ")
     return first
 
 
 def _runs_with(server: Mapping[str, Any], arguments: Iterable[str]) -> str | None:
     """Name the first of these arguments that a server runs with."""
-    given = next((name for name in arguments if server.get(name)), None)
-    return given and f"the server runs with --{given.replace('_', '-')}"
+    argument = next((name for name in arguments if server.get(name)), None)
+    return argument and f"the server runs with --{argument.replace('_', '-')}"
 
 
 def _own(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
     """Say why only the server can make tokens of any prompt; None where the client can too."""
     if "sampling_defaults" not in server:
-        return "the server does not tell its arguments"
+        return "the server does not report its arguments"
     for name, usual in (("tokenizer_mode", "auto"), ("tokenizer_backend", "huggingface")):
         if server.get(name, usual) != usual:
             return f"the server runs with {name} {server[name]}"
@@ -457,8 +461,8 @@ def _own(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
 
 def _own_chat(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
     """Say why only the server can make tokens of messages; None where the client can too."""
-    if given := _runs_with(server, _CHAT_ARGUMENTS):
-        return given
+    if reason := _runs_with(server, _CHAT_ARGUMENTS):
+        return reason
     if str(model.get("model_type")) in OWN_CHAT_MODELS:
         return f"SGLang has chat rules of its own for {model['model_type']}"
     return None
@@ -469,8 +473,8 @@ def pooling_note(model: Mapping[str, Any]) -> str | None:
 
     `model` is its `/model_info`. None where either is not known.
     """
-    told, path = model.get("embedding"), str(model.get("model_path"))
-    pooling = told.get("pooling") if isinstance(told, dict) else None
+    embedding, path = model.get("embedding"), str(model.get("model_path"))
+    pooling = embedding.get("pooling") if isinstance(embedding, dict) else None
     if pooling not in ("cls", "last") or not takes_mean(path):
         return None
     return (

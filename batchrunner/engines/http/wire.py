@@ -71,8 +71,8 @@ def _refuse_deadly_prompt(prompt: Any, vocabulary: int | None) -> None:
             raise RowRefusedError("a token id is null") from None
         for bad in (ids[0], ids[-1]):
             if bad < 0 or (vocabulary is not None and bad >= vocabulary):
-                known = f" (0 to {vocabulary - 1})" if vocabulary else ""
-                raise RowRefusedError(f"token id {bad} is not in the model's vocabulary{known}")
+                ids_in_use = f" (0 to {vocabulary - 1})" if vocabulary else ""
+                raise RowRefusedError(f"token id {bad} is not in the model's vocabulary{ids_in_use}")
 
 
 def body_of(request: Request) -> dict[str, Any]:
@@ -150,24 +150,25 @@ def _messages_of(request: Request) -> Any:
     """Return the messages of a request as the chat endpoint takes them, with their files."""
     if not request.media:
         return request.prompt
-    found = []
+    messages = []
     for message in request.prompt:
         content = message.get("content")
         if isinstance(content, list):
-            parts = [each for part in content for each in _with_urls(part, request.media)]
-            found.append({**message, "content": parts})
+            parts = [new_part for part in content for new_part in _with_urls(part, request.media)]
+            messages.append({**message, "content": parts})
         else:
-            found.append(message)
-    return found
+            messages.append(message)
+    return messages
 
 
 def _with_urls(part: Any, files: Sequence[PromptFile]) -> list[Any]:
-    """Return a part of a content as it is sent: a file is a data URL, a document one for each page."""
-    own = file_of_part(part)
-    if own is None:
+    """Return a part of a message as it is sent: a file is a data URL, a document one for each page."""
+    number = file_of_part(part)
+    if number is None:
         return [part]
-    name = files[own].kind.url_part
-    return [{"type": name, name: {"url": url}} for url in _urls(files[own])]
+    file = files[number]
+    name = file.kind.url_part
+    return [{"type": name, name: {"url": url}} for url in _urls(file)]
 
 
 def _asked_of_generate(asks: AskedColumns) -> dict[str, Any]:

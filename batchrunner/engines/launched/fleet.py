@@ -16,6 +16,7 @@ from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import RowEnded
 from batchrunner.engines.http.client import HttpEngine
 from batchrunner.engines.http.connections import raise_file_limit
+from batchrunner.engines.http.server import Endpoint
 from batchrunner.engines.launched.server import SGLangServer
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import LimitsSpec
@@ -46,6 +47,8 @@ class LaunchedFleet(HttpEngine):
     Each gets rows according to its own load. The run continues while at least one of them lives.
     """
 
+    starts_servers = True
+
     def __init__(
         self,
         spec: ServerEngine,
@@ -60,7 +63,6 @@ class LaunchedFleet(HttpEngine):
         super().__init__(
             api_key=self._key,
             limits=limits,
-            excuses=self.excuses,
             task=task,
         )
         self._spec = spec
@@ -131,10 +133,15 @@ class LaunchedFleet(HttpEngine):
         for url, replica in self._replicas.items():
             if not replica.up:
                 replica.has_work = self.endpoints[url].in_flight > 0
-                self._hangs[url].restarted()
-            elif hang := self._hang_of(url, loads):
+                self.endpoints[url].hangs.restarted()
+            elif hang := self.endpoints[url].hang_among(loads):
                 replica.hangs(hang)
         return loads
+
+    def _new_endpoint(self, url: str) -> Endpoint:
+        endpoint = super()._new_endpoint(url)
+        endpoint.liveness = self._replicas[url].liveness
+        return endpoint
 
     async def excuses(self, url: str, sent_at: float) -> bool:
         """Tell whether a server died after `sent_at` for a reason that is no row's fault."""
@@ -152,7 +159,7 @@ class LaunchedFleet(HttpEngine):
         spec = self._spec
         make = functools.partial(
             SGLangServer, spec, model, key=self._key, cpu=cpu, healer=self._healer,
-            memory=self.memory, failures=self.failures, incidents=self._incidents,
+            memory=self.memory, incidents=self._incidents,
         )  # fmt: skip
         if spec.replicas == 1:
             return [make(log_path=self._log_dir / "engine-server.log")]

@@ -21,7 +21,7 @@ from batchrunner.core.errors import EngineDownError, EngineLostError, EngineStar
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.hang_detector import Hang
 from batchrunner.engines.http.connections import HeldPort, free_port
-from batchrunner.engines.http.guard import FailureClassifier
+from batchrunner.engines.http.server import Liveness
 from batchrunner.job.engine import ServerEngine
 from batchrunner.sglang.device import oom_kills, program_environment, server_args
 from batchrunner.sglang.flags import arguments_in, command_line, spellings, variables_in
@@ -75,7 +75,6 @@ class SGLangServer:
         environ: Mapping[str, str] | None = None,
         healer: Healer | None = None,
         memory: FlagMemory | None = None,
-        failures: FailureClassifier,
         incidents: list[Incident],
     ) -> None:
         """`spec` describes all servers of the job; `environ` has variables for this server alone."""
@@ -110,7 +109,7 @@ class SGLangServer:
         self._set_by_job = {**spec.args, **spec.env}
         self._healer = healer
         self._memory = memory
-        self._failures = failures
+        self.liveness = Liveness()
         self.adapted = dict(memory.args) if memory else {}
         """Tuned flags and variables beside the job's own."""
         self._is_recalled = bool(self.adapted)  # whether they come from an earlier run
@@ -399,7 +398,7 @@ class SGLangServer:
             else:
                 self.up = True
                 self._settled.set()
-                self._failures.record(self.url, alive=True)
+                self.liveness.record(alive=True)
                 self.incidents.append(Incident("back", self.name))
                 log.warning("%s is back", self.name)
             up_since = time.monotonic()
@@ -428,7 +427,7 @@ class SGLangServer:
         if hang is not PLANNED:
             self.incidents.append(Incident("hangs" if hang else "died", self.name, cause))
             log.warning("%s", cause)
-        self._failures.record(self.url, alive=False)
+        self.liveness.record(alive=False)
         if hang:
             await self.stop()
         return cause

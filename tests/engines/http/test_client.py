@@ -143,7 +143,7 @@ async def test_a_poll_as_an_engine_is_closed(turns: int) -> None:
     with FakeSGLang() as server:
         engine = AttachedServers([server.url], api_key=None, limits=LimitsSpec())
         await engine.open()
-        engine.replicas = []  # nothing is asked
+        engine.serving = []  # no server is asked
         closing = asyncio.create_task(engine.close())
         for _ in range(turns):
             await asyncio.sleep(0)

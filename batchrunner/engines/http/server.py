@@ -1,0 +1,127 @@
+"""One server as the client sees it: requests in flight, model, hang, death."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from batchrunner.core.engine_info import SchedulerLoad
+from batchrunner.core.errors import BatchrunError, EngineDownError
+from batchrunner.engines.hang_detector import Hang, HangDetector
+from batchrunner.engines.http.proxy_limit import ProxyLimit
+from batchrunner.engines.http.wire import PostSender
+
+Model = Mapping[str, str]
+"""What a server says of its model: those of MODEL_FIELDS (guard.py) that it reports."""
+ModelQuestion = Callable[[], Awaitable[Model]]
+"""Asks a server for its model; raises EngineDownError without an answer."""
+
+
+class SentRequest(NamedTuple):
+    """A request that is sent and not answered."""
+
+    sent_at: float
+    """Time in seconds of the monotonic clock."""
+    rids: tuple[str, ...] = ()
+    """Names by which SGLang aborts it, one for each of its rows; none where it cannot be aborted."""
+
+
+@dataclass(slots=True, eq=False)
+class Liveness:
+    """Whether a server answers, and when it died."""
+
+    is_dead: bool = False
+    """Whether it did not answer when last asked."""
+    died_at: float = -math.inf
+    """Time of its last death, in seconds of the monotonic clock."""
+    question: asyncio.Future[bool] | None = None
+    """The question whether it answers that is on its way: one for all rows that were cut off together."""
+
+    def record(self, *, alive: bool) -> None:
+        """Record whether the server is alive now."""
+        if not alive and not self.is_dead:
+            self.died_at = time.monotonic()
+        self.is_dead = not alive
+
+    def forget_question(self, _: asyncio.Future[bool]) -> None:
+        """Let the next question be another one: this one is answered."""
+        self.question = None
+
+
+@dataclass(slots=True, eq=False)
+class ModelWatch:
+    """Questions to one server for its model."""
+
+    ask: ModelQuestion
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    next_question: asyncio.Task[BatchrunError | EngineDownError | None] | None = None
+    """A question that is not sent yet; it ends with what is wrong."""
+
+
+class HangPause(NamedTuple):
+    """A pause of a server that hangs: it gets no rows."""
+
+    until: float
+    progress: object
+    """Its progress (`hang_detector.progress_of`) when the hang was noticed."""
+
+    def is_over(self, now: float, progress: object) -> bool:
+        """Tell whether the server gets rows again: the time is over, or it has moved."""
+        return now > self.until or bool(progress and progress != self.progress)
+
+
+@dataclass(slots=True, eq=False)
+class Endpoint:
+    """A server, and all that the client knows of it."""
+
+    url: str
+    hangs: HangDetector
+    liveness: Liveness = field(default_factory=Liveness)
+    arguments: Mapping[str, Any] | None = None
+    """Its arguments at the start of the run; None where it did not answer then."""
+    watch: ModelWatch | None = None
+    """None before the run's model is known."""
+    doubts: int = 0
+    """Signs, since its model was last confirmed, that another server may be at its address."""
+    senders: dict[str, PostSender] = field(default_factory=dict)
+    """What posts to a path."""
+    requests: dict[asyncio.Task[Any], SentRequest] = field(default_factory=dict)
+    """By the jobs of the loop that wait for them, the oldest first."""
+    answers: int = 0
+    """Requests answered so far, with whatever status."""
+    proxy_limit: ProxyLimit = field(default_factory=ProxyLimit)
+    closed: str | None = None
+    """Why no requests are sent to it now; None while they are."""
+    hang_pause: HangPause | None = None
+    """None while it does not hang."""
+
+    @property
+    def in_flight(self) -> int:
+        """Requests sent and not answered: rows that wait for a server to restart are not among them."""
+        return len(self.requests)
+
+    def doubt(self) -> None:
+        """Record that another server may be at its address by now: it was away."""
+        if self.watch is not None:
+            self.doubts += 1
+
+    def hang_among(self, loads: Sequence[SchedulerLoad]) -> Hang | None:
+        """Return the silence of a server that hangs; `loads` are those of all that answered the last poll."""
+        own_loads = [load for load in loads if load.server == self.url]
+        return self.hangs.poll(time.monotonic(), own_loads, in_flight=self.in_flight, answers=self.answers)
+
+    def close(self, why: str) -> None:
+        """End the requests in flight, so that their rows are sent again; take no more while closed."""
+        self.closed = why
+        self.end_requests(math.inf)
+
+    def end_requests(self, sent_before: float) -> None:
+        """Cancel the requests that were sent before a time: they are no longer among `requests`."""
+        late = [task for task, request in self.requests.items() if request.sent_at < sent_before]
+        for task in late:
+            del self.requests[task]
+            task.cancel()
