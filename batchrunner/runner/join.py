@@ -23,6 +23,7 @@ from batchrunner.core.types import Lease
 from batchrunner.input.job_input import cut_into_leases
 from batchrunner.input.order import OrderDecision
 from batchrunner.input.sorted_copy import SortedCopy, prepare_order, remove_sorted_copies
+from batchrunner.output.away import AwayWait
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.discard import discard_failed_rows
 from batchrunner.output.events import EventLog
@@ -155,19 +156,16 @@ class LeasedRows(TaskRows):
 
     def _wait_for_lease(self, sleep: Callable[[float], object]) -> Lease | None:
         """Take a lease, or wait until it is known that there is none for this task."""
-        failed_at: float | None = None
+        wait = AwayWait(self._prepared.job.limits.disk_wait)
         while not self._stopped.is_set():
             try:
                 with writing(self._leases.directory):
                     lease, is_over = self._look_for_lease()
             except (OutputError, StorageError) as failure:  # the disk may come back
-                if failed_at is None:
-                    failed_at = time.monotonic()
-                    log.warning("%s: waiting for the disk", failure)
-                if time.monotonic() - failed_at > self._prepared.job.limits.disk_wait:
+                if not wait.may_go_on(f"{failure}: waiting for the disk (limits.disk_wait)"):
                     raise
             else:
-                failed_at = None
+                wait.end()
                 if lease is not None or is_over:
                     return lease
             sleep(SHORT_POLL_S if self._rows_free else POLL_S)
