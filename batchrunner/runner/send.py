@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.types import Completion, Outcome, PromptKind
@@ -30,6 +32,7 @@ from batchrunner.job.spec import Job
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.resume import DoneRows
+from batchrunner.output.samples import RunSample
 from batchrunner.runner.control import Control
 from batchrunner.runner.progress import Display
 
@@ -278,10 +281,11 @@ class Sending:
         self._show(sample)
         if now >= self._next_sample:
             self._next_sample = now + min(SAMPLE_S, (now - self._began) / 50)
-            self._events.write("sample", **sample)
+            values = msgspec.to_builtins(sample)
+            self._events.write("sample", **values)
             if self._adaptation is not None:
                 try:
-                    self._adaptation.take({"time": now, **sample})
+                    self._adaptation.take({"time": now, **values})
                 except Exception:  # the rows matter more
                     log.exception("the servers' flags are not adapted any more")
                     self._adaptation = None
@@ -294,9 +298,9 @@ class Sending:
         """Show and write the last state."""
         last = self.progress.sample(self._loads, now)
         self._show(last)
-        self._events.write("sample", **last)
+        self._events.write("sample", **msgspec.to_builtins(last))
 
-    def _show(self, sample: dict[str, Any]) -> None:
+    def _show(self, sample: RunSample) -> None:
         for display in self._displays:
             display.show(sample)
 
