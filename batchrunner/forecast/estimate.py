@@ -38,6 +38,7 @@ from batchrunner.forecast.job_time import (
     tokens_of,
 )
 from batchrunner.input.order import decide_order, prompt_bytes
+from batchrunner.input.spread import spread_blocks
 from batchrunner.job.engine import RunningServers
 from batchrunner.job.load import load_job
 from batchrunner.output.files import write_json
@@ -205,8 +206,8 @@ def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: Bit
     job, rows = prepared.job, todo
     if len(todo) > BLOCKS * BLOCK_ROWS:
         size = max(BLOCK_ROWS, round(READ_SHARE * len(todo) / BLOCKS))
-        begins = ((len(todo) - size) * at // (BLOCKS - 1) for at in range(BLOCKS))
-        rows = BitMap64().union(*(todo[begin : begin + size] for begin in begins))
+        blocks = spread_blocks(len(todo), blocks=BLOCKS, size=size)
+        rows = BitMap64().union(*(todo[block.start : block.stop] for block in blocks))
     rows = rows | sampled
     encoder = None
     with contextlib.suppress(CannotTokenizeError):  # then they are guessed
