@@ -109,7 +109,9 @@ async def execute(
         events = EventLog(run_dir.events)
 
         # plan
-        finder = WorkFinder(prepared, start, lock, control, events, turns)
+        finder = WorkFinder(
+            prepared=prepared, start=start, lock=lock, control=control, events=events, turns=turns
+        )
         model = engine.info.model if engine else model_of(job.engine)
         work = await control.run(lambda: finder.find(model))
         stack.push_async_callback(give_back, work.rows, lock)
@@ -121,7 +123,9 @@ async def execute(
         if engine is None:
             task_of_model = await asyncio.to_thread(lambda: prepared.model_task)
             with engine_starting(run_dir):
-                engine = await open_engine_of(job, task_of_model, run_dir.log_directory, control, stack)
+                engine = await open_engine_of(
+                    job, task_of_model, log_directory=run_dir.log_directory, control=control, stack=stack
+                )
         engine.check(job)
         if model_of(job.engine) is None and work.discard != "run":
             info = engine.info

@@ -57,7 +57,7 @@ FEWEST_ROWS = 100
 """Rows that must have been sent and ended before `limits.abort_failed_share` stops a run."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class OutcomeSink:
     """Takes every outcome once: makes columns of its answer, counts it, and stores it or hands it over.
 
@@ -65,13 +65,13 @@ class OutcomeSink:
     large a share of the rows that were sent failed.
     """
 
-    _outlet: Outlet
-    _counts: RowCounts
-    _control: Control
-    _slots: Slots
-    _most_failed_share: float
+    outlet: Outlet
+    counts: RowCounts
+    control: Control
+    slots: Slots
+    most_failed_share: float
     """`limits.abort_failed_share`, from 0 to 1."""
-    _parser: HookPool | None
+    parser: HookPool | None
     """What runs the job's Python function that makes columns of an answer; None without one."""
     _sent: int = 0
     _failed: int = 0
@@ -83,21 +83,21 @@ class OutcomeSink:
 
         Raises StorageError, and HookLostError where the Python function's processes cannot go on.
         """
-        if outcome.completion is not None and outcome.error is None and self._parser is not None:
-            outcome = await self._parsed(outcome, outcome.completion, self._parser)
-        self._counts.add(outcome)  # first: the row is in a part even if a stop comes while we wait
+        if outcome.completion is not None and outcome.error is None and self.parser is not None:
+            outcome = await self._parsed(outcome, outcome.completion, self.parser)
+        self.counts.add(outcome)  # first: the row is in a part even if a stop comes while we wait
         if outcome.attempts:  # rows that were not sent say nothing about the engine or the other rows
             self._sent += 1
             if outcome.error is not None:
                 self._stop_if_too_many_fail()
-        await self._outlet.put(outcome)
+        await self.outlet.put(outcome)
 
     def _stop_if_too_many_fail(self) -> None:
         """Count a failed row; one in flight counts as good: a refusal comes at once and an answer late."""
         self._failed += 1
-        all_sent = self._sent + max(0, self._slots.in_flight - 1)  # the slot of this row is still taken
-        if self._sent >= FEWEST_ROWS and self._failed / all_sent > self._most_failed_share:
-            self._control.drain(
+        all_sent = self._sent + max(0, self.slots.in_flight - 1)  # the slot of this row is still taken
+        if self._sent >= FEWEST_ROWS and self._failed / all_sent > self.most_failed_share:
+            self.control.drain(
                 f"{self._failed / self._sent:.0%} of the rows failed (limits.abort_failed_share): "
                 "correct what the errors below name, and start with --retry-failed"
             )
@@ -185,12 +185,12 @@ class Sending:
         slots = Slots(concurrency.windows)
         tokenizer = RowTokenizer(job, rows.kind, engine, info, events, functions)
         results = OutcomeSink(
-            outlet,
-            counts,
-            control,
-            slots,
-            job.limits.abort_failed_share,
-            functions if functions is not None and PARSE in functions.facts else None,
+            outlet=outlet,
+            counts=counts,
+            control=control,
+            slots=slots,
+            most_failed_share=job.limits.abort_failed_share,
+            parser=functions if functions is not None and PARSE in functions.facts else None,
         )
 
         # rows: source → reorder → tokenise → queue → slot → engine → check → parse, count, store (`results`)

@@ -1,4 +1,4 @@
-"""The state of a run, read from its files: it may be at work in another process, or over."""
+"""State of a run, read from its files: it may be at work in another process, or over."""
 
 import time
 from collections import Counter
