@@ -19,7 +19,7 @@ def status(run: RunArgument, as_json: JsonOption = False) -> None:
     from batchrunner.runner.status import status_lines  # noqa: PLC0415
 
     state = status_of(run)
-    show(state if as_json else status_lines(state))
+    show(state.as_dict() if as_json else status_lines(state))
 
 
 def merge(

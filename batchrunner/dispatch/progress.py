@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.core.console import background_line, duration
+from msgspec import UNSET
+
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.dispatch.concurrency.background import BackgroundController
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.queue import Backlog, RowSource
 from batchrunner.dispatch.route import Routes
 from batchrunner.engines.base import Engine
-from batchrunner.job.tasks import GENERATE
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.resume import DoneRows
+from batchrunner.output.samples import BackgroundSample, RolloutSample, RunSample, SchedulerSample
 from batchrunner.tuning.signals import Corner
 
 if TYPE_CHECKING:
     from batchrunner.dispatch.rollouts import Rollouts
 
-MOST_NAMED = 8
-"""Schedulers whose figures are shown one by one; of more, the sum and the range."""
 REPORTED = frozenset({"recalled", "died", "hangs", "healed", "lost", "adapts", "adapted"})
 """Kinds of incidents that report.json lists; changes of a gateway's workers are in the event log only."""
 SPAN_S = 30.0
@@ -116,58 +115,6 @@ def _tolerance(done: int, in_flight: int = 0) -> float:
     """
     done = max(1, done)
     return 1 + max(CONTRADICTION, CHANCE / math.sqrt(done), in_flight / done)
-
-
-def sample_line(sample: Mapping[str, Any]) -> str:
-    """Return a `sample` event in one line, the most important part first: a terminal's width cuts it."""
-    total, left_s = sample["rows_total"], sample["time_left_s"]
-    rows = f"{sample['rows_done']:,}{f'/{total:,}' if total else ''} rows"
-    stopping = f"stopping: {sample['in_flight']:,} in flight"
-    pace = stopping if sample["stopping"] else f"{sample['rows_per_s']:,.1f} rows/s"
-    time_left = "" if left_s is None else f"{duration(left_s)} left, "
-    simulated = "[simulated] " if sample["simulated"] else ""
-    reused = f"{sample['rows_reused']:,} reused, " if sample["rows_reused"] else ""
-    failed = f"{reused}{sample['rows_failed']:,} failed"
-    return f"{simulated}{rows}, {pace}, {time_left}{failed}, {', '.join(_engine_parts(sample))}"
-
-
-def _engine_parts(sample: Mapping[str, Any]) -> list[str]:
-    """Return the engine's state in a `sample` event, the most important part first.
-
-    `#running-req` and `#queue-req` are sums over the schedulers; the queue's band is that of each.
-    """
-    loads = sample["signals"]
-    parts = ["load unknown"]
-    if loads:
-        band = sample["bands"].get(loads[0]["scheduler"])
-        per_scheduler = " each" if len(loads) > 1 else ""
-        healthy = f" ({band[0]:,}-{band[1]:,}{per_scheduler})" if band else ""
-        shares = sorted({f"{load['token_usage']:.2f}" for load in loads})
-        parts = [
-            f"#running-req {sum(load['running'] for load in loads):,}",
-            f"#queue-req {sum(load['queue'] for load in loads):,}{healthy}",
-            f"usage {'-'.join(dict.fromkeys((shares[0], shares[-1])))}",
-        ]
-        counts = Counter(load["corner"] for load in loads if load.get("corner") in set(Corner))
-        for corner, count in counts.most_common():
-            share = "" if count == len(loads) else f" ({count} of {len(loads)})"
-            parts.append(f"{Corner(corner).words}{share}")
-    if background := sample.get("background"):
-        parts.append(background_line(background))
-    if sample["prompt_tokens_per_s"] > 0:
-        parts.append(f"cache {min(1.0, sample['cached_tokens_per_s'] / sample['prompt_tokens_per_s']):.0%}")
-    if rollouts := sample.get("rollouts"):
-        waiting = f"({rollouts['waiting_for_tools']:,} wait for tools)"
-        if rollouts["blocked"]:
-            waiting = f"({rollouts['blocked']:,} wait as one blocks their process)"
-        parts.append(f"{rollouts['open']:,} rows open {waiting}, {rollouts['turns']:,} turns")
-    if sample["resting"]:
-        parts.append(f"{sample['resting']:,} to retry")
-    parts.append(f"{sample['in_flight']:,}/{sample['window']:,} in flight")
-    if sample["retractions"]:
-        parts.append(f"{sample['retractions']:,} retracted")
-    counted = "output" if sample["task"] == GENERATE else "prompt"
-    return [*parts, f"{sample[f'{counted}_tokens_per_s']:,.0f} {counted} tok/s"]
 
 
 class LoadSummary:
@@ -273,7 +220,7 @@ class AttemptProgress:
         self.incidents: list[dict[str, Any]] = []
         """Deaths, hangs and healing of the engine's servers, for report.json."""
 
-    def polled(self, loads: Sequence[SchedulerLoad], now: float) -> dict[str, Any]:
+    def polled(self, loads: Sequence[SchedulerLoad], now: float) -> RunSample:
         """Take a load sample; return the state of the run."""
         self.load.polled(loads, now)
         self.write_incidents()
@@ -287,8 +234,8 @@ class AttemptProgress:
             if incident.what in REPORTED:
                 self.incidents.append({"what": incident.what, **values})
 
-    def sample(self, loads: Sequence[SchedulerLoad], now: float) -> dict[str, Any]:
-        """Return the state of the run, as a `sample` event has it; `loads` is the newest load sample."""
+    def sample(self, loads: Sequence[SchedulerLoad], now: float) -> RunSample:
+        """Return the state of the run; `loads` is the newest load sample."""
         counts, concurrency = self._counts, self._concurrency
         rows_s, output_s, prompt_s, cached_s = self._rates.update(
             now, counts.own, counts.output_tokens, counts.prompt_tokens, counts.cached_tokens
@@ -296,53 +243,54 @@ class AttemptProgress:
         total, done = self._rows.total, len(self._done) + counts.done
         stopping, in_flight = self._backlog.is_stopping, self._routes.in_flight
         left_s = self._time_left.update(now, counts.own, in_flight, total - done)
-        by_scheduler = self._by_scheduler(now)
-        rollouts = {"rollouts": self.rollouts.state()} if self.rollouts is not None else {}
-        background = {"background": self.load.background} if self.load.background else {}
+        earlier = self._done.counts_of_failed, self._done.counts_of_answered
+        background = self.load.background
         bands = {}
         if not background:
             for name, scheduler in concurrency.schedulers.items():
                 bands[name] = (scheduler.controller.band.low, scheduler.controller.band.high)
-        return {
-            "rows_total": total,
-            "rows_done": done,
-            "rows_failed": self._done.counts.failed + counts.failed,
-            "rows_reused": self._done.counts.reused + counts.reused,
-            "rows_per_s": round(rows_s, 2),
-            "time_left_s": left_s if total and not stopping else None,
-            "stopping": stopping,
-            "output_tokens_per_s": round(output_s, 1),
-            "prompt_tokens_per_s": round(prompt_s, 1),
-            "cached_tokens_per_s": round(cached_s, 1),
-            "output_tokens": counts.output_tokens,
-            "prompt_tokens": counts.prompt_tokens,
-            "cached_tokens": counts.cached_tokens,
-            "window": self._routes.window,
-            "in_flight": in_flight,
-            "resting": self._backlog.waiting,
-            "unsent": self._backlog.unsent,
-            "retractions": concurrency.retractions,
-            "signals": [asdict(load) | by_scheduler.get(load.scheduler, {}) for load in loads],
-            "bands": bands,
-            "task": self.task,
-            "simulated": concurrency.info.simulated,
-            **rollouts,
-            **background,
-        }
+        return RunSample(
+            rows_total=total,
+            rows_done=done,
+            rows_failed=sum(part.failed for part in earlier) + counts.failed,
+            rows_reused=sum(part.reused for part in earlier) + counts.reused,
+            rows_per_s=round(rows_s, 2),
+            time_left_s=left_s if total and not stopping else None,
+            stopping=stopping,
+            output_tokens_per_s=round(output_s, 1),
+            prompt_tokens_per_s=round(prompt_s, 1),
+            cached_tokens_per_s=round(cached_s, 1),
+            output_tokens=counts.output_tokens,
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=counts.cached_tokens,
+            window=self._routes.window,
+            in_flight=in_flight,
+            resting=self._backlog.waiting,
+            unsent=self._backlog.unsent,
+            retractions=concurrency.retractions,
+            signals=self._signals(loads, now),
+            bands=bands,
+            task=self.task,
+            simulated=concurrency.info.simulated,
+            rollouts=RolloutSample(**self.rollouts.state()) if self.rollouts is not None else UNSET,
+            background=BackgroundSample(**background) if background else UNSET,
+        )
 
-    def _by_scheduler(self, now: float) -> dict[str, dict[str, Any]]:
-        """Return each scheduler's window, its corner, and the rates of the only one on its route."""
+    def _signals(self, loads: Sequence[SchedulerLoad], now: float) -> list[SchedulerSample]:
+        """Return each scheduler's load, its window, its load state, and the rates of a route of its own."""
         concurrency = self._concurrency
-        states: dict[str, dict[str, Any]] = {}
+        samples = {load.scheduler: SchedulerSample.of(load) for load in loads}
         for name, scheduler in concurrency.schedulers.items():
-            state = states[name] = {}
+            sample, route = samples.get(name), scheduler.route
+            is_alone = route.only_scheduler is scheduler
+            tokens_s = self._token_rates[name].update(now, route.ended.output_tokens)[0] if is_alone else 0.0
+            if sample is None:
+                continue
             if concurrency.fixed is None:
-                state["window"] = min(scheduler.controller.window, concurrency.window_of(scheduler.route))
+                sample.window = min(scheduler.controller.window, concurrency.window_of(route))
             if scheduler.controller.corner is not None:
-                state["corner"] = str(scheduler.controller.corner)
-            if scheduler.route.only_scheduler is scheduler:
-                ended = scheduler.route.ended
-                (tokens_s,) = self._token_rates[name].update(now, ended.output_tokens)
-                state["output_tokens_per_s"] = round(tokens_s, 1)
-                state["retractions"] = ended.retractions
-        return states
+                sample.corner = str(scheduler.controller.corner)
+            if is_alone:
+                sample.output_tokens_per_s = round(tokens_s, 1)
+                sample.retractions = route.ended.retractions
+        return [*samples.values()]

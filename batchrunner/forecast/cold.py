@@ -1,4 +1,4 @@
-"""What a job takes on a card that nobody asked: by data sheets, so a range and no estimate."""
+"""Range of a job's time on a card, by data sheets. No engine is asked, so it is no estimate."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -21,18 +21,19 @@ CARDS = {
 READ, COMPUTED = 0.8, 0.55
 """Shares of these rates that engines reach."""
 ENDS = ((0.3, 1.0, 2e-3, 8e-6), (0.1, 0.7, 1e-3, 2e-6), (1.0, 1.5, 25e-3, 20e-6))
-"""In the middle, and at either end: the share of `max_new_tokens` that outputs take where they end by
-themselves; a factor of the time; and what data sheets leave out, seconds of a decode pass and of each row in
-it. SGLang 0.5.16 on an H200 took 2 ms a pass with CUDA graphs and 25 ms without (docs/benchmarks.md)."""
+"""Assumptions for the median and for either end of the range: the share of `max_new_tokens` that outputs take
+where they end by themselves, a factor of the time, and the seconds that data sheets leave out, of a decode
+pass and of each row in it. SGLang 0.5.16 on an H200 took 2 ms a pass with CUDA graphs and 25 ms without
+(docs/benchmarks.md)."""
 MOST_RUNNING = 1024
 
 
 def cold_forecast(
-    model: str, card: str, rows: Sequence[JobRow], total: int, samples: int, cards: int, copies: int
+    model: str, card: str, rows: Sequence[JobRow], *, total: int, samples: int, cards: int, copies: int
 ) -> Forecast:
-    """Return the range of the time on some copies of the model, each on so many cards; raises JobError.
+    """Return the range of the time on `copies` of the model, each on `cards` cards. Raises JobError.
 
-    The start of the engine is not in it. The samples of a row share its prompt.
+    The start of the engine is not in it. The `samples` completions of a row share its prompt.
     """
     config = read_config(model)
     weights, kv = weights_bytes(model_directory(model), config), kv_bytes(config, 2)
@@ -40,7 +41,7 @@ def cold_forecast(
         raise JobError(f"--cold {card}: unknown card", hint=f"give one of {', '.join(CARDS)}")
     if weights is None or kv is None:
         raise JobError(f"--cold {card}: needs the files of engine.model ({model or 'the job names none'})")
-    memory, read_s, compute_s = (cards * each for each in CARDS[card.upper()])
+    memory, read_s, compute_s = (cards * figure for figure in CARDS[card.upper()])
     prompt = fmean(row.prompt - row.cached for row in rows)
     pool = (STATIC_SHARE * memory - weights) / kv
     seconds, outputs, passes = [], [], []
@@ -51,14 +52,20 @@ def cold_forecast(
         if running <= 0:
             raise JobError(f"--cold {card}: the weights of {model} do not fit on {cards} (engine.tp)")
         passes.append(total * samples / copies * output / running)
-        read = passes[-1] * (weights + running * context * kv) / read_s / READ
-        # two operations for each parameter, which has two bytes
-        computed = total / copies * (prompt + samples * output) * weights / compute_s / COMPUTED
-        seconds.append(factor * (read + computed) + passes[-1] * (pass_s + row_s * running))
+        reading_s = passes[-1] * (weights + running * context * kv) / read_s / READ
+        # Two operations for each parameter, which has two bytes.
+        computing_s = total / copies * (prompt + samples * output) * weights / compute_s / COMPUTED
+        seconds.append(factor * (reading_s + computing_s) + passes[-1] * (pass_s + row_s * running))
         outputs.append(samples * output)
     tokens = tokens_of(rows, total, Interval(*outputs))
     why = (
         "a range by data sheets, for outputs of a tenth to all of max_new_tokens (of all with ignore_eos): "
         "no engine was asked, and its start is left out"
     )
-    return Forecast(Interval(*seconds), tokens, round(passes[0]), "not known", (why,))
+    return Forecast(
+        seconds=Interval(*seconds),
+        tokens=tokens,
+        passes=round(passes[0]),
+        limited_by="not known",
+        why=(why,),
+    )

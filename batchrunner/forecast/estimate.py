@@ -1,4 +1,4 @@
-"""`batchrun estimate`: reads a job's input, has a sample of its rows answered, tells what the rest takes."""
+"""`batchrun estimate`: time, cost and tokens of a job, from the answers to a sample of its rows."""
 
 from __future__ import annotations
 
@@ -37,14 +37,16 @@ from batchrunner.forecast.job_time import (
 )
 from batchrunner.input.order_sample import decide_order
 from batchrunner.input.prompt_bytes import prompt_bytes
+from batchrunner.input.spread import spread_blocks
 from batchrunner.job.engine import RunningServers
 from batchrunner.job.load import load_job
 from batchrunner.output.files import write_json
 from batchrunner.output.resume import read_done
-from batchrunner.output.run_dir import ESTIMATE
+from batchrunner.output.run_dir import ESTIMATE, RunDir
 from batchrunner.output.task_lock import hold_task
 from batchrunner.runner.control import Control
 from batchrunner.runner.open_engine import cancelled_once, open_portal
+from batchrunner.runner.plan import RunState, StartOptions, plan_run
 from batchrunner.runner.prepare import PreparedJob, check_resumes, prepare
 from batchrunner.runner.run import execute
 from batchrunner.runner.shared_engine import SharedEngine, open_engine_of
@@ -62,8 +64,8 @@ log = logging.getLogger(__name__)
 SHARE, FEWEST = 0.02, 30
 """Rows of the sample at most, as a share of all, and at least."""
 BLOCKS, BLOCK_ROWS, READ_SHARE = 100, 500, 0.01
-"""What is read of an input with more rows than so many blocks have: as many, larger where that is less than
-this share."""
+"""Blocks that are read of a large input, the rows of a block, and the least share of the input in all blocks:
+they grow with the input."""
 CLIENT_S = 0.00025
 """Seconds of the client's core that a row takes to send and to store, beside reading and tokenizing it."""
 DEFAULT_NEW_TOKENS = 128
@@ -76,16 +78,16 @@ SCHEDULER_FLAGS = {
     "schedule-conservativeness": "conservativeness",
     "prefill-decode-interval": "decode_interval",
 }
-"""Flags that only the scheduler reads: what others cost need not be measured again."""
+"""Flags that only the scheduler reads. A change of them needs no new sample."""
 
 
 class KeptSample(msgspec.Struct):
-    """What the sample told: the content of estimate.json."""
+    """Answers to the sample: the content of estimate.json."""
 
     engine: str
-    """Digest of the job's engine without what a forecast may change: it may have secrets."""
+    """Digest of the job's engine, which may have secrets, without the fields that a forecast may change."""
     most: int
-    """Rows that it was to have at most."""
+    """Most rows that the sample was to have."""
     sampled: Setting
     start_s: float
     """Seconds of a start beside the sending."""
@@ -117,15 +119,15 @@ class Survey(NamedTuple):
     row_s: float
     """Seconds in which a row was read."""
 
-    def sent_of(self, left: BitMap64, answered: float = 1.0) -> int:
-        """Return how many of the rows that are left are sent, of which that share is answered."""
-        sendable = sum(row.row in left for row in self.rows) / len(self.read & left)
-        return max(1, round(len(left) * sendable * answered * (1 - self.equal)))
+    def sent_of(self, pending: BitMap64, answered: float = 1.0) -> int:
+        """Return how many of the pending rows are sent; `answered` is the share without an error."""
+        sendable = sum(row.row in pending for row in self.rows) / len(self.read & pending)
+        return max(1, round(len(pending) * sendable * answered * (1 - self.equal)))
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What the run that follows takes; each figure is its median with a 90 % interval."""
+    """Time, cost and tokens of the run that follows; each figure is a median with a 90 % interval."""
 
     seconds: Interval
     """Time of the run, with the start of its engine."""
@@ -160,7 +162,7 @@ class Estimate:
             f"GPU-hours: {_shown(self.gpu_hours, '{:,.2f}'.format)}",
         ]
         lines += [f"cost: {_shown(self.cost, '{:,.2f}'.format)}"] if self.cost else []
-        lines += [f"{name} tokens: {_shown(each, '{:,.0f}'.format)}" for name, each in self.tokens.items()]
+        lines += [f"{name} tokens: {_shown(count, '{:,.0f}'.format)}" for name, count in self.tokens.items()]
         return [*lines, *sorted(self.why)]  # those of two estimates stand side by side
 
 
@@ -171,33 +173,40 @@ def _shown(figure: Interval, form: Callable[[float], str]) -> str:
 
 @dataclass(eq=False)
 class SampledEngine(ObservedEngine):
-    """Notes when which answer came, and what it took."""
+    """Records the time and the tokens of each answer to the sample."""
 
     rows: dict[int, JobRow]
     """Rows of the sample, as they were read."""
     attempts: list[Attempt] = field(default_factory=list)
 
     def observe(self, request: Request, completion: Completion, route: str, began: float) -> None:
-        """Note an answer."""
+        """Record an answer."""
         row = self.rows[request.ref.row]
         prompt, cached = completion.prompt_tokens or row.prompt, completion.cached_tokens or 0
         outputs = tuple(tokens or 1 for tokens in completion.completion_tokens) or (1,)
         row = row._replace(prompt=prompt, cached=cached)
-        self.attempts.append(Attempt(row, began, time.monotonic(), outputs, route))
+        self.attempts.append(
+            Attempt(row=row, began=began, ended=time.monotonic(), outputs=outputs, route=route)
+        )
 
 
 def _row_of(request: Request, sent: Request, cached: float) -> JobRow:
-    """Return what is known of a row, of whose prompt that share will be in the cache."""
+    """Describe a row; `cached` is the share of its prompt that the prefix cache will have."""
     tokens = (
         len(sent.prompt) if sent.kind == "input_ids" else max(len(prompt_bytes(sent)) / BYTES_PER_TOKEN, 1.0)
     )
-    asked = request.sampling.get("max_new_tokens") or DEFAULT_NEW_TOKENS
+    most_tokens = request.sampling.get("max_new_tokens") or DEFAULT_NEW_TOKENS
     if request.task is not None:
-        asked = 1
+        most_tokens = 1
     elif isinstance(request.prompt, RequestBody):
-        asked = request.prompt.most_tokens
-    fixed = request.sampling.get("ignore_eos") is True
-    return JobRow(request.ref.row, tokens, cached * tokens, asked, fixed)
+        most_tokens = request.prompt.most_tokens
+    return JobRow(
+        row=request.ref.row,
+        prompt=tokens,
+        cached=cached * tokens,
+        asked=most_tokens,
+        fixed=request.sampling.get("ignore_eos") is True,
+    )
 
 
 def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: BitMap64) -> Survey:
@@ -205,52 +214,60 @@ def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: Bit
     job, rows = prepared.job, todo
     if len(todo) > BLOCKS * BLOCK_ROWS:
         size = max(BLOCK_ROWS, round(READ_SHARE * len(todo) / BLOCKS))
-        begins = ((len(todo) - size) * at // (BLOCKS - 1) for at in range(BLOCKS))
-        rows = BitMap64().union(*(todo[begin : begin + size] for begin in begins))
+        blocks = spread_blocks(len(todo), blocks=BLOCKS, size=size)
+        rows = BitMap64().union(*(todo[block.start : block.stop] for block in blocks))
     rows = rows | sampled
     encoder = None
-    with contextlib.suppress(CannotTokenizeError):  # then they are guessed
+    with contextlib.suppress(CannotTokenizeError):  # then the number of tokens is guessed
         encoder = make_encoder(job, info, prepared.renderer.kind) if prepared.renderer.kind else None
-    shares = replace(prepared, job=job.model_copy(update={"order": "auto"}))  # else they are not looked for
+    # Other orders would not look for common prefixes.
+    shares = replace(prepared, job=job.model_copy(update={"order": "auto"}))
     order = decide_order(shares, todo)
     is_sorted = (order.order if job.order == "auto" else job.order) == "prefix"
     cached = (order.sorted_share if is_sorted else order.input_share) if info.caches_prefixes else 0.0
-    found: list[JobRow] = []
+    sendable: list[JobRow] = []
     failed, began = 0, time.monotonic()
     for batch in prepared.batches(rows):
-        made = [item for item in batch if isinstance(item, Request)]
+        requests = [item for item in batch if isinstance(item, Request)]
         failed += sum(item.error is not None for item in batch if isinstance(item, Outcome))
-        for request, sent in zip(made, encoder.encode(made) if encoder else made, strict=True):
-            if isinstance(sent, Outcome):
+        encoded = encoder.encode(requests) if encoder else requests
+        for request, tokens in zip(requests, encoded, strict=True):
+            if isinstance(tokens, Outcome):
                 failed += 1
             else:
-                found.append(_row_of(request, sent, cached or 0.0))
+                sendable.append(_row_of(request, tokens, cached or 0.0))
     row_s = (time.monotonic() - began) / len(rows)
-    if not found:
+    if not sendable:
         raise JobError("no row can be sent: there is nothing to estimate (batchrun check says why)")
     equal = order.sorted_equal if is_sorted else order.input_equal
-    return Survey(found, rows, failed, equal if prepared.dedupes else 0.0, row_s)
+    return Survey(
+        rows=sendable,
+        read=rows,
+        not_sendable=failed,
+        equal=equal if prepared.dedupes else 0.0,
+        row_s=row_s,
+    )
 
 
 def _config(job: Job, info: EngineInfo, schedulers: int) -> SchedulerConfig:
-    """Return the flags of a scheduler: the job's, else what the engine says, else SGLang's."""
+    """Return the flags of a scheduler: the job's, else those that the engine reports, else SGLang's."""
     args, env = getattr(job.engine, "args", {}), getattr(job.engine, "env", {})
-    known: dict[str, Any] = {
+    flags: dict[str, Any] = {
         "max_running": (info.max_running or UNKNOWN_ENGINE_WINDOW * schedulers) // schedulers,
         "max_total_tokens": (info.max_total_tokens or 1 << 40) // schedulers,
         "context_tokens": info.context_length,
         "clip_tokens": int(env.get(CLIP, CLIP_TOKENS)),
         "radix_cache": info.caches_prefixes,
     }
-    known |= {name: args[flag] for flag, name in SCHEDULER_FLAGS.items() if args.get(flag) is not None}
-    known["chunked_prefill_tokens"] = limit_of(known.get("chunked_prefill_tokens", info.prefill_tokens))
-    return SchedulerConfig(**known)
+    flags |= {name: args[flag] for flag, name in SCHEDULER_FLAGS.items() if args.get(flag) is not None}
+    flags["chunked_prefill_tokens"] = limit_of(flags.get("chunked_prefill_tokens", info.prefill_tokens))
+    return SchedulerConfig(**flags)
 
 
 def _measured(job: Job) -> str:
-    """Return a digest of what of the job's engine must be measured again where it changes."""
-    told = {"replicas": True, "start_timeout": True, "cache_dir": True, "args": {*SCHEDULER_FLAGS}}
-    return sha256(job.engine.model_dump_json(exclude=cast("Any", told)).encode()).hexdigest()
+    """Return a digest of the fields of the job's engine whose change needs a new sample."""
+    forecast_alone = {"replicas": True, "start_timeout": True, "cache_dir": True, "args": {*SCHEDULER_FLAGS}}
+    return sha256(job.engine.model_dump_json(exclude=cast("Any", forecast_alone)).encode()).hexdigest()
 
 
 def estimate(
@@ -263,76 +280,111 @@ def estimate(
     workers: int = 1,
     cold: str | None = None,
 ) -> Estimate:
-    """Return what a job takes: its time, GPU-hours, tokens and cost, each with a 90 % interval.
+    """Estimate a job: its time, GPU-hours, tokens and cost, each with a 90 % interval.
 
-    A sample of at most `rows` of its rows, 2 % of all or 30, is answered by the job's engine; these rows are
-    done then, and `run` does not send them again. `price` is that of a GPU-hour. `replicas` and `workers`
-    (tasks that join) may be others than the job's: they are not tried. `cold` names a card, such as H100: no
-    engine is asked then, and what is told is a range. Raises BatchrunError.
+    The job's engine answers a sample of at most `rows` rows, 2 % of all or 30. These rows are done then, and
+    `run` does not send them again. `price` is that of a GPU-hour. `replicas` and `workers` (of a joined run)
+    may differ from the job's: they are not tried. `cold` names a card, such as H100: then no engine is asked,
+    and the result is a range by data sheets. Raises BatchrunError.
     """
-    for name, given, least in (
-        ("rows", rows, 2), ("replicas", replicas, 1), ("workers", workers, 1), ("price", price, 0)
-    ):  # fmt: skip
-        if given is not None and not least <= given < math.inf:
-            raise JobError(f"{name} {given}", hint=f"give a number from {least} on")
+    options = (("rows", rows, 2), ("replicas", replicas, 1), ("workers", workers, 1), ("price", price, 0))
+    for name, value, least in options:
+        if value is not None and not least <= value < math.inf:
+            raise JobError(f"{name} {value}", hint=f"give a number from {least} on")
     loaded = load_job(job, overrides=overrides)
+    request = _EstimateRequest(rows=rows, price=price, replicas=replicas, workers=workers, cold=cold)
     with contextlib.closing(prepare(loaded)) as prepared, open_portal() as portal:
-        work = _estimate(prepared, rows, price, replicas, workers, cold)
-        made: Estimate = portal.call(cancelled_once, work)
-        return made
+        result: Estimate = portal.call(cancelled_once, _estimate(prepared, request))
+        return result
 
 
-async def _estimate(
-    prepared: PreparedJob,
-    most: int,
-    price: float | None,
-    replicas: int | None,
-    workers: int,
-    cold: str | None,
-) -> Estimate:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EstimateRequest:
+    """The options of an estimate; see `estimate`."""
+
+    rows: int
+    price: float | None
+    replicas: int | None
+    workers: int
+    cold: str | None
+
+
+async def _estimate(prepared: PreparedJob, request: _EstimateRequest) -> Estimate:
     job, run_dir = prepared.job, prepared.run_dir
     check_resumes(prepared, model_of(job.engine))
     selected, path = prepared.selected(), run_dir.path / ESTIMATE
-    most = min(most, max(FEWEST, round(SHARE * len(selected))))
-    sample = None if cold is not None else _kept(path, job, most)
-    if sample is None and cold is None:
+    most = min(request.rows, max(FEWEST, round(SHARE * len(selected))))
+    sample = None if request.cold is not None else _kept_sample(path, job, most)
+    if sample is None and request.cold is None:
         with hold_task(run_dir):  # no engine starts beside that of a run that goes on
             pass
-        if job.output.reuse is not None:  # what the run takes from there is not to do
+        if job.output.reuse is not None:  # rows with an answer from there need no time
             await execute(job, sample=BitMap64())
-    left = selected - read_done(run_dir).rows
-    if not left:
+    pending = _pending(selected, run_dir)
+    if not pending:
         raise JobError(f"{run_dir.name}: all rows are done: there is nothing to estimate")
-    named = getattr(job.engine, "replicas", None)
-    copies = replicas or (named if isinstance(named, int) else None)
-    tasks = 1 if isinstance(job.engine, RunningServers) else workers  # else they share the servers
-    tp, sampled = getattr(job.engine, "tp", None), 0
-    if cold is not None:
-        model = launched_model(job.engine) or ""
-        directory = str(model_directory(model))
-        tokenizing = TokenizerInfo(directory, directory)
-        found = survey(prepared, left, EngineInfo("cold", model, tokenizing=tokenizing), BitMap64())
-        copies = (copies or 1) * tasks
-        total = found.sent_of(left)
-        told = cold_forecast(model, cold, found.rows, total, job.sampling.n, _cards(job, tp), copies)
+    replicas_of_job = getattr(job.engine, "replicas", None)
+    copies = request.replicas or (replicas_of_job if isinstance(replicas_of_job, int) else None)
+    workers = 1 if isinstance(job.engine, RunningServers) else request.workers  # else they share the servers
+    tp, rows_sampled = getattr(job.engine, "tp", None), 0
+    if request.cold is not None:
+        copies = (copies or 1) * workers
+        surveyed, result = _forecast_cold(
+            prepared, pending, request.cold, cards=_cards(job, tp), copies=copies
+        )
     else:
         if sample is None:
-            sample, found = await _take_sample(prepared, left, most)
-            left = selected - read_done(run_dir).rows
+            sample, surveyed = await _take_sample(prepared, pending, most)
+            pending = _pending(selected, run_dir)
         else:
-            found = survey(prepared, left, sample.info, sample.rows)
-        copies = (copies or len(sample.info.routes)) * tasks
-        told = _told(job, found, sample, left, copies, workers)
-        if replicas is None and workers == 1:
-            sending_s = max(0.0, told.seconds.median - sample.start_s)
-            sample.row_s = sending_s / max(len(left), 1)
+            surveyed = survey(prepared, pending, sample.info, sample.rows)
+        copies = (copies or len(sample.info.routes)) * workers
+        result = _forecast(job, surveyed, sample, pending=pending, copies=copies, workers=request.workers)
+        if request.replicas is None and request.workers == 1:
+            sending_s = max(0.0, result.seconds.median - sample.start_s)
+            sample.row_s = sending_s / max(len(pending), 1)
         write_json(path, msgspec.to_builtins(sample))
-        sampled, tp = len(sample.rows), sample.info.tp
-    hours = told.seconds.times(_cards(job, tp) * copies / 3600)
-    cost = None if price is None else hours.times(price)
-    counts = (len(left), sampled, len(found.read), found.not_sendable)
-    tokens = told.tokens if job.forward is None else told.tokens | {"output": Interval(0, 0, 0)}
-    return Estimate(told.seconds, hours, cost, tokens, told.passes, told.limited_by, told.why, *counts)
+        rows_sampled, tp = len(sample.rows), sample.info.tp
+    gpu_hours = result.seconds.times(_cards(job, tp) * copies / 3600)
+    no_output = {"output": Interval(0, 0, 0)} if job.forward is not None else {}
+    return Estimate(
+        seconds=result.seconds,
+        gpu_hours=gpu_hours,
+        cost=None if request.price is None else gpu_hours.times(request.price),
+        tokens=result.tokens | no_output,
+        passes=result.passes,
+        limited_by=result.limited_by,
+        why=result.why,
+        rows_to_do=len(pending),
+        rows_sampled=rows_sampled,
+        rows_read=len(surveyed.read),
+        rows_not_sendable=surveyed.not_sendable,
+    )
+
+
+def _pending(selected: BitMap64, run_dir: RunDir) -> BitMap64:
+    """Return the rows that a start without options would send."""
+    return plan_run(StartOptions(), RunState.of(selected, read_done(run_dir))).rows
+
+
+def _forecast_cold(
+    prepared: PreparedJob, pending: BitMap64, card: str, *, cards: int, copies: int
+) -> tuple[Survey, Forecast]:
+    """Forecast the pending rows by the data sheet of a card."""
+    job = prepared.job
+    model = launched_model(job.engine) or ""
+    directory = str(model_directory(model))
+    info = EngineInfo("cold", model, tokenizing=TokenizerInfo(directory, directory))
+    surveyed = survey(prepared, pending, info, BitMap64())
+    return surveyed, cold_forecast(
+        model,
+        card,
+        surveyed.rows,
+        total=surveyed.sent_of(pending),
+        samples=job.sampling.n,
+        cards=cards,
+        copies=copies,
+    )
 
 
 def _cards(job: Job, tp: int | None) -> int:
@@ -340,71 +392,95 @@ def _cards(job: Job, tp: int | None) -> int:
     return cards_of({"tp-size": tp or 1} | getattr(job.engine, "args", {}))
 
 
-def _kept(path: Path, job: Job, most: int) -> KeptSample | None:
-    """Return the sample of an earlier estimate, where it was of the same engine, and as large."""
+def _kept_sample(path: Path, job: Job, most: int) -> KeptSample | None:
+    """Return the sample of an earlier estimate, if it is of the same engine and as large."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        kept = _read_sample.decode(path.read_bytes())
-        return kept if kept.engine == _measured(job) and kept.most >= most else None
+        sample = _read_sample.decode(path.read_bytes())
+        return sample if sample.engine == _measured(job) and sample.most >= most else None
     return None
 
 
-async def _take_sample(prepared: PreparedJob, left: BitMap64, most: int) -> tuple[KeptSample, Survey]:
-    """Have a sample of the rows that are left answered; return it, and all rows. Raises BatchrunError.
+async def _take_sample(prepared: PreparedJob, pending: BitMap64, most: int) -> tuple[KeptSample, Survey]:
+    """Have a sample of the pending rows answered; return it, and the survey. Raises BatchrunError.
 
-    Half of them are in flight at once: as in the job, prompts come while others decode. Where nothing
-    decodes, all are: passes as full as those of the job tell what such a pass costs.
+    Half of the sample is in flight at once: as in the job, prompts come while other rows decode. Where
+    nothing decodes, all of it is: only passes as full as those of the job show the cost of such a pass.
     """
     job, run_dir, began = prepared.job, prepared.run_dir, time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         logs = run_dir.log_directory
-        opened = await open_engine_of(job, prepared.model_task, logs, Control(), stack)
+        opened = await open_engine_of(
+            job, prepared.model_task, log_directory=logs, control=Control(), stack=stack
+        )
         engine, info = opened.engine, opened.info
         schedulers = max(len(await engine.loads()), len(info.routes))
         start_s = time.monotonic() - began
-        found = survey(prepared, left, info, BitMap64())
-        rows = {row.row: row for row in choose(found.rows, most)}
-        chosen = BitMap64(rows)
+        surveyed = survey(prepared, pending, info, BitMap64())
+        rows = {row.row: row for row in choose(surveyed.rows, most)}
+        ordinals = BitMap64(rows)
         log.info("a sample of %s is answered", counted(len(rows), "row"))
         window = max(1, len(rows) // 2) if job.forward is None else len(rows)
         window = window if job.window == "auto" else min(job.window, window)
-        noted, began = SampledEngine(engine, rows), time.monotonic()
-        smaller = job.model_copy(update={"window": window})
-        sampling = SharedEngine(cast("Engine", noted), info)
-        report = await execute(smaller, engine=sampling, sample=chosen)
-        start_s += time.monotonic() - began  # less the sending
-    setting = Setting(_config(job, info, schedulers), schedulers)
-    sample = KeptSample(_measured(job), most, setting, start_s, info, noted.attempts, 0)
-    sample.refused = len((chosen & read_done(run_dir).failed) - sample.rows)
+        recorder, began = SampledEngine(engine, rows), time.monotonic()
+        report = await execute(
+            job.model_copy(update={"window": window}),
+            engine=SharedEngine(cast("Engine", recorder), info),
+            sample=ordinals,
+        )
+        start_s += time.monotonic() - began  # less the sending, below
+    attempts = recorder.attempts
+    sample = KeptSample(
+        engine=_measured(job),
+        most=most,
+        sampled=Setting(_config(job, info, schedulers), schedulers),
+        start_s=start_s,
+        info=info,
+        attempts=attempts,
+        refused=0,
+    )
+    sample.refused = len((ordinals & read_done(run_dir).failed) - sample.rows)
     if not sample.rows or (sample.refused and len(sample.rows) == 1):
         why = report.failures[0]["example"] if report.failures else report.reason
         answered = f"{len(sample.rows)} of {counted(len(rows), 'row')} of the sample answered"
-        raise BatchrunError(f"{answered}, too few to tell the rest: {why}")
-    sample.start_s -= max(each.ended for each in noted.attempts) - min(each.began for each in noted.attempts)
-    return sample, found
+        raise BatchrunError(f"{answered}, too few to estimate the rest: {why}")
+    sample.start_s -= max(attempt.ended for attempt in attempts) - min(attempt.began for attempt in attempts)
+    return sample, surveyed
 
 
-def _told(job: Job, found: Survey, sample: KeptSample, left: BitMap64, copies: int, workers: int) -> Forecast:
-    """Return what the rows that are left take."""
-    rows = [row for row in found.rows if row.row in left]
+def _forecast(
+    job: Job, surveyed: Survey, sample: KeptSample, *, pending: BitMap64, copies: int, workers: int
+) -> Forecast:
+    """Forecast the pending rows by the sample, on `copies` of the engine."""
+    rows = [row for row in surveyed.rows if row.row in pending]
     if not rows:
         none = Interval(0, 0, 0)
-        return Forecast(none, tokens_of(found.rows, 0, none), 0, "not known", ("the sample was the job",))
-    real = {each.row.row: each.row.prompt for each in sample.attempts}
-    guessed = {row.row: row.prompt for row in found.rows if row.row in real}
-    factor = sum(real[row] for row in guessed) / sum(guessed.values()) if guessed else 1.0
+        return Forecast(
+            seconds=none,
+            tokens=tokens_of(surveyed.rows, 0, none),
+            passes=0,
+            limited_by="not known",
+            why=("the sample was the job",),
+        )
+    counted_prompts = {attempt.row.row: attempt.row.prompt for attempt in sample.attempts}
+    guessed_prompts = {row.row: row.prompt for row in surveyed.rows if row.row in counted_prompts}
+    factor = 1.0
+    if guessed_prompts:
+        factor = sum(counted_prompts[row] for row in guessed_prompts) / sum(guessed_prompts.values())
     rows = [row._replace(prompt=row.prompt * factor, cached=row.cached * factor) for row in rows]
     sampled, info = sample.sampled, sample.info
     schedulers = sampled.schedulers // len(info.routes) * copies
     window = None if job.window == "auto" else max(1, job.window * workers // schedulers)
-    setting = Setting(_config(job, info, sampled.schedulers), schedulers, window)
-    told = forecast(
+    rows_of_sample = len(counted_prompts) + sample.refused
+    result = forecast(
         sample.attempts,
         sampled,
-        setting,
+        Setting(_config(job, info, sampled.schedulers), schedulers, window),
         rows,
-        found.sent_of(left, len(real) / (len(real) + sample.refused)),
+        total=surveyed.sent_of(pending, len(counted_prompts) / rows_of_sample),
         start_s=sample.start_s,
-        client_s=(found.row_s + CLIENT_S) / workers,
+        client_s=(surveyed.row_s + CLIENT_S) / workers,
     )
-    failed = f"{sample.refused:,} of {len(real) + sample.refused:,} rows of the sample failed"
-    return told._replace(why=(*told.why, failed)) if sample.refused else told
+    if not sample.refused:
+        return result
+    failed = f"{sample.refused:,} of {rows_of_sample:,} rows of the sample failed"
+    return result._replace(why=(*result.why, failed))

@@ -1,8 +1,9 @@
-"""From a sample's answers to the time of a job: pure, so that it can be tried on thousands of jobs.
+"""Time of a job, computed from the answers to a sample. Pure, so that tests try it on thousands of jobs.
 
-The sample is simulated first, in its own order: what the simulated passes had to do until a row ended, beside
-the time at which it did end, tells what passes cost. So what the simulation leaves out is in the costs. Then
-the job is simulated, with outputs like those of the sample's rows that are most like each row.
+First the sample is simulated in the order in which it was sent. The work of the simulated passes until a row
+ended, beside the time at which it really ended, gives the cost of a pass. So the costs include what the
+simulation leaves out. Then the job is simulated. Each of its rows gets output lengths from the row of the
+sample that is most like it.
 """
 
 import contextlib
@@ -26,12 +27,12 @@ MOST_SPANS = 24
 GOLDEN = 0.618033988749895
 """The golden ratio: numbers whose multiples of it have the smallest fractions are spread evenly."""
 FEW = 10
-"""A sample of so many rows looks half as varied as all rows are: what is rare is not among them."""
+"""A sample of so many rows looks half as varied as all rows are, because rare rows are not in it."""
 FOLDS = 8
 """Parts of the sample that are left out in turn, to see how much the costs depend on them."""
 BETWEEN_RUNS, UNKNOWN_COSTS = 0.02, 0.3
-"""Deviation of pass times from one time to another on the same machine, as a share, at the least; and where
-the sample is too small to tell."""
+"""Relative deviation of pass times between two runs on the same machine: the least, and the one assumed where
+the sample is too small to measure it."""
 TAIL = 1.645
 """Deviations from the middle to either end of a 90 % interval."""
 LEAST_S = 1e-6
@@ -39,7 +40,7 @@ LEAST_S = 1e-6
 
 
 class JobRow(NamedTuple):
-    """A row of the job, as far as it is known before its answer."""
+    """A row of the job before its answer."""
 
     row: int
     prompt: float
@@ -73,12 +74,13 @@ class Interval:
     high: float
 
     def times(self, factor: float, more: float = 0.0) -> "Interval":
-        """Return the figure times a factor, and something more."""
-        return Interval(*(round(factor * each + more, 6) for each in (self.median, self.low, self.high)))
+        """Return `factor` times the figure, plus `more`."""
+        figures = (self.median, self.low, self.high)
+        return Interval(*(round(factor * figure + more, 6) for figure in figures))
 
 
 class Setting(NamedTuple):
-    """What rows run on."""
+    """The schedulers that rows run on."""
 
     config: SchedulerConfig
     """Flags of each scheduler."""
@@ -88,7 +90,7 @@ class Setting(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """What the rows that are to be done take; see `Estimate`."""
+    """The time and the tokens of the pending rows; see `Estimate`."""
 
     seconds: Interval
     tokens: dict[str, Interval]
@@ -102,12 +104,12 @@ Drawn = Sequence[tuple[JobRow, Sequence[int]]]
 
 
 def by_length(row: JobRow) -> tuple[float, ...]:
-    """Sort key: what may tell how long a row's output is; equal ones are mixed from all over the input."""
+    """Sort key by the signs of a long output. Rows with equal signs come from all over the input."""
     return row.asked, row.prompt, row.row * GOLDEN % 1
 
 
 def choose(rows: Iterable[JobRow], count: int) -> list[JobRow]:
-    """Return so many rows of all lengths, and from all over the input."""
+    """Return `count` rows of all lengths, from all over the input."""
     ordered = sorted(rows, key=by_length)
     count = min(count, len(ordered))
     return [ordered[len(ordered) * (2 * at + 1) // (2 * count)] for at in range(count)]
@@ -118,25 +120,35 @@ def simulate(
 ) -> tuple[list[PassWork], int, float]:
     """Return the work of one scheduler until each of its rows ended, in the order of their ends.
 
-    The next row is sent when `is_due`, by the rows that were sent and that ended. The cache has the prompt of
-    all samples of a row but the first. With the work comes how many rows had ended when the last one was no
-    longer waiting, and the share of the decode passes in which rows waited for the pool.
+    `is_due` tells whether to send the next row; it gets the scheduler and the numbers of rows that were sent
+    and that ended. The cache has the prompt of all completions of a row but the first. The second value is
+    the number of rows that had ended when the last row began to run, the third the share of the decode
+    passes in which rows waited for the KV pool.
     """
-    scheduler, work, sent, left, waits, full = Scheduler(config), PassWork(), 0, Counter[int](), 0, 0
+    scheduler, work, next_row, waits, full = Scheduler(config), PassWork(), 0, 0, 0
+    open_completions = Counter[int]()  # by row
     marks = [work]
     while True:
-        while sent < len(rows) and is_due(scheduler, sent, len(marks) - 1):
-            row, outputs = rows[sent]
+        while next_row < len(rows) and is_due(scheduler, next_row, len(marks) - 1):
+            row, outputs = rows[next_row]
             prompt = max(1, round(row.prompt))
             for number, tokens in enumerate(outputs):
-                had = prompt - 1 if number else min(round(row.cached), prompt - 1)
-                prefix = (("shared", had),) if had > 0 else ()
-                asked = max(row.asked, tokens)  # a row may ask again for more
+                cached = prompt - 1 if number else min(round(row.cached), prompt - 1)
+                prefix = (("shared", cached),) if cached > 0 else ()
+                most_tokens = max(row.asked, tokens)  # a row may ask again for more
+                request = SimulatedRequest(
+                    prompt_tokens=prompt,
+                    output_tokens=tokens,
+                    max_new_tokens=most_tokens,
+                    ignore_eos=row.fixed,
+                    prefix=prefix,
+                    payload=next_row,
+                )
                 with contextlib.suppress(ValueError):  # longer than the pool: it is not sent
-                    scheduler.submit(SimulatedRequest(prompt, tokens, asked, row.fixed, prefix, sent))
-                    left[sent] += 1
-            sent += 1
-        if scheduler.queue or sent < len(rows):
+                    scheduler.submit(request)
+                    open_completions[next_row] += 1
+            next_row += 1
+        if scheduler.queue or next_row < len(rows):
             full = len(marks) - 1
         step = scheduler.step()
         if step is None:
@@ -145,24 +157,24 @@ def simulate(
         if step.kind == "decode" and step.queue and step.running < config.max_running - 1:
             waits += step.steps
         for request in step.finished:
-            left[request.payload] -= 1
-            if not left[request.payload]:
+            open_completions[request.payload] -= 1
+            if not open_completions[request.payload]:
                 marks.append(work)
 
 
 def whole_work(setting: Setting, drawn: Drawn, count: float) -> tuple[PassWork, float]:
-    """Return the work of a scheduler that has so many rows, of which those drawn are some, all over the job.
+    """Return the work of a scheduler for `count` rows; those `drawn` come from all over the job.
 
-    With it comes the share of the decode passes in which rows waited for the pool.
+    The second value is the share of the decode passes in which rows waited for the KV pool.
     """
-    most = setting.config.max_running  # rows that wait: as many as a pass without decoding may take
+    most = setting.config.max_running  # as many rows wait as a pass without decoding may take
 
     def is_due(scheduler: Scheduler, sent: int, ended: int) -> bool:
         return sent - ended < setting.window if setting.window else scheduler.queue < most
 
     marks, full, waits = simulate(setting.config, drawn, is_due)
     work, more = marks[-1], count / len(drawn) - 1
-    # rows beyond those drawn run in an engine that has filled up, and does not empty
+    # Rows beyond those drawn run in an engine that has filled up and does not empty.
     third = len(marks) // 3
     begin, end = min(bisect_right(marks, PassWork(DECAY_STEPS)), third), max(full, 2 * third)
     steady = _plus(marks[end], marks[begin], -1)
@@ -171,23 +183,25 @@ def whole_work(setting: Setting, drawn: Drawn, count: float) -> tuple[PassWork, 
 
 
 def sample_spans(attempts: Sequence[Attempt], setting: Setting) -> list[tuple[PassWork, float]]:
-    """Return what the passes of the sample had to do in some stretches of time, and how long these were."""
+    """Return the work of the sample's passes in some stretches of time, each with its seconds."""
     routes = defaultdict[str, list[Attempt]](list)
     for attempt in sorted(attempts, key=attrgetter("began")):
         routes[attempt.route].append(attempt)
-    each = max(1, setting.schedulers // len(routes))  # those of a server take turns
-    parts = [own[at::each] for own in routes.values() for at in range(each)]
+    per_route = max(1, setting.schedulers // len(routes))  # the schedulers of a server take turns
+    parts = [
+        attempts_of_route[at::per_route] for attempts_of_route in routes.values() for at in range(per_route)
+    ]
     return [span for part in parts for span in _scheduler_spans(part, setting.config)]
 
 
 def _scheduler_spans(attempts: Sequence[Attempt], config: SchedulerConfig) -> list[tuple[PassWork, float]]:
-    """Simulate the part of a sample that one scheduler had, each row sent once as many had ended as did."""
+    """Simulate one scheduler's part of a sample; rows are sent after the same ends as in the sample."""
     ends = sorted(attempt.ended for attempt in attempts)
-    needed = [bisect_right(ends, attempt.began) for attempt in attempts]
+    ended_before = [bisect_right(ends, attempt.began) for attempt in attempts]
     marks, *_ = simulate(
         config,
         [(attempt.row, attempt.outputs) for attempt in attempts],
-        lambda scheduler, sent, ended: needed[sent] <= ended or not scheduler.in_flight,
+        lambda scheduler, sent, ended: ended_before[sent] <= ended or not scheduler.in_flight,
     )
     times = [*(attempt.began for attempt in attempts[:1]), *ends]
     cuts = sorted({(len(marks) - 1) * at // MOST_SPANS for at in range(MOST_SPANS + 1)})
@@ -203,35 +217,35 @@ def _plus(work: PassWork, other: PassWork, factor: float) -> PassWork:
 
 
 def cost_of(spans: Sequence[tuple[PassWork, float]]) -> CostModel:
-    """Fit what passes cost; of few stretches only the time of a pass."""
+    """Fit the cost of passes. Few stretches give only the mean time of a pass."""
     passes = sum(work.passes for work, _ in spans)
     mean = CostModel(sum(seconds for _, seconds in spans) / max(passes, 1), 0.0, 0.0, 0.0)
     return fit_spans(spans) or mean
 
 
 def draw(attempts: Sequence[Attempt], rows: Sequence[JobRow]) -> tuple[Drawn, float]:
-    """Return rows, in input order, with outputs of rows of the sample that are like them.
+    """Return rows, in input order, with output lengths of the rows of the sample that are most like them.
 
-    With it comes the standard deviation of the mean output of the sample's rows.
+    The second value is the standard deviation of the mean output of the sample's rows.
     """
-    found: dict[int, tuple[JobRow, list[int]]] = {}
+    outputs: dict[int, tuple[JobRow, list[int]]] = {}
     for attempt in attempts:
-        found.setdefault(attempt.row.row, (attempt.row, []))[1].extend(attempt.outputs)
-    known = sorted(found.values(), key=lambda each: by_length(each[0]))
+        outputs.setdefault(attempt.row.row, (attempt.row, []))[1].extend(attempt.outputs)
+    sample = sorted(outputs.values(), key=lambda answered: by_length(answered[0]))
     drawn = [
-        (row, _like(known[place * len(known) // len(rows)], row))
+        (row, _scaled(sample[place * len(sample) // len(rows)], row))
         for place, row in enumerate(sorted(rows, key=by_length))
     ]
-    drawn.sort(key=lambda each: each[0].row)
-    unlike = [(sum(_like(one, two[0])) - sum(two[1])) ** 2 / 2 for one, two in pairwise(known)]
-    return drawn, math.sqrt(fmean(unlike or [0]) / len(known))
+    drawn.sort(key=lambda row_and_outputs: row_and_outputs[0].row)
+    errors = [(sum(_scaled(one, two[0])) - sum(two[1])) ** 2 / 2 for one, two in pairwise(sample)]
+    return drawn, math.sqrt(fmean(errors or [0]) / len(sample))
 
 
-def _like(known: tuple[JobRow, Sequence[int]], row: JobRow) -> list[int]:
-    """Return the outputs of a known row as those of another, in which what was cut is cut too."""
-    asked, outputs = known[0].asked, known[1]
+def _scaled(answered: tuple[JobRow, Sequence[int]], row: JobRow) -> list[int]:
+    """Scale the output lengths of an answered row to `row`; a truncated output stays truncated."""
+    limit, outputs = answered[0].asked, answered[1]
     return [
-        round(tokens * row.asked / asked) if tokens >= asked else min(tokens, row.asked) for tokens in outputs
+        round(tokens * row.asked / limit) if tokens >= limit else min(tokens, row.asked) for tokens in outputs
     ]
 
 
@@ -245,10 +259,10 @@ def forecast(
     start_s: float = 0.0,
     client_s: float = 0.0,
 ) -> Forecast:
-    """Return what `total` rows take, of which `rows` are some, in the order of sending.
+    """Forecast `total` rows, of which `rows` are some, in the order of sending.
 
-    The sample ran with another setting perhaps. `start_s` are seconds beside the sending, `client_s` those of
-    the client for a row.
+    The sample ran with the setting `sampled`. `start_s` are the seconds beside the sending, `client_s` the
+    seconds of the client's core for a row.
     """
     spans = sample_spans(attempts, sampled)
     cost, share = cost_of(spans), max(1, round(total / setting.schedulers))
@@ -259,7 +273,7 @@ def forecast(
     deviation *= few * math.sqrt(1 + len(attempts) / total) / outputs
     work, waits = whole_work(setting, drawn, share)
     factor = math.exp(deviation)
-    longer = [(row, [math.ceil(factor * tokens) for tokens in each]) for row, each in drawn]
+    longer = [(row, [math.ceil(factor * tokens) for tokens in lengths]) for row, lengths in drawn]
     seconds = max(cost.work_s(work), LEAST_S)
     by_outputs = math.log(max(cost.work_s(whole_work(setting, longer, share)[0]) / seconds, 1.0))
     prefill_s = cost._replace(sample_s=0, kv_token_s=0).work_s(work._replace(passes=work.prefills))
@@ -275,11 +289,11 @@ def forecast(
         seconds, limited_by = client_s * total, "client"
     why = sorted([(by_outputs, "output lengths"), (by_cost, "pass times")], reverse=True)
     return Forecast(
-        _around(seconds, math.hypot(by_outputs, by_cost)).times(1, start_s),
-        tokens_of(rows, total, _around(outputs, deviation)),
-        round(work.passes),
-        limited_by,
-        tuple(_cause(what, math.expm1(TAIL * part)) for part, what in why),
+        seconds=_around(seconds, math.hypot(by_outputs, by_cost)).times(1, start_s),
+        tokens=tokens_of(rows, total, _around(outputs, deviation)),
+        passes=round(work.passes),
+        limited_by=limited_by,
+        why=tuple(_cause(what, math.expm1(TAIL * part)) for part, what in why),
     )
 
 
@@ -293,7 +307,7 @@ def _around(median: float, deviation: float) -> Interval:
 
 
 def tokens_of(rows: Sequence[JobRow], total: int, outputs: Interval) -> dict[str, Interval]:
-    """Return the tokens of so many rows, of which `rows` are some, by the outputs of one."""
+    """Return the tokens of `total` rows, of which `rows` are some, by the output tokens of one row."""
     prompt, cached = (fmean(row[at] for row in rows) for at in (1, 2))
-    known = {"prompt": Interval(*[prompt] * 3), "cached": Interval(*[cached] * 3), "output": outputs}
-    return {name: each.times(total) for name, each in known.items()}
+    of_a_row = {"prompt": Interval(*[prompt] * 3), "cached": Interval(*[cached] * 3), "output": outputs}
+    return {name: tokens.times(total) for name, tokens in of_a_row.items()}

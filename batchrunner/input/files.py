@@ -36,6 +36,7 @@ from batchrunner.input.compression import (
     unpacking,
 )
 from batchrunner.input.parquet_copy import NOTES, PROBLEM, first_line, write_parquet
+from batchrunner.input.spread import spread_blocks
 from batchrunner.job.output import StorageSpec
 from batchrunner.job.spec import InputSpec
 from batchrunner.output.addresses import check_client, store_address
@@ -543,6 +544,6 @@ def _batch_format(path: str) -> FileFormat:
 
 def _samples(source: pa.NativeFile, size: int) -> Iterator[bytes]:
     """Yield blocks that are evenly spread; the last one is the end of the file, with the footer."""
-    for block in range(SAMPLE_BLOCKS):
-        source.seek((size - SAMPLE_BYTES) * block // (SAMPLE_BLOCKS - 1))
+    for block in spread_blocks(size, blocks=SAMPLE_BLOCKS, size=SAMPLE_BYTES):
+        source.seek(block.start)
         yield source.read(SAMPLE_BYTES)

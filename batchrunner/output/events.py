@@ -13,11 +13,13 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 
 from batchrunner.core.timing import TIMING
 from batchrunner.output.files import json_line, writing
 from batchrunner.output.run_dir import RunDir
+from batchrunner.output.samples import LoggedSample, read_sample
 
 log = logging.getLogger(__name__)
 
@@ -115,9 +117,14 @@ def union_s(spans: Iterable[tuple[float, float]]) -> float:
     return total_s
 
 
-def last_sample(path: Path) -> dict[str, Any] | None:
-    """Return the newest `sample` event near the end of a log; None without any."""
-    return next((event for event in _last_events(path) if event["event"] == "sample"), None)
+def last_sample(path: Path) -> LoggedSample | None:
+    """Return the newest `sample` event of a log; None where its end holds none."""
+    for line in _last_lines(path):
+        head = _HEAD.match(line)
+        if head and head[2] == b"sample":
+            with contextlib.suppress(msgspec.DecodeError):  # a crash has torn the line
+                return read_sample(line)
+    return None
 
 
 def last_reason(path: Path) -> str | None:
@@ -128,11 +135,16 @@ def last_reason(path: Path) -> str | None:
 
 def _last_events(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events in the last TAIL_BYTES of a log, newest first."""
+    return _events_in(_last_lines(path))
+
+
+def _last_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines in the last TAIL_BYTES of a log, newest first."""
     lines: list[bytes] = []
     with contextlib.suppress(*_NO_LOG), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         lines = file.read().splitlines()
-    return _events_in(reversed(lines))
+    return reversed(lines)
 
 
 def _events_in(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:

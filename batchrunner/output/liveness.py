@@ -16,6 +16,7 @@ from batchrunner.core.timing import TIMING
 from batchrunner.output.files import using_run
 from batchrunner.output.holder import HEARTBEAT, OWNER, LockHolder, parse_holder, this_process
 from batchrunner.output.run_dir import ENGINE_STARTING, RunDir
+from batchrunner.output.samples import LoggedSample
 
 DEAD_AFTER_S = 75.0
 """Seconds without a heartbeat after which a holder counts as dead; NFS may show an old file for 60 s."""
@@ -105,7 +106,7 @@ def look_at_files(directory: Path) -> tuple[bytes, bytes]:
 
 
 def holders_of(
-    tasks: Sequence[tuple[RunDir, dict[str, Any] | None]], *, watch: bool = True
+    tasks: Sequence[tuple[RunDir, LoggedSample | None]], *, watch: bool = True
 ) -> list[str | None]:
     """Return the name of the process that holds each task, or None.
 
@@ -133,9 +134,9 @@ def holders_of(
     ]
 
 
-def is_recent(sample: dict[str, Any]) -> bool:
+def is_recent(sample: LoggedSample) -> bool:
     """Whether a load sample is younger than SILENT_S by this machine's clock."""
-    return bool(abs(time.time() - sample["time"]) < SILENT_S)
+    return bool(abs(time.time() - sample.time) < SILENT_S)
 
 
 @contextlib.contextmanager

@@ -18,10 +18,10 @@ import pyarrow as pa
 from pyroaring import BitMap64
 
 from batchrunner.core.types import Completion, Lease, Outcome, RowRef
+from batchrunner.output.away import DiskWait
 from batchrunner.output.files import make_directory, writing
 from batchrunner.output.parts import Journal, read_journal
 from batchrunner.output.run_dir import MAIN_TASK, SEGMENT, RunDir
-from batchrunner.output.writer import DiskWait
 
 SEGMENT_BYTES = 64 << 20
 """Bytes of answers after which a new segment begins."""

@@ -20,9 +20,10 @@ from pyroaring import BitMap64
 
 from batchrunner.core.types import Outcome, rows_of_column
 from batchrunner.job.answers import AnswerPlan
+from batchrunner.output.away import DiskWait
 from batchrunner.output.columns import table_of
 from batchrunner.output.counts import count, with_counts
-from batchrunner.output.files import cannot_write, make_directory, writing
+from batchrunner.output.files import make_directory, writing
 from batchrunner.output.parts import Journal, write_part
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_lock import TaskLock
@@ -33,43 +34,8 @@ FLUSH_FRACTION = 0.7
 """Fraction of `output.durable` after which rows are written; the rest is headroom for the disk."""
 FLUSH_BYTES = 64 << 20
 """Bytes of rows in memory at which they are written."""
-PAUSE_S = 1.0
-"""Seconds between two tries of a write."""
 _STRUCT_BYTES = 16
 """Approximate bytes of a number, or of a token with its log probability, in a part."""
-
-
-@dataclass(frozen=True, slots=True)
-class DiskWait:
-    """How long a failing write is repeated."""
-
-    wait_s: float
-    """Seconds after the first failure, from `limits.disk_wait`."""
-    is_over: Callable[[], bool]
-    """Whether the user wants the run to end at once."""
-
-    async def write(self, path: Path, write: Callable[[], None]) -> None:
-        """Call `write`, which writes `path`, in a thread until it succeeds.
-
-        Only an OSError is followed by another try. Raises StorageError when the wait is over.
-        """
-        failed_at: float | None = None
-        while True:
-            try:
-                await asyncio.to_thread(write)
-                break
-            except OSError as failure:
-                now = time.monotonic()
-                if self.is_over() or (failed_at is not None and now - failed_at > self.wait_s):
-                    raise cannot_write(path, failure) from None
-                if failed_at is None:
-                    failed_at = now
-                    log.warning(
-                        "%s: %s: the run pauses until it can be written", path, failure.strerror or failure
-                    )
-            await asyncio.sleep(PAUSE_S)
-        if failed_at is not None:
-            log.warning("%s: written after %.0f s", path, time.monotonic() - failed_at)
 
 
 @dataclass(eq=False)

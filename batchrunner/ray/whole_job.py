@@ -336,11 +336,11 @@ def show_progress(path: str, workers: int) -> float:
     began = time.monotonic()
     with contextlib.suppress(BatchrunError):  # no worker has begun
         state = status(path, watch=False)  # the cluster knows which workers live
-        if state["rows_total"] is not None:
-            done = f"{state['rows_on_disk']:,}/{state['rows_total']:,} rows"
-            at_work = f"{counted(workers, 'worker')}, {state['rows_failed']:,} failed"
-            left = "" if state["time_left_s"] is None else f", {duration(state['time_left_s'])} left"
-            tell(f"{time.strftime('%H:%M:%S')} {done}, {state['rows_per_s']:,.1f} rows/s, {at_work}{left}")
+        if state.rows_total is not None:
+            done = f"{state.rows_on_disk:,}/{state.rows_total:,} rows"
+            at_work = f"{counted(workers, 'worker')}, {state.rows_failed:,} failed"
+            left = "" if state.time_left_s is None else f", {duration(state.time_left_s)} left"
+            tell(f"{time.strftime('%H:%M:%S')} {done}, {state.rows_per_s:,.1f} rows/s, {at_work}{left}")
     now = time.monotonic()
     return now + max(LINE_EVERY_S, (now - began) / COST_SHARE)
 

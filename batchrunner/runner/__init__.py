@@ -1,4 +1,4 @@
-"""One attempt at a job: check, plan, build, run, report.
+"""One attempt at a job: plan, open, send, report.
 
 Others import `execute` (the whole attempt), `prepare` (checks without an engine), `run_in_foreground` (with
 signals and display), `stream` (a program's rows), `check` and `status`.

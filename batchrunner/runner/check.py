@@ -1,4 +1,4 @@
-"""`batchrun check`: validates a job, or a batch file, without an engine, and shows what would be sent."""
+"""`batchrun check`: validates a job, or a batch file, without an engine, and shows the first prompts."""
 
 import contextlib
 import tempfile
@@ -28,6 +28,7 @@ from batchrunner.job.load import load_job
 from batchrunner.output.counts import Failures
 from batchrunner.output.resume import read_done
 from batchrunner.report.report import cause_lines
+from batchrunner.runner.plan import RunState, StartOptions, plan_run
 from batchrunner.runner.prepare import PreparedJob, check_resumes, prepare
 from batchrunner.runner.prompt_check import PromptCheck
 from batchrunner.sglang.model_files import check_model
@@ -40,7 +41,7 @@ CHARACTERS_SHOWN = 2000
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What an attempt would do."""
+    """The work of a start, and the prompts that it would send."""
 
     files: int
     """Files of the input."""
@@ -86,8 +87,8 @@ class Check:
             if isinstance(text, str):
                 shown = [text[:CHARACTERS_SHOWN]]
             else:
-                written = orjson.dumps(text, option=orjson.OPT_INDENT_2, default=str).decode()
-                shown = written[:CHARACTERS_SHOWN].split("\n")
+                as_json = orjson.dumps(text, option=orjson.OPT_INDENT_2, default=str).decode()
+                shown = as_json[:CHARACTERS_SHOWN].split("\n")
             label = "cannot be sent" if prompt["error"] else prompt["kind"] or "left out by prompt.python"
             lines += [f"--- row {prompt['row']} ({label})", *shown]
         lines += cause_lines(self.not_sendable, "cannot be sent")
@@ -102,7 +103,7 @@ class Check:
 
     @property
     def verdict(self) -> str:
-        """What is to be said of the job in the end."""
+        """Conclusion in a few words."""
         if self.warnings and not self.rows_not_sendable:
             return "the rows can be sent, with a warning"
         if not self.rows_not_sendable:
@@ -131,10 +132,9 @@ def check(job: str, overrides: Sequence[str]) -> Check:
 def _check(prepared: PreparedJob) -> Check:
     loaded = prepared.job
     check_resumes(prepared, model_of(loaded.engine))
-    done = read_done(prepared.run_dir)
-    selected = prepared.selected()
-    todo = selected - done.rows
-    items = (item for batch in prepared.batches(todo or selected) for item in batch)
+    stored = read_done(prepared.run_dir)
+    plan = plan_run(StartOptions(), RunState.of(prepared.selected(), stored))
+    items = (item for batch in prepared.batches(plan.rows or plan.selected) for item in batch)
     model = PromptCheck(loaded)
     failures, shown, looked_at = Failures(), list[dict[str, Any]](), 0
     for item in islice(items, None if loaded.prompt.is_batch else ROWS_LOOKED_AT):
@@ -149,11 +149,11 @@ def _check(prepared: PreparedJob) -> Check:
     return Check(
         files=len(prepared.dataset.files),
         rows_in_input=prepared.dataset.total_rows,
-        rows_total=len(selected),
-        rows_done=len(done.rows),
-        rows_failed=done.counts.failed,
-        rows_to_do=len(todo),
-        order=decide_order(prepared, todo),
+        rows_total=len(plan.selected),
+        rows_done=len(stored),
+        rows_failed=len(stored.failed),
+        rows_to_do=len(plan.rows),
+        order=decide_order(prepared, plan.rows),
         prompts=shown,
         rows_looked_at=looked_at,
         rows_not_sendable=sum(failures.rows.values()),
@@ -173,7 +173,7 @@ def _shown(item: Request | Outcome, model: PromptCheck) -> dict[str, Any]:
 
 
 def _refusal(request: Request, model: PromptCheck) -> str | None:
-    """Return why a run would not send this row, as far as that is known without an engine."""
+    """Return why a run would not send this row, as far as that shows without an engine."""
     try:
         refuse_invalid(request)
         wire.refuse_deadly(request, None)

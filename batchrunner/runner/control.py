@@ -1,4 +1,4 @@
-"""Stops a run, gently or at once: by signals, by a limit of the job, or by its caller."""
+"""Stop of a run, gently or at once: by signals, by a limit of the job, or by its caller."""
 
 import asyncio
 import contextlib
@@ -36,8 +36,8 @@ class Control:
         self.at_once = False
         """Whether requests in flight are to be cancelled."""
         self.stage: Literal["starting", "sending", "ending"] = "starting"
-        """What the run does: it sends rows until its results are on disk. Before and after that a stop has
-        nothing to wait for."""
+        """Stage of the run: "sending" lasts until its results are on disk. A stop in another stage waits for
+        nothing."""
         self._listeners: list[Callable[[], object]] = []
         self._stopped = threading.Event()
 
@@ -65,7 +65,7 @@ class Control:
             self._listeners.remove(listener)
 
     def interrupted(self, when: str) -> BatchrunError:
-        """Return the error of an attempt that is stopped while it does what `when` says."""
+        """Return the error of an attempt that is stopped in the phase `when`, such as "while it sorted"."""
         error = BatchrunError(f"{self.reason or 'cancelled'} {when}")
         error.exit_code = self.exit_code
         if self.stage == "starting" and self.exit_code == EXIT_TIME_UP:
@@ -77,14 +77,14 @@ class Control:
     async def wait_for(self, work: Coroutine[Any, Any, T], when: str, *, grace_s: float = 0.0) -> T:
         """Wait for the end of work, and after a stop for `grace_s` more seconds; then it is cancelled.
 
-        Raises BatchrunError then; `when` says what was done.
+        Raises BatchrunError then, whose message ends with `when`.
         """
         working = asyncio.ensure_future(work)
         stopped = asyncio.get_running_loop().create_future()
-        both: set[asyncio.Future[Any]] = {working, stopped}
+        ends: set[asyncio.Future[Any]] = {working, stopped}
         try:
             with self.listening(stopped.cancel):
-                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if working in (await asyncio.wait({working}, timeout=grace_s))[0]:
                 return working.result()
             raise self.interrupted(when)
@@ -140,12 +140,12 @@ class RunSignals:
     _bounds_s: Mapping[signal.Signals, float]
     """Seconds that requests in flight get after a signal, where they are limited."""
     _first: tuple[str, int] | None = None
-    """Reason and exit code of the first signal, which a blocked loop does not get to know."""
+    """Reason and exit code of the first signal, of which a blocked loop does not hear."""
     _stops_at_once: bool = False
     _timers: list[threading.Timer] = field(default_factory=list)
 
     def came(self, number: signal.Signals) -> None:
-        """Take a signal; see `SignalWatch`."""
+        """Handle a signal; see `SignalWatch`."""
         if number not in SIGNALS:
             return
         reason, exit_code = SIGNALS[number]

@@ -1,4 +1,4 @@
-"""Tasks that share a run: the first plans it, each takes leases and takes over those of dead tasks."""
+"""Workers that share a run: the first plans it, each takes leases and takes over those of dead workers."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from batchrunner.core.types import Lease
 from batchrunner.input.job_input import cut_into_leases
 from batchrunner.input.order import OrderDecision
 from batchrunner.input.sorted_copy import SortedCopy, prepare_order, remove_sorted_copies
+from batchrunner.output.away import AwayWait
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.discard import discard_failed_rows
 from batchrunner.output.events import EventLog
@@ -47,13 +48,13 @@ log = logging.getLogger(__name__)
 
 
 REFRESH_S = 3.0
-"""Seconds between two looks at what other tasks have taken, as long as free leases are known."""
+"""Seconds between two looks at the leases of other workers, while free ones are known."""
 
 
 class LeasedRows(TaskRows):
-    """Rows that a task takes lease by lease.
+    """Rows that a worker takes lease by lease.
 
-    The task ends when its own rows are done and living tasks hold all others: they do them themselves.
+    The worker ends when its own rows are done and living workers hold all others.
     """
 
     is_shared = True
@@ -62,6 +63,7 @@ class LeasedRows(TaskRows):
         self,
         prepared: PreparedJob,
         leases: Leases,
+        *,
         counts: RowCounts,
         events: EventLog,
         turns: TurnStore | None = None,
@@ -71,12 +73,14 @@ class LeasedRows(TaskRows):
         self._leases = leases
         self._events = events
         self._uncommitted: dict[int, tuple[Lease, BitMap64]] = {}
-        """The leases that this task holds, with their uncommitted rows."""
-        self._lock = threading.Lock()  # reader, writer of parts and end of the run are different threads
+        """The leases that this worker holds, with their uncommitted rows."""
+        self._lock = (
+            threading.Lock()
+        )  # the reader, the writer of parts and the end of the run are different threads
         self._watches: dict[str, LivenessMonitor] = {}
-        """Those of the other tasks that held leases at the last look."""
+        """Monitors of the other workers that held leases at the last look."""
         self._lives: dict[str, bool | None] = {}
-        """Whether these tasks lived then; None where that was not known."""
+        """Whether these workers lived then; None where that was not known."""
         self._counts = counts
         self._refreshed_at = -REFRESH_S
         self._first: Lease | None = None
@@ -86,12 +90,12 @@ class LeasedRows(TaskRows):
 
     @property
     def total(self) -> int:
-        """Rows that were taken, and this task's share of the free ones."""
+        """Rows that were taken, and this worker's share of the free ones."""
         return self._taken + self._share_of_free()
 
     @property
     def unread(self) -> int:
-        """Rows of this task's leases still to be read, and its share of the free ones."""
+        """Rows of this worker's leases still to be read, and its share of the free ones."""
         return self._to_read + self._share_of_free()
 
     def take_first(self, sleep: Callable[[float], object]) -> bool:
@@ -115,9 +119,9 @@ class LeasedRows(TaskRows):
         """End the leases whose last rows are in parts now."""
         super().committed(rows)
         with self._lock:
-            for number, (lease, left) in list(self._uncommitted.items()):
-                self._uncommitted[number] = lease, left - rows
-                if not left - rows:
+            for number, (lease, uncommitted) in list(self._uncommitted.items()):
+                self._uncommitted[number] = lease, uncommitted - rows
+                if not uncommitted - rows:
                     self._end(number)
 
     def give_back(self) -> None:
@@ -133,17 +137,17 @@ class LeasedRows(TaskRows):
                     self._leases.store.remove(copy)
 
     def newest_plan(self) -> LeasePlan | None:
-        """Return the run's newest plan, which another task may have added. Raises OSError."""
+        """Return the run's newest plan, which another worker may have added. Raises OSError."""
         return self._look().plan
 
     def held_elsewhere(self) -> tuple[int, int]:
-        """Return the number of rows that living tasks do, and of those that are left with nobody to do them.
+        """Return the number of remaining rows that living workers do, and of those that nobody does.
 
-        Another task that holds rows, of whatever plan, does all that is left: it takes over from dead ones.
+        A living worker that holds rows of any plan does all remaining rows: it takes over from dead workers.
         """
         now = self._look()
         self._look_at_others(now)
-        now.refresh()  # a task that has ended meanwhile ended its leases before
+        now.refresh()  # a worker that has ended meanwhile ended its leases before
         workers = set(now.held().values()) - {self._prepared.run_dir.task, *self._dead()}
         return (now.rows_left(), 0) if workers else (0, now.rows_left())
 
@@ -154,27 +158,24 @@ class LeasedRows(TaskRows):
         return now
 
     def _wait_for_lease(self, sleep: Callable[[float], object]) -> Lease | None:
-        """Take a lease, or wait until it is known that there is none for this task."""
-        failed_at: float | None = None
+        """Take a lease, or wait until there is none for this worker."""
+        wait = AwayWait(self._prepared.job.limits.disk_wait)
         while not self._stopped.is_set():
             try:
                 with writing(self._leases.directory):
                     lease, is_over = self._look_for_lease()
             except (OutputError, StorageError) as failure:  # the disk may come back
-                if failed_at is None:
-                    failed_at = time.monotonic()
-                    log.warning("%s: waiting for the disk", failure)
-                if time.monotonic() - failed_at > self._prepared.job.limits.disk_wait:
+                if not wait.may_go_on(f"{failure}: waiting for the disk (limits.disk_wait)"):
                     raise
             else:
-                failed_at = None
+                wait.end()
                 if lease is not None or is_over:
                     return lease
             sleep(SHORT_POLL_S if self._rows_free else POLL_S)
         return None
 
     def _look_for_lease(self) -> tuple[Lease | None, bool]:
-        """Return a lease, after a look at what other tasks do, and whether there will be none."""
+        """Return a lease, after a look at the other workers, and whether there will be none."""
         lease = self._try_take()
         if lease is not None or self._has_its_share():
             return lease, False
@@ -188,7 +189,7 @@ class LeasedRows(TaskRows):
         return lease, is_over
 
     def _try_take(self) -> Lease | None:
-        """Take a lease that is free as far as is known."""
+        """Take a lease that was free at the last look."""
         if time.monotonic() - self._refreshed_at > REFRESH_S:
             self._refresh()
         if self._has_its_share():
@@ -215,54 +216,54 @@ class LeasedRows(TaskRows):
 
     def _end(self, number: int) -> None:
         """End a lease as it is; the lock is held."""
-        lease, left = self._uncommitted[number]
-        self._leases.end(lease, left)
+        lease, uncommitted = self._uncommitted[number]
+        self._leases.end(lease, uncommitted)
         del self._uncommitted[number]
-        self._events.write("lease_end", lease=number, rows_left=len(left))
+        self._events.write("lease_end", lease=number, rows_left=len(uncommitted))
 
     def _refresh(self) -> None:
-        """Find out which leases are free, and which tasks hold the others."""
+        """Find out which leases are free, and which workers hold the others."""
         self._leases.refresh()
         self._look_at_others(self._leases)
         self._rows_free = self._leases.rows_free()
         self._refreshed_at = time.monotonic()
 
     def _look_at_others(self, leases: Leases) -> None:
-        """Find out which other tasks hold leases, and whether they live."""
-        run_dir, known = self._prepared.run_dir, self._watches
-        others = set(leases.held().values()) - {run_dir.task}
-        self._watches = {task: known.get(task) or monitor_of(run_dir.of_task(task)) for task in others}
+        """Find out which other workers hold leases, and whether they live."""
+        run_dir, before = self._prepared.run_dir, self._watches
+        other_tasks = set(leases.held().values()) - {run_dir.task}
+        self._watches = {task: before.get(task) or monitor_of(run_dir.of_task(task)) for task in other_tasks}
         self._lives = {task: watch.poll() for task, watch in self._watches.items()}
 
     def _dead(self) -> list[str]:
-        """Return the other tasks that held leases at the last look, and are known to be dead."""
+        """Return the other workers that held leases at the last look and are dead for sure."""
         return sorted(task for task, lives in self._lives.items() if lives is False)
 
     def _take_over(self, task: str) -> None:
-        """Recover what a dead task wrote, and end its leases; raises OSError or OutputError."""
+        """Recover the journals of a dead worker, and end its leases. Raises OSError or OutputError."""
         dead = self._prepared.run_dir.of_task(task)
         try:
             with hold_task(dead, _at_once, dead_owner=self._watches[task].owner_content) as lock:
                 recover(dead, lock, self._prepared.results_schema)
-                self._leases.refresh()  # it may have ended its leases, or another task took over
-                done = read_done(dead).rows
-                left = [(lease, lease.rows - done) for lease in self._leases.held_by(task)]
+                self._leases.refresh()  # it may have ended its leases, or another worker took over
+                stored = read_done(dead).rows
+                unfinished = [(lease, lease.rows - stored) for lease in self._leases.held_by(task)]
                 lock.verify()
-                for lease, rows in left:
+                for lease, rows in unfinished:
                     self._leases.end(lease, rows)
-        except (TaskHeldError, TaskLockLostError):  # another task takes over
+        except (TaskHeldError, TaskLockLostError):  # another worker takes over
             return
         dead.store.discard_copy(task)
-        if left:
-            rows_left = sum(len(rows) for _, rows in left)
+        if unfinished:
+            rows_left = sum(len(rows) for _, rows in unfinished)
             log.warning("took over from %s, which died: %d rows were left", task, rows_left)
-            numbers = [lease.number for lease, _ in left]
+            numbers = [lease.number for lease, _ in unfinished]
             self._events.write("takeover", task=task, leases=numbers, rows_left=rows_left)
 
     def _has_its_share(self) -> bool:
-        """Tell whether this task has as many of the unfinished rows as each of the others can have.
+        """Tell whether this worker has as many of the unfinished rows as each of the others can have.
 
-        With few rows left, or slow ones, one task could otherwise take what keeps all of them busy.
+        Where few rows remain, or slow ones, one worker could otherwise take the rows that keep all busy.
         """
         mine = self._unfinished()
         return mine * self._workers() > self._rows_free + mine
@@ -274,12 +275,12 @@ class LeasedRows(TaskRows):
         return -(-self._rows_free // self._workers())
 
     def _workers(self) -> int:
-        """Return the number of tasks that share the rows, this one and all that are not known to be dead."""
+        """Return the number of workers that share the rows: this one, and all that are not dead for sure."""
         return 1 + len(self._lives) - len(self._dead())
 
 
 def _at_once(_: float) -> None:
-    """Refuse to wait for another task that takes over: the next look will tell."""
+    """Refuse to wait for another worker that takes over: the next look shows its success."""
     raise TaskHeldError("not waited for")
 
 
@@ -292,12 +293,13 @@ def join(
     events: EventLog,
     turns: TurnStore | None = None,
 ) -> tuple[LeasedRows, int, OrderDecision]:
-    """Return the rows that this task will take, the number of rows of the whole run, and their order.
+    """Return the rows that this worker will take, the number of rows of the whole run, and their order.
 
-    The first task makes the plan. A task that finds files added or a larger limit adds a plan of the new
-    rows, whatever has become of the others. After the end of all plans the next task that comes makes another
-    one: of failed rows that are to be tried again, of rows whose part was moved away. `control` sleeps while
-    another task makes a plan. Raises InputError, OutputError or ResumeError.
+    The first worker makes the plan. A worker that finds new files or a larger limit adds a plan of the new
+    rows, whether or not the other plans have ended. After the end of all plans the next worker makes another
+    one, of failed rows that are to be retried, and of rows whose part was moved away. `control` sleeps while
+    another worker makes a plan. `counts` has the rows that this worker ended, and `turns` stores the turns of
+    rollouts. Raises InputError, OutputError or ResumeError.
     """
     run_dir = prepared.run_dir
     leases = Leases(run_dir.leases, run_dir.task, run_dir.store)
@@ -311,34 +313,34 @@ def join(
                     stack.enter_context(hold_task(run_dir, control.sleep, directory=leases.directory))
                 except TaskHeldError:
                     if not is_logged:
-                        log.info("waiting for another task, which makes the plan")
+                        log.info("waiting for another worker, which makes the plan")
                     is_logged = True
                     control.sleep(POLL_S)
                     leases.refresh()
                     continue
                 leases.refresh()
-                known = len(leases.plans)
+                plans_before = len(leases.plans)
                 _plan(prepared, start, leases, control)
-                if len(leases.plans) == known:  # there was nothing to add, or another task was faster
+                if len(leases.plans) == plans_before:  # nothing to add, or another worker was faster
                     break
     assert leases.plan is not None
     _check_plan(leases, prepared)
     leases.join()
-    rows = LeasedRows(prepared, leases, counts, events, turns)
+    rows = LeasedRows(prepared, leases, counts=counts, events=events, turns=turns)
     return rows, leases.plan.rows_total, OrderDecision(**leases.plan.choice)
 
 
 def _check_plan(leases: Leases, prepared: PreparedJob) -> None:
-    """Raise ResumeError where the newest plan is one of another run."""
+    """Raise ResumeError where the newest plan is that of another run."""
     if leases.plan is not None:
         new = prepared.fingerprint("")
         check_same_run(leases.plan.fingerprint, new, prepared.run_dir.name)
 
 
 def _is_behind(leases: Leases, prepared: PreparedJob) -> bool:
-    """Tell whether this task's input, or its limit, has rows that no plan has.
+    """Tell whether this worker's input, or its limit, has rows that no plan has.
 
-    Raises ResumeError where the newest plan is one of another run.
+    Raises ResumeError where the newest plan is that of another run.
     """
     if leases.plan is None:
         return True
@@ -351,24 +353,22 @@ def _is_behind(leases: Leases, prepared: PreparedJob) -> bool:
 
 
 def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: Control) -> None:
-    """Add a plan of the rows that no plan has; after the end of all plans, of those that are not done."""
+    """Add a plan of the rows that no plan has, or after the end of all plans of the rows without a result."""
     is_done = leases.is_done()
-    if not (is_done or _is_behind(leases, prepared)):  # another task was faster
+    if not (is_done or _is_behind(leases, prepared)):  # another worker was faster
         return
+    # Another worker may have planned since the first look.
+    check_retry(start, prepared.run_dir.name, is_leased=not is_done)
     main = prepared.run_dir.of_task()
     with hold_task(main, control.sleep) as lock:  # no attempt without --join may be at work
         recover(main, lock, prepared.results_schema)
-        done = _done_by_all(main, leases.plan.rows_total if leases.plan and is_done else 0, control)
+        stored = _stored_by_all(main, leases.plan.rows_total if leases.plan and is_done else 0, control)
         if start.retry_failed:
             for task in main.all_tasks():
                 discard_failed_rows(task, lock)
-            done = done_by_all(main)
-        state = RunState(
-            selected=prepared.selected(control.check),
-            answered=done.answered,
-            failed=done.failed,
-            leased=BitMap64() if is_done else leases.rows(),
-        )
+            stored = done_by_all(main)
+        leased = None if is_done else leases.rows()
+        state = RunState.of(prepared.selected(control.check), stored, leased)
         plan = plan_run(StartOptions(join=True), state)
         if prepared.job.output.reuse is not None and plan.missing:
             reuse = Reuse(prepared, control)
@@ -389,22 +389,31 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
             cuts, name = SortedCopy(path).group_starts, path.name
         else:
             cuts, name = cut_into_leases(rows, prepared.dataset.total_rows), None
-        new = prepared.fingerprint("")
-        leases.make_plan(LeasePlan(rows, cuts, len(plan.selected), new, name, asdict(choice)))
-        raise_total(prepared.run_dir, len(plan.selected), new)
+        fingerprint = prepared.fingerprint("")
+        leases.make_plan(
+            LeasePlan(
+                rows=rows,
+                cuts=cuts,
+                rows_total=len(plan.selected),
+                fingerprint=fingerprint,
+                order=name,
+                choice=asdict(choice),
+            )
+        )
+        raise_total(prepared.run_dir, len(plan.selected), fingerprint)
 
 
-def _done_by_all(run_dir: RunDir, expected: int, control: Control) -> DoneRows:
-    """Return the rows in all parts; parts that another host has just written may take a while to appear."""
+def _stored_by_all(run_dir: RunDir, expected: int, control: Control) -> DoneRows:
+    """Return the rows in all parts. Parts that another host has just written may take a while to appear."""
     waited_s = 0.0
     while True:
-        done = done_by_all(run_dir)
-        if len(done) >= expected or waited_s > TIMING.parts_appear:
-            return done
+        stored = done_by_all(run_dir)
+        if len(stored) >= expected or waited_s > TIMING.parts_appear:
+            return stored
         if not waited_s:
             log.warning(
-                "%s: %d rows were done that are in no part: waiting %.0f s for another host's to be seen",
-                run_dir.parts, expected - len(done), TIMING.parts_appear,
+                "%s: %d rows that were done are in no part: waiting %.0f s for the parts of another host",
+                run_dir.parts, expected - len(stored), TIMING.parts_appear,
             )  # fmt: skip
         control.sleep(POLL_S)
         waited_s += POLL_S

@@ -1,12 +1,12 @@
-"""The files of leases: which task took a lease, when it ended, and the plan of the run.
+"""Files of leases: the worker that took a lease, its end, and the plan of the run.
 
 No file is ever changed, and each is made once (`Store.claim`). So neither an old directory listing nor a
-lost reply of a file server gives two tasks the same rows:
+lost reply of a file server gives two workers the same rows:
 
     plan-000000      the rows of the run and where its leases begin; plan-000001 has rows added later
     order-….parquet  the rows in the order in which they are sent, if it is not the input's
-    000012.0         lease 12 was taken by the task named in it
-    000012.0.end     it has ended; the file holds the rows that are left, and is empty if none are
+    000012.0         lease 12 was taken by the worker named in it
+    000012.0.end     it has ended; the file holds the remaining rows, and is empty if there are none
     000012.1         it was taken again
 """
 
@@ -28,12 +28,12 @@ from batchrunner.output.store import LOCAL, Store
 _NAME = re.compile(r"(\d{6,})\.(\d+)(\.end)?")
 _PLAN = re.compile(r"plan-(\d{6})")
 _UNTAKEN = (-1, True)
-"""The last turn of a lease that nobody has taken yet, and that it ended."""
+"""Last turn of a lease that nobody has taken yet, and that this turn has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeasePlan:
-    """Rows that the tasks do together, and how they are cut into leases."""
+    """Rows that the workers do together, and how they are cut into leases."""
 
     rows: BitMap64
     cuts: list[int]
@@ -52,7 +52,7 @@ SORTED = re.compile(r"leases/order-.*")
 
 
 class Leases:
-    """The leases of a run as one task makes and sees them. Methods block, and may raise OSError."""
+    """Leases of a run as one worker makes and sees them. Methods block, and may raise OSError."""
 
     def __init__(self, directory: Path, task: str = "", store: Store = LOCAL) -> None:
         self.directory = directory
@@ -66,7 +66,7 @@ class Leases:
         self._turns: dict[int, tuple[int, bool]] = {}
         """The last turn of each taken lease, and whether it ended."""
         self._contents: dict[str, dict[str, Any]] = {}
-        """What was read of files, by their names: none ever changes."""
+        """Contents of the files that were read, by name: none ever changes."""
         self._copies: dict[str, SortedCopy] = {}
 
     def __len__(self) -> int:
@@ -74,14 +74,15 @@ class Leases:
         return len(self._places)
 
     def refresh(self) -> None:
-        """Read which leases others have taken and ended since the last call."""
+        """Read which leases other workers have taken and ended since the last call."""
         names = self.store.names(self.directory)
         if not self._joined:
-            for found in filter(None, map(_PLAN.fullmatch, names)):
-                self._read_plan(int(found[1]))
-        for found in filter(None, map(_NAME.fullmatch, names)):
-            if int(found[1]) < len(self):
-                self._note(int(found[1]), int(found[2]), ended=bool(found[3]))
+            for plan in filter(None, map(_PLAN.fullmatch, names)):
+                self._read_plan(int(plan[1]))
+        for match in filter(None, map(_NAME.fullmatch, names)):
+            number, turn, end = match.groups()
+            if int(number) < len(self):
+                self._note(int(number), int(turn), ended=end is not None)
 
     @property
     def plan(self) -> LeasePlan | None:
@@ -89,15 +90,15 @@ class Leases:
         return self.plans[-1] if self.plans else None
 
     def join(self) -> None:
-        """Ignore later plans, which may have rows of files that this task does not know."""
+        """Ignore later plans, which may have rows of files that this worker does not know."""
         self._joined = True
 
     def make_plan(self, plan: LeasePlan) -> None:
-        """Write a plan, unless another task has just written one."""
+        """Write a plan, unless another worker has just written one."""
         number = len(self.plans)
         make_directory(self.directory)
         self._create(f"plan-{number:06d}", orjson.dumps({**asdict(plan), "rows": rows_to_text(plan.rows)}))
-        self._read_plan(number)  # ours, or the other's: its directory may be slow to show it
+        self._read_plan(number)  # ours, or the other worker's: its directory may be slow to show it
 
     def rows(self) -> BitMap64:
         """Return the rows of all plans, done or not."""
@@ -118,7 +119,7 @@ class Leases:
         return not self.free() and not self.held()
 
     def free(self) -> list[int]:
-        """Return the numbers of the leases that nobody holds and that have rows left."""
+        """Return the numbers of the leases that nobody holds and that have remaining rows."""
         return [
             number
             for number in range(len(self))
@@ -134,29 +135,27 @@ class Leases:
         return sum(map(self._count, range(len(self))))
 
     def held(self) -> dict[int, str]:
-        """Return the task that holds each held lease, by the lease's number."""
+        """Return the worker that holds each held lease, by the lease's number."""
         return {
             number: self._holder(number, turn) for number, (turn, ended) in self._turns.items() if not ended
         }
 
     def held_by(self, task: str) -> list[Lease]:
-        """Return the leases that a task holds."""
+        """Return the leases that a worker holds."""
         return [self._lease(number) for number, holder in self.held().items() if holder == task]
 
     def take(self, number: int) -> Lease | None:
-        """Take a free lease; None if another task was faster."""
+        """Take a free lease; None if another worker was faster."""
         turn = self._turn(number)
-        # an earlier try may have created the file and then failed
-        mine = (
-            self._create(_name(number, turn), orjson.dumps({"task": self._task}))
-            or self._holder(number, turn) == self._task
-        )
+        is_new = self._create(_name(number, turn), orjson.dumps({"task": self._task}))
+        # An earlier try may have created the file and then failed.
+        is_ours = is_new or self._holder(number, turn) == self._task
         self._note(number, turn, ended=False)
-        return self._lease(number) if mine else None
+        return self._lease(number) if is_ours else None
 
-    def end(self, lease: Lease, left: BitMap64) -> None:
-        """End a lease of this task, or of a dead one; the rows in `left` are still to be done."""
-        content = orjson.dumps({"left": rows_to_text(left)}) if left else b""
+    def end(self, lease: Lease, remaining: BitMap64) -> None:
+        """End a lease of this worker, or of a dead one; the `remaining` rows are still to be done."""
+        content = orjson.dumps({"left": rows_to_text(remaining)}) if remaining else b""
         self._create(f"{_name(lease.number, lease.turn)}.end", content)
         self._note(lease.number, lease.turn, ended=True)
 
@@ -168,18 +167,18 @@ class Leases:
         """Return the content of a file; an empty one is not opened, which takes time on NFS."""
         if name not in self._contents:
             path = self.directory / name
-            found = {}
+            content = {}
             if not name.endswith(".end") or self.store.size(path):
                 self.store.bring(path)
-                found = orjson.loads(path.read_bytes())
-            self._contents[name] = found
+                content = orjson.loads(path.read_bytes())
+            self._contents[name] = content
         return self._contents[name]
 
     def _read_plan(self, number: int) -> None:
         """Read a plan, unless it was read before; plans are read in the order of their numbers."""
         if number >= len(self.plans):
-            found = self._read(f"plan-{number:06d}")
-            plan = LeasePlan(**{**found, "rows": rows_from_text(found["rows"])})
+            content = self._read(f"plan-{number:06d}")
+            plan = LeasePlan(**{**content, "rows": rows_from_text(content["rows"])})
             self.plans.append(plan)
             self._places += [(plan, range(start, stop)) for start, stop in pairwise(plan.cuts)]
 
@@ -191,10 +190,10 @@ class Leases:
         plan, positions = self._places[number]
         turn = self._turn(number)
         copy = self._copy(plan.order) if plan.order else None
-        return Lease(number, turn, self._rows(number, turn), positions, copy)
+        return Lease(number=number, turn=turn, rows=self._rows(number, turn), positions=positions, copy=copy)
 
     def _copy(self, name: str) -> Path:
-        """Return the path of a sorted copy, which is there unless nobody has it any more."""
+        """Return the path of a sorted copy, which exists unless nobody has it any more."""
         self.store.bring(self.directory / name)
         return self.directory / name
 
@@ -208,10 +207,10 @@ class Leases:
         return plan.rows.range_cardinality(positions.start, positions.stop)
 
     def _rows(self, number: int, turn: int) -> BitMap64:
-        """Return the rows that a lease has at a turn: those planned, or those that the turn before left."""
+        """Return the rows of a lease at a turn: those of the plan, or those that the turn before left."""
         if turn:
-            left = self._read(f"{_name(number, turn - 1)}.end").get("left")
-            return rows_from_text(left) if left else BitMap64()
+            remaining = self._read(f"{_name(number, turn - 1)}.end").get("left")
+            return rows_from_text(remaining) if remaining else BitMap64()
         plan, positions = self._places[number]
         if plan.order is None:
             return plan.rows & BitMap64(positions)
@@ -233,10 +232,10 @@ def _name(number: int, turn: int) -> str:
 
 
 def next_lease(free: Sequence[int], last: int | None) -> int | None:
-    """Choose one of the free leases, which are sorted; `last` is the one that this task had before.
+    """Choose one of the free leases, which are sorted; `last` is the one that this worker had before.
 
-    It is the next one if that is free, so that a file is read on; else the first lease if it is in the
-    longest free stretch; else the middle of that stretch, so that tasks meet late.
+    It is the next one if that is free, so that a file is read on. Otherwise it is the first lease if that is
+    in the longest free stretch, else the middle of that stretch, so that workers meet late.
     """
     if not free:
         return None
@@ -248,10 +247,11 @@ def next_lease(free: Sequence[int], last: int | None) -> int | None:
 
 def _stretches(numbers: Sequence[int]) -> list[tuple[int, int]]:
     """Return begin and length of each stretch of consecutive numbers."""
-    found: list[tuple[int, int]] = []
+    stretches: list[tuple[int, int]] = []
     for number in numbers:
-        if found and sum(found[-1]) == number:
-            found[-1] = (found[-1][0], found[-1][1] + 1)
+        if stretches and sum(stretches[-1]) == number:
+            begin, length = stretches[-1]
+            stretches[-1] = (begin, length + 1)
         else:
-            found.append((number, 1))
-    return found
+            stretches.append((number, 1))
+    return stretches

@@ -131,10 +131,10 @@ class EngineLoop:
         Raises BatchrunError if the engine is closed.
         """
         try:
-            asked = self._portal.start_task_soon(question)
+            answer = self._portal.start_task_soon(question)
         except RuntimeError:
             raise BatchrunError(_CLOSED) from None
-        return await asyncio.wrap_future(asked)
+        return await asyncio.wrap_future(answer)
 
     def close(self) -> None:
         """End all that was started: a stream that the program left, a run in another thread. Blocks."""

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import JobError, ResumeError
+from batchrunner.output.resume import DoneRows
 
 Discard: TypeAlias = Literal["run", "failed rows", "nothing"]
 """Results that a start deletes before it writes its first one."""
@@ -50,6 +51,16 @@ class RunState:
     """Rows with a stored error, and without a stored answer."""
     leased: BitMap64 = field(default_factory=BitMap64)
     """Rows of leases that have not all ended: the workers of the run do them."""
+
+    @classmethod
+    def of(cls, selected: BitMap64, stored: DoneRows, leased: BitMap64 | None = None) -> RunState:
+        """Return the state of a run whose results are `stored`."""
+        return cls(
+            selected=selected,
+            answered=stored.answered,
+            failed=stored.failed,
+            leased=BitMap64() if leased is None else leased,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Checks that need no engine: the input, the templates, the output directory, earlier attempts."""
+"""Checks of a job without an engine: the input, the templates, the output directory, earlier attempts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class PreparedJob(JobInput):
 
     @property
     def model_task(self) -> TaskName:
-        """What the model must be able to do; for a batch file the requests say it."""
+        """Task that the model must be able to do. That of a batch file stands in its requests."""
         if not self.job.prompt.is_batch:
             return self.job.task
         for batch in self.dataset.read(BitMap64(range(self.dataset.total_rows)), [URL]):
@@ -89,14 +89,14 @@ class PreparedJob(JobInput):
         return schema.append(pa.field(REQUEST_DIGEST, pa.binary()))
 
     def fingerprint(self, model: str) -> dict[str, Any]:
-        """Return what two attempts must have in common: no merge takes columns of two types.
+        """Return the facts that two attempts must have in common: no merge takes columns of two types.
 
         The types of carried columns are those of all files; `model` is "" where it is not to be compared.
         """
         functions = self.functions.facts.values() if self.functions is not None else ()
-        made = {name: type_name(arrow_type(kind)) for facts in functions for name, kind in facts.columns}
+        computed = {name: type_name(arrow_type(kind)) for facts in functions for name, kind in facts.columns}
         carried = {field.name: type_name(field.type) for field in self.renderer.carried_schema}
-        return {**fingerprint(self.job, self.dataset.facts(), model), "columns": carried | made}
+        return {**fingerprint(self.job, self.dataset.facts(), model), "columns": carried | computed}
 
     def close(self) -> None:
         """End the processes of the Python functions."""
@@ -147,18 +147,25 @@ def prepare(
             renderer = Renderer(job, dataset, answers, functions)
         faults.raise_all()
         dataset.log_notes(renderer.columns)
-        known = None if fresh else _fingerprint_of(run_dir)
-        if known is not None:
-            dataset.recognize(known["files"])
+        before = None if fresh else _fingerprint_of(run_dir)
+        if before is not None:
+            dataset.recognize(before["files"])
         elif job.output.reuse is not None:  # so that prompts are equal
-            known = _fingerprint_of(look_at_run(job.output.reuse, job.storage))
-        job, renderer = _with_field_order(job, renderer, dataset, answers, known)
+            before = _fingerprint_of(look_at_run(job.output.reuse, job.storage))
+        job, renderer = _with_field_order(job, renderer, dataset, answers, before=before)
     except BaseException:
         drop_copies(run_dir)
         if functions is not None:
             functions.close()
         raise
-    return PreparedJob(job, dataset, renderer, functions, run_dir, answers)
+    return PreparedJob(
+        job=job,
+        dataset=dataset,
+        renderer=renderer,
+        functions=functions,
+        run_dir=run_dir,
+        answers=answers,
+    )
 
 
 def _with_field_order(
@@ -166,12 +173,13 @@ def _with_field_order(
     renderer: Renderer,
     dataset: Dataset,
     answers: AnswerPlan,
+    *,
     before: Mapping[str, Any] | None,
 ) -> tuple[Job, Renderer]:
-    """Return the job with the fields of its prompts in the order of the run, and what renders it.
+    """Return the job with the fields of its prompts in the order of the run, and its renderer.
 
-    Where no earlier start, whose fingerprint is `before`, has decided, a sample of the input does. Raises
-    InputError.
+    The order is that of the earlier start with the fingerprint `before`. Without one a sample of the input
+    decides. Raises InputError.
     """
     fields = job.prompt.fields
     if fields is None or fields.order == "written" or len(fields.columns) == 1:
@@ -257,11 +265,11 @@ def _refuse_results(path: str | list[str], dataset: Dataset) -> None:
 
     They are meant where the path itself leads into a run: `out/run/parts`, `out/*/merged/*.parquet`.
     """
-    given = [path] if isinstance(path, str) else path
-    if any({*Path(each).absolute().parts} & RESULT_DIRECTORIES for each in given):
+    paths = [path] if isinstance(path, str) else path
+    if any({*Path(text).absolute().parts} & RESULT_DIRECTORIES for text in paths):
         return
     for place in sorted({Path(file.path).parent for file in dataset.files}):
-        if place.parent in map(Path, given):  # the path of a run means its merged results
+        if place.parent in map(Path, paths):  # the path of a run means its merged results
             continue
         if place.name in RESULT_DIRECTORIES and holds_run(place.parent):
             raise InputError(
@@ -277,7 +285,7 @@ def check_resumes(prepared: PreparedJob, model: str | None, weights: str | None 
     """
     run_dir = prepared.run_dir
     old = read_run_json(run_dir)
-    # --join may follow a run of one task: whoever makes the plan leaves out what that one did
+    # --join may follow a run of one worker: the plan leaves out the rows that this one did.
     if not prepared.joins and run_dir.store.names(run_dir.leases):
         raise ResumeError(
             f"{run_dir.name}: this run is done with --join: do so too, or take another output.path"

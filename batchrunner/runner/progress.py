@@ -5,14 +5,19 @@ import inspect
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from batchrunner.core.console import tell
+import msgspec
+
+from batchrunner.core.console import background_line, duration, tell
 from batchrunner.core.errors import JobError
 from batchrunner.core.timing import TIMING
-from batchrunner.dispatch.progress import sample_line
+from batchrunner.job.tasks import GENERATE
+from batchrunner.output.samples import RolloutSample, RunSample
+from batchrunner.tuning.signals import Corner
 
 log = logging.getLogger(__name__)
 
@@ -21,12 +26,77 @@ BAR_FORMAT = "{percentage:3.0f}%|{bar:10}| {elapsed} {desc}"
 LINE_EVERY_S = 5.0
 
 
+def sample_line(sample: RunSample) -> str:
+    """Return the state of a run in one line, the most important part first: a terminal's width cuts it."""
+    total = sample.rows_total
+    parts = [f"{sample.rows_done:,}{f'/{total:,}' if total else ''} rows"]
+    if sample.stopping:
+        parts.append(f"stopping: {sample.in_flight:,} in flight")
+    else:
+        parts.append(f"{sample.rows_per_s:,.1f} rows/s")
+    if sample.time_left_s is not None:
+        parts.append(f"{duration(sample.time_left_s)} left")
+    if sample.rows_reused:
+        parts.append(f"{sample.rows_reused:,} reused")
+    parts.append(f"{sample.rows_failed:,} failed")
+    parts += _load_parts(sample)
+    if sample.background:
+        parts.append(background_line(msgspec.structs.asdict(sample.background)))
+    if sample.prompt_tokens_per_s > 0:
+        parts.append(f"cache {min(1.0, sample.cached_tokens_per_s / sample.prompt_tokens_per_s):.0%}")
+    if sample.rollouts:
+        parts += _rollout_parts(sample.rollouts)
+    if sample.resting:
+        parts.append(f"{sample.resting:,} to retry")
+    parts.append(f"{sample.in_flight:,}/{sample.window:,} in flight")
+    if sample.retractions:
+        parts.append(f"{sample.retractions:,} retracted")
+    if sample.task == GENERATE:
+        parts.append(f"{sample.output_tokens_per_s:,.0f} output tok/s")
+    else:
+        parts.append(f"{sample.prompt_tokens_per_s:,.0f} prompt tok/s")
+    return ("[simulated] " if sample.simulated else "") + ", ".join(parts)
+
+
+def _load_parts(sample: RunSample) -> list[str]:
+    """Return the load of the engine and the load states of its schedulers.
+
+    `#running-req` and `#queue-req` are sums over the schedulers; the band is that of each scheduler's queue.
+    """
+    loads = sample.signals
+    if not loads:
+        return ["load unknown"]
+    healthy = ""
+    if loads[0].scheduler in sample.bands:
+        low, high = sample.bands[loads[0].scheduler]
+        healthy = f" ({low:,}-{high:,}{' each' if len(loads) > 1 else ''})"
+    usages = sorted({f"{load.token_usage:.2f}" for load in loads})
+    parts = [
+        f"#running-req {sum(load.running for load in loads):,}",
+        f"#queue-req {sum(load.queue for load in loads):,}{healthy}",
+        f"usage {'-'.join(dict.fromkeys((usages[0], usages[-1])))}",
+    ]
+    # A log of another version may have states that this one does not know.
+    corners = Counter(load.corner for load in loads if load.corner in set(Corner))
+    for corner, count in corners.most_common():
+        words = Corner(corner).words
+        parts.append(words if count == len(loads) else f"{words} ({count} of {len(loads)})")
+    return parts
+
+
+def _rollout_parts(rollouts: RolloutSample) -> list[str]:
+    waiting = f"{rollouts.waiting_for_tools:,} wait for tools"
+    if rollouts.blocked:
+        waiting = f"{rollouts.blocked:,} wait as one blocks their process"
+    return [f"{rollouts.open:,} rows open ({waiting})", f"{rollouts.turns:,} turns"]
+
+
 class Display(ABC):
     """What shows the state of a run."""
 
     @abstractmethod
-    def show(self, sample: dict[str, Any]) -> None:
-        """Show the present state, a `sample` event; called a few times a second."""
+    def show(self, sample: RunSample) -> None:
+        """Show the present state; called a few times a second."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
         """Finish the output."""
@@ -37,9 +107,9 @@ class ProgressLines(Display):
 
     _shown: tuple[float, bool] | None = None
 
-    def show(self, sample: dict[str, Any]) -> None:
+    def show(self, sample: RunSample) -> None:
         """Print a line where it is time for one."""
-        now = time.monotonic() // LINE_EVERY_S, sample["stopping"]
+        now = time.monotonic() // LINE_EVERY_S, sample.stopping
         if now != self._shown:
             self._shown = now
             tell(f"{time.strftime('%H:%M:%S')} {sample_line(sample)}")
@@ -50,14 +120,14 @@ class ProgressBar(Display):
 
     _bar: Any = None
 
-    def show(self, sample: dict[str, Any]) -> None:
+    def show(self, sample: RunSample) -> None:
         """Move the bar."""
         if self._bar is None:
             from tqdm.auto import tqdm  # noqa: PLC0415 - only where a bar is asked for
 
-            bar = BAR_FORMAT if sample["rows_total"] else "{elapsed} {desc}"
+            bar = BAR_FORMAT if sample.rows_total else "{elapsed} {desc}"
             self._bar = tqdm(dynamic_ncols=True, bar_format=bar, delay=1e-9)  # until its line is known
-        self._bar.n, self._bar.total = sample["rows_done"], sample["rows_total"]  # others may add rows
+        self._bar.n, self._bar.total = sample.rows_done, sample.rows_total  # others may add rows
         with contextlib.suppress(OSError):  # the terminal was closed
             self._bar.set_description_str(sample_line(sample))
 
@@ -99,10 +169,10 @@ class ProgressCalls(Display):
     """Calls a program at most once a second, and once more at the end; in the thread of the run."""
 
     _listener: ProgressListener | None
-    _untold: dict[str, Any] | None = None
+    _untold: RunSample | None = None
     _next: float = 0.0
 
-    def show(self, sample: dict[str, Any]) -> None:
+    def show(self, sample: RunSample) -> None:
         """Tell the present state, if the last call is old enough."""
         self._untold = sample
         if time.monotonic() >= self._next:
@@ -120,14 +190,14 @@ class ProgressCalls(Display):
         try:
             self._listener(
                 Progress(
-                    rows_done=sample["rows_done"],
-                    rows_total=sample["rows_total"] or None,
-                    rows_failed=sample["rows_failed"],
-                    rows_per_s=sample["rows_per_s"],
-                    eta_s=sample["time_left_s"],
-                    output_tokens_per_s=sample["output_tokens_per_s"],
-                    rows_in_flight=sample["in_flight"],
-                    simulated=sample["simulated"],
+                    rows_done=sample.rows_done,
+                    rows_total=sample.rows_total or None,
+                    rows_failed=sample.rows_failed,
+                    rows_per_s=sample.rows_per_s,
+                    eta_s=sample.time_left_s,
+                    output_tokens_per_s=sample.output_tokens_per_s,
+                    rows_in_flight=sample.in_flight,
+                    simulated=sample.simulated,
                 )
             )
         except Exception:  # the rows of a long run matter more than what is shown of it

@@ -1,7 +1,7 @@
-"""Takes the answers of another run for equal requests (`output.reuse`), before any row is sent.
+"""Reuse of another run's answers to equal requests (`output.reuse`), before any row is sent.
 
 duckdb joins the digests of both runs' requests, and puts the answers into the order of the new input, in
-bounded memory. They become parts, so their rows are done for whatever comes after.
+bounded memory. They become parts, so no later step sends their rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from batchrunner.core.types import Request, rows_of_column
 from batchrunner.engines.registry import model_of
 from batchrunner.input.dataset import DatasetReader
 from batchrunner.input.parquet_copy import in_chunks
-from batchrunner.input.prompt_bytes import RequestDigests, prompt_bytes
+from batchrunner.input.prompt_bytes import RequestDigests, is_repeatable, prompt_bytes
 from batchrunner.input.sorted_copy import connect, insert
 from batchrunner.job.answers import judges_by_row
 from batchrunner.job.output import CUT
@@ -50,7 +50,7 @@ CHUNK_ROWS = 1024
 _ASKED = {"digest": pa.binary(), "new_row": pa.int64(), "shares": pa.bool_(), "is_wanted": pa.bool_()}
 """Columns of the table of this run's requests."""
 _ALL, _UNCUT = "TRUE", f"coalesce(finish_reason::VARCHAR, '') NOT LIKE '%{CUT}%'"
-"""Which answers are good among those without an error."""
+"""Conditions for answers without an error that may be reused: all, or those that are not truncated."""
 _JOIN = """
 CREATE TABLE equal AS
 WITH good AS (
@@ -64,7 +64,7 @@ WITH good AS (
 )
 SELECT new_row, filename, file_row_number FROM new JOIN old USING (digest, nth) WHERE is_wanted
 """
-"""Rows that share an answer have the first equal one; of others each has one of its own, always the same."""
+"""Rows that share an answer get the first equal one. Any other row gets one of its own, always the same."""
 _ANSWERS = """
 SELECT stored.* REPLACE (new_row AS row, NULL AS latency_s, 0::INTEGER AS attempts)
 FROM equal JOIN stored USING (filename, file_row_number) ORDER BY new_row
@@ -72,48 +72,52 @@ FROM equal JOIN stored USING (filename, file_row_number) ORDER BY new_row
 
 
 class Reuse:
-    """The answers that a run takes from another one."""
+    """Answers that a run takes from another one."""
 
     def __init__(self, prepared: PreparedJob, control: Control) -> None:
         """Raise JobError where no answer of the other run can be one of this run."""
         job, self._prepared, self._control = prepared.job, prepared, control
         self.counts = RowCounts()
-        """Those of the rows that were taken."""
+        """Counts of the rows that got an answer."""
         assert job.output.reuse is not None
         self._run = look_at_run(job.output.reuse, job.storage)
         self._facts = require_run_json(self._run)
         old = self._facts["fingerprint"]
         new = prepared.fingerprint(model_of(job.engine) or old["model"])
-        if old["accept"]["on_length"] != "longer":  # else its answers may be longer than this job wants them
+        if old["accept"]["on_length"] != "longer":  # else its answers may be longer than this job allows
             new["accept"]["on_length"] = old["accept"]["on_length"]
         pairs = {name: (old[name], new[name]) for name in ("task", "model", "parse", "accept")}
         pairs["prompt.truncate"] = old["prompt"].get("truncate"), job.prompt.truncate
         for name, _ in prepared.answers.parsed:
             pairs[name] = old["columns"].get(name), new["columns"].get(name)
-        problems = [describe_difference(name, *both) for name, both in pairs.items() if both[0] != both[1]]
+        problems = [
+            describe_difference(name, before, after)
+            for name, (before, after) in pairs.items()
+            if before != after
+        ]
         if self._run.path.resolve() == prepared.run_dir.path.resolve():
             problems = ["is the output path itself"]
         elif judges_by_row(prepared.functions):
-            problems = ["accept.python is called with the row, of which digests of requests do not know"]
+            problems = ["accept.python is called with the row, which the digests of requests do not cover"]
         if problems:
-            told = f"output.reuse: {self._run.name}: {problems[0]}"
-            raise JobError(told, hint="leave it out, or make both alike")
+            message = f"output.reuse: {self._run.name}: {problems[0]}"
+            raise JobError(message, hint="leave it out, or make the two jobs alike")
 
     def take(
         self,
         run_dir: RunDir,
         lock: TaskLock,
         selected: BitMap64,
-        wanted: BitMap64,
+        missing: BitMap64,
         *,
         before_first: Callable[[], None] = lambda: None,
     ) -> BitMap64:
-        """Write the answers of `wanted` rows, of all that are `selected`; return the rows that have one.
+        """Write answers for the `missing` rows among the `selected` ones; return the rows that got one.
 
-        They become parts of the task of `run_dir`, whose `lock` the caller holds. `before_first` is called
-        before the first of them is written. Raises InputError or StorageError.
+        They become parts of the worker of `run_dir`, whose `lock` the caller holds. `before_first` is called
+        before the first answer is written. Raises InputError or StorageError.
         """
-        done = BitMap64()
+        reused = BitMap64()
         most = self._prepared.job.output.part_rows
         size = min(CHUNK_ROWS, most)
         work = run_dir.task_directory / "order-reuse"  # where the next sort would delete it
@@ -121,22 +125,22 @@ class Reuse:
         with writing(work), ExitStack() as stack:
             make_directory(work)
             stack.callback(shutil.rmtree, work, ignore_errors=True)
-            tables = self._answers(stack.enter_context(connect(work)), selected, wanted, size)
+            tables = self._answers(stack.enter_context(connect(work)), selected, missing, size)
             for pieces in in_chunks(tables, most // size, lambda table: table.nbytes):
-                if not done:
+                if not reused:
                     before_first()
                     lock.verify()
                     self._begin(run_dir, len(selected))
                 write_part(run_dir, run_dir.next_number(), pieces, lock)
-                done |= BitMap64().union(*(rows_of_column(piece.column("row")) for piece in pieces))
-        found = f"{len(done):,} of {len(wanted):,} rows"
-        log.info("%s have the answer of an equal request in %s", found, self._run.name)
-        return done
+                reused |= BitMap64().union(*(rows_of_column(piece.column("row")) for piece in pieces))
+        rows = f"{len(reused):,} of {len(missing):,} rows"
+        log.info("%s have the answer of an equal request in %s", rows, self._run.name)
+        return reused
 
     def _begin(self, run_dir: RunDir, rows_total: int) -> None:
-        """Write into run.json whose answers the run has, and of which input.
+        """Write into run.json the model of the answers, and their input.
 
-        So an engine with another model, or an input that was changed since, is refused at any later start.
+        So any later start refuses an engine with another model, and an input that was changed since.
         """
         run_dir.discard_merged()
         make_directory(run_dir.parts)
@@ -148,45 +152,46 @@ class Reuse:
             raise_total(run_dir, rows_total, fingerprint)
 
     def _answers(
-        self, db: DuckDBPyConnection, selected: BitMap64, wanted: BitMap64, size: int
+        self, db: DuckDBPyConnection, selected: BitMap64, missing: BitMap64, size: int
     ) -> Iterator[pa.Table]:
-        """Yield the answers of wanted rows in their order, as parts have them, `size` at most at once."""
+        """Yield the answers of missing rows in their order, as parts have them, at most `size` at once."""
         prepared, parts = self._prepared, [str(path) for path in self._run.all_parts()]
         stored = [pq.read_schema(part) for part in parts]
         schema = prepared.results_schema
         names = {*schema.names} - {*prepared.renderer.carried_schema.names}
-        if not {name for each in stored for name in each.names}.issuperset(names):
+        if not {name for schema_of_part in stored for name in schema_of_part.names}.issuperset(names):
             return  # they are of an earlier version
         schema = schema.with_metadata(stored[0].metadata)  # it says what made the answers
         db.read_parquet(
             parts, union_by_name=True, hive_partitioning=False, filename=True, file_row_number=True
         ).create_view("stored")
-        insert(db, "asked", _ASKED, self._requests(selected, wanted))
+        insert(db, "asked", _ASKED, self._requests(selected, missing))
         db.execute(_JOIN.format(good=_ALL if prepared.answers.on_length == "keep" else _UNCUT))
         with closing(DatasetReader(prepared.dataset, prepared.renderer.columns)) as reader:
             for answers in db.sql(_ANSWERS).to_arrow_reader(size):
                 for batch in reader.read(rows_of_column(pa.chunked_array([answers.column("row")]))):
                     self._control.check()
                     carried = prepared.renderer.carried(batch)
-                    found, answers = answers.slice(0, len(carried)), answers.slice(len(carried))  # noqa: PLW2901
+                    of_batch = answers.slice(0, len(carried))
+                    answers = answers.slice(len(carried))  # noqa: PLW2901
                     columns = [
-                        (found if field.name in names else carried).column(field.name).cast(field.type)
+                        (of_batch if field.name in names else carried).column(field.name).cast(field.type)
                         for field in schema
                     ]
                     table = pa.Table.from_arrays(columns, schema=schema)
-                    reasons = found.column("finish_reason").to_pylist() if "finish_reason" in names else []
+                    reasons = of_batch.column("finish_reason").to_pylist() if "finish_reason" in names else []
                     cut = sum(CUT in (reason or "") for reason in reasons)
                     counts = RowCounts(ok=len(carried), cut=cut, reused=len(carried))
                     self.counts += counts
                     yield with_counts(table, TableCounts(counts, RowCounts()))
 
-    def _requests(self, selected: BitMap64, wanted: BitMap64) -> Iterator[tuple[Any, ...]]:
+    def _requests(self, selected: BitMap64, missing: BitMap64) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of _ASKED."""
         digests = RequestDigests()
         for items in self._prepared.batches(selected, self._control.check):
             for item in items:
-                row, _, position, found = item.ref
-                if isinstance(item, Request) and found:
+                row, _, position, digests_of_batch = item.ref
+                if isinstance(item, Request) and digests_of_batch:
                     digests.write(item, prompt_bytes(item))
-                    is_sure = item.task is not None or item.sampling.get("temperature") == 0
-                    yield found[position], row, is_sure and self._prepared.dedupes, row in wanted
+                    shares = is_repeatable(item) and self._prepared.dedupes
+                    yield digests_of_batch[position], row, shares, row in missing

@@ -170,7 +170,7 @@ class FixedRows(TaskRows):
         `copy` is the sorted copy of the input in whose order they are sent; None for input order.
         """
         super().__init__(prepared, turns)
-        self._lease: Lease | None = Lease(0, 0, rows, None, copy)
+        self._lease: Lease | None = Lease(number=0, turn=0, rows=rows, positions=None, copy=copy)
         self._total = total
         self._to_read = len(rows)
 

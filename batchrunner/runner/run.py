@@ -31,6 +31,7 @@ from batchrunner.engines.registry import model_of
 from batchrunner.job.engine import ServerEngine, SimulatedEngine
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import GENERATE
+from batchrunner.output.away import PAUSE_S, AwayWait, DiskWait
 from batchrunner.output.discard import hold_own_task
 from batchrunner.output.events import EventLog, attempt_spans, union_s, uploading_logs
 from batchrunner.output.liveness import engine_starting
@@ -38,7 +39,7 @@ from batchrunner.output.resume import read_done
 from batchrunner.output.run_dir import ESTIMATE, MAIN_TASK
 from batchrunner.output.run_json import without_secrets, write_limits, write_run_json
 from batchrunner.output.task_lock import TaskLock
-from batchrunner.output.writer import FLUSH_FRACTION, PAUSE_S, DiskWait, ResultWriter
+from batchrunner.output.writer import FLUSH_FRACTION, ResultWriter
 from batchrunner.report.report import Report, make_report, save_report, verdict_of_done, versions
 from batchrunner.runner.control import Control
 from batchrunner.runner.plan import StartOptions, may_grow
@@ -108,7 +109,9 @@ async def execute(
         events = EventLog(run_dir.events)
 
         # plan
-        finder = WorkFinder(prepared, start, lock, control, events, turns)
+        finder = WorkFinder(
+            prepared=prepared, start=start, lock=lock, control=control, events=events, turns=turns
+        )
         model = engine.info.model if engine else model_of(job.engine)
         work = await control.run(lambda: finder.find(model))
         stack.push_async_callback(give_back, work.rows, lock)
@@ -120,7 +123,9 @@ async def execute(
         if engine is None:
             task_of_model = await asyncio.to_thread(lambda: prepared.model_task)
             with engine_starting(run_dir):
-                engine = await open_engine_of(job, task_of_model, run_dir.log_directory, control, stack)
+                engine = await open_engine_of(
+                    job, task_of_model, log_directory=run_dir.log_directory, control=control, stack=stack
+                )
         engine.check(job)
         if model_of(job.engine) is None and work.discard != "run":
             info = engine.info
@@ -160,16 +165,13 @@ def rare_garbage_collection() -> Iterator[None]:
 
 
 async def unless_away(work: Callable[[], Coroutine[Any, Any, T]], job: Job, control: Control) -> T:
-    """Do what may ask an object store, again while that is away; raises StoreAwayError in the end."""
-    failed_at: float | None = None
+    """Do `work`, which may ask an object store; repeat it while that is away. Raises StoreAwayError."""
+    wait = AwayWait(job.limits.disk_wait)
     while True:
         try:
             return await work()
         except StoreAwayError as failure:
-            if failed_at is None:
-                failed_at = time.monotonic()
-                log.warning("%s: waiting for the store (limits.disk_wait)", failure)
-            if time.monotonic() - failed_at > job.limits.disk_wait:
+            if not wait.may_go_on(f"{failure}: waiting for the store (limits.disk_wait)"):
                 raise
             await control.wait_for(asyncio.sleep(PAUSE_S), "while the object store was away")
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.types import Completion, Outcome, PromptKind
@@ -32,6 +34,7 @@ from batchrunner.job.spec import Job
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.resume import DoneRows
+from batchrunner.output.samples import RunSample
 from batchrunner.runner.control import Control
 from batchrunner.runner.progress import Display
 
@@ -56,7 +59,7 @@ FEWEST_ROWS = 100
 """Rows that must have been sent and ended before `limits.abort_failed_share` stops a run."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class OutcomeSink:
     """Takes every outcome once: makes columns of its answer, counts it, and stores it or hands it over.
 
@@ -64,13 +67,13 @@ class OutcomeSink:
     large a share of the rows that were sent failed.
     """
 
-    _outlet: Outlet
-    _counts: RowCounts
-    _control: Control
-    _routes: Routes
-    _most_failed_share: float
+    outlet: Outlet
+    counts: RowCounts
+    control: Control
+    routes: Routes
+    most_failed_share: float
     """`limits.abort_failed_share`, from 0 to 1."""
-    _parser: HookPool | None
+    parser: HookPool | None
     """What runs the job's Python function that makes columns of an answer; None without one."""
     _sent: int = 0
     _failed: int = 0
@@ -82,21 +85,21 @@ class OutcomeSink:
 
         Raises StorageError, and HookLostError where the Python function's processes cannot go on.
         """
-        if outcome.completion is not None and outcome.error is None and self._parser is not None:
-            outcome = await self._parsed(outcome, outcome.completion, self._parser)
-        self._counts.add(outcome)  # first: the row is in a part even if a stop comes while we wait
+        if outcome.completion is not None and outcome.error is None and self.parser is not None:
+            outcome = await self._parsed(outcome, outcome.completion, self.parser)
+        self.counts.add(outcome)  # first: the row is in a part even if a stop comes while we wait
         if outcome.attempts:  # rows that were not sent say nothing about the engine or the other rows
             self._sent += 1
             if outcome.error is not None:
                 self._stop_if_too_many_fail()
-        await self._outlet.put(outcome)
+        await self.outlet.put(outcome)
 
     def _stop_if_too_many_fail(self) -> None:
         """Count a failed row; one in flight counts as good: a refusal comes at once and an answer late."""
         self._failed += 1
-        all_sent = self._sent + max(0, self._routes.in_flight - 1)  # the slot of this row is still taken
-        if self._sent >= FEWEST_ROWS and self._failed / all_sent > self._most_failed_share:
-            self._control.drain(
+        all_sent = self._sent + max(0, self.routes.in_flight - 1)  # the slot of this row is still taken
+        if self._sent >= FEWEST_ROWS and self._failed / all_sent > self.most_failed_share:
+            self.control.drain(
                 f"{self._failed / self._sent:.0%} of the rows failed (limits.abort_failed_share): "
                 "correct what the errors below name, and start with --retry-failed"
             )
@@ -184,12 +187,12 @@ class Sending:
         routes = Routes()
         tokenizer = RowTokenizer(job, rows.kind, engine, info, events, functions)
         results = OutcomeSink(
-            outlet,
-            counts,
-            control,
-            routes,
-            job.limits.abort_failed_share,
-            functions if functions is not None and PARSE in functions.facts else None,
+            outlet=outlet,
+            counts=counts,
+            control=control,
+            routes=routes,
+            most_failed_share=job.limits.abort_failed_share,
+            parser=functions if functions is not None and PARSE in functions.facts else None,
         )
 
         # rows: source → reorder → tokenise → queue → slot → engine → check → parse, count, store (`results`)
@@ -279,10 +282,11 @@ class Sending:
         self._show(sample)
         if now >= self._next_sample:
             self._next_sample = now + min(SAMPLE_S, (now - self._began) / 50)
-            self._events.write("sample", **sample)
+            values = msgspec.to_builtins(sample)
+            self._events.write("sample", **values)
             if self._adaptation is not None:
                 try:
-                    self._adaptation.take({"time": now, **sample})
+                    self._adaptation.take({"time": now, **values})
                 except Exception:  # the rows matter more
                     log.exception("the servers' flags are not adapted any more")
                     self._adaptation = None
@@ -295,9 +299,9 @@ class Sending:
         """Show and write the last state."""
         last = self.progress.sample(self._loads, now)
         self._show(last)
-        self._events.write("sample", **last)
+        self._events.write("sample", **msgspec.to_builtins(last))
 
-    def _show(self, sample: dict[str, Any]) -> None:
+    def _show(self, sample: RunSample) -> None:
         for display in self._displays:
             display.show(sample)
 

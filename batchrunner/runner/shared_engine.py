@@ -96,7 +96,7 @@ class SharedEngine:
 
 
 async def open_engine_of(
-    job: Job, task: TaskName, log_directory: Path, control: Control, stack: contextlib.AsyncExitStack
+    job: Job, task: TaskName, *, log_directory: Path, control: Control, stack: contextlib.AsyncExitStack
 ) -> SharedEngine:
     """Open the engine of a job for a task of a model; `stack` closes it. Raises BatchrunError."""
     shape = shape_of(job, task)

@@ -1,123 +1,175 @@
-"""The state of a run, read from its files: it may be at work in another process, or over."""
+"""State of a run, read from its files: it may be at work in another process, or over."""
 
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from pyroaring import BitMap64
 
 from batchrunner.core.console import counted, duration
-from batchrunner.dispatch.progress import MOST_NAMED, sample_line
 from batchrunner.output.counts import Failures
 from batchrunner.output.events import last_reason, last_sample
 from batchrunner.output.liveness import holders_of, is_recent, starting_of
 from batchrunner.output.resume import DoneRows, read_done
 from batchrunner.output.run_dir import MAIN_TASK, RunDir, look_at_run
 from batchrunner.output.run_json import holds_run, read_run_json, require_run_json
+from batchrunner.output.samples import LoggedSample
 from batchrunner.report.report import GO_ON, cause_lines, says_next_step
 from batchrunner.runner.leases import Leases
+from batchrunner.runner.progress import sample_line
+
+MOST_NAMED = 8
+"""Workers that have ended and are shown one by one; of more, only the sums."""
 
 
-def status(run: str | Path | RunDir, *, watch: bool = True) -> dict[str, Any]:
+class LeaseCounts(msgspec.Struct, kw_only=True):
+    """The leases of a run that workers share."""
+
+    total: int
+    free: int
+    done: int
+    held: dict[str, int]
+    """Number of leases that each worker holds."""
+
+
+class TaskStatus(msgspec.Struct, kw_only=True):
+    """The state of one worker of a run. docs/reference/json-output.md has the meaning of each field."""
+
+    task: str
+    running: str | None
+    rows_on_disk: int
+    rows_failed: int
+    rows_cut: int
+    output_tokens: int
+    starting: dict[str, Any] | None
+    last_sample: LoggedSample | None
+
+
+class RunStatus(msgspec.Struct, kw_only=True):
+    """The state of a run. docs/reference/json-output.md has the meaning of each field."""
+
+    path: str
+    running: str | None
+    model: str | None
+    simulated: bool
+    rows_total: int | None
+    rows_on_disk: int
+    rows_failed: int
+    rows_cut: int
+    rows_reused: int
+    failures: list[dict[str, object]]
+    reason: str | None
+    output_tokens: int
+    finished: bool
+    rows_per_s: float
+    time_left_s: float | None
+    leases: LeaseCounts | None
+    tasks: list[TaskStatus]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the state for `--json`."""
+        state: dict[str, Any] = msgspec.to_builtins(self)
+        return state
+
+
+def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
     """Return the state of a run; raises OutputError if the path holds none; `watch` is as in `holders_of`.
 
-    Before the first task has begun to send rows, the model is None, and so is the number of rows where no
-    plan tells it.
+    Before the first worker has begun to send rows, the model is None, and so is the number of rows where no
+    plan has it.
     """
     run_dir = look_at_run(run)
     facts = read_run_json(run_dir) if holds_run(run_dir.path) else require_run_json(run_dir)
     run_dirs = run_dir.all_tasks()
-    found = [read_done(task) for task in run_dirs]
+    stored = [read_done(task) for task in run_dirs]
     samples = [last_sample(task.events) for task in run_dirs]
     holders = holders_of(list(zip(run_dirs, samples, strict=True)), watch=watch)
-    tasks = list(map(_task, run_dirs, found, samples, holders))
+    tasks = list(map(_task, run_dirs, stored, samples, holders))
     leases = Leases(run_dir.leases)
     leases.refresh()
-    now = [task["last_sample"] for task in tasks if task["last_sample"]]
+    now = [task.last_sample for task in tasks if task.last_sample]
     pace = sum(
-        (each["rows_total"] - each["rows_done"]) / each["time_left_s"] for each in now if each["time_left_s"]
+        (sample.rows_total - sample.rows_done) / sample.time_left_s for sample in now if sample.time_left_s
     )
-    on_disk = len(BitMap64().union(*(done.rows for done in found)))  # a row of two tasks counts once
-    running = [task["running"] for task in tasks if task["running"]]
+    on_disk = len(BitMap64().union(*(done.rows for done in stored)))  # a row of two workers counts once
+    running = [task.running for task in tasks if task.running]
     total = facts["rows_total"] if facts else leases.plan.rows_total if leases.plan else None
-    return {
-        "path": run_dir.name,
-        "running": ", ".join(running) or None,
-        "model": facts["engine"]["model"] if facts else None,
-        "simulated": bool(facts and facts["engine"]["simulated"]),
-        "rows_total": total,
-        "rows_on_disk": on_disk,
-        "rows_failed": sum(task["rows_failed"] for task in tasks),
-        "rows_cut": sum(task["rows_cut"] for task in tasks),
-        "rows_reused": sum(done.counts.reused for done in found),
-        "failures": sum((done.counts.failures for done in found), start=Failures()).summary(),
-        "reason": None if running else last_reason(run_dir.events),
-        "output_tokens": sum(task["output_tokens"] for task in tasks),
-        "finished": facts is not None and not running and on_disk >= facts["rows_total"],
-        "rows_per_s": sum(each["rows_per_s"] for each in now),
-        "time_left_s": (total - on_disk) / pace if pace and total is not None else None,
-        "leases": _count(leases) if leases.plan else None,
-        "tasks": tasks,
-    }
+    return RunStatus(
+        path=run_dir.name,
+        running=", ".join(running) or None,
+        model=facts["engine"]["model"] if facts else None,
+        simulated=bool(facts and facts["engine"]["simulated"]),
+        rows_total=total,
+        rows_on_disk=on_disk,
+        rows_failed=sum(task.rows_failed for task in tasks),
+        rows_cut=sum(task.rows_cut for task in tasks),
+        rows_reused=sum(done.counts.reused for done in stored),
+        failures=sum((done.counts.failures for done in stored), start=Failures()).summary(),
+        reason=None if running else last_reason(run_dir.events),
+        output_tokens=sum(task.output_tokens for task in tasks),
+        finished=facts is not None and not running and on_disk >= facts["rows_total"],
+        rows_per_s=sum(sample.rows_per_s for sample in now),
+        time_left_s=(total - on_disk) / pace if pace and total is not None else None,
+        leases=_count(leases) if leases.plan else None,
+        tasks=tasks,
+    )
 
 
-def _count(leases: Leases) -> dict[str, Any]:
+def _count(leases: Leases) -> LeaseCounts:
     free, held = len(leases.free()), leases.held()
-    return {
-        "total": len(leases),
-        "free": free,
-        "done": len(leases) - free - len(held),
-        "held": dict(Counter(held.values())),
-    }
+    return LeaseCounts(
+        total=len(leases),
+        free=free,
+        done=len(leases) - free - len(held),
+        held=dict(Counter(held.values())),
+    )
 
 
-def _task(
-    run_dir: RunDir, done: DoneRows, sample: dict[str, Any] | None, holder: str | None
-) -> dict[str, Any]:
-    return {
-        "task": run_dir.task,
-        "running": holder,
-        "rows_on_disk": len(done),
-        "rows_failed": done.counts.failed,
-        "rows_cut": done.counts.cut,
-        "output_tokens": done.counts.output_tokens,
-        "starting": starting_of(run_dir) if holder else None,
-        "last_sample": sample if holder and sample and is_recent(sample) else None,
-    }
+def _task(run_dir: RunDir, done: DoneRows, sample: LoggedSample | None, holder: str | None) -> TaskStatus:
+    counts = done.counts
+    return TaskStatus(
+        task=run_dir.task,
+        running=holder,
+        rows_on_disk=len(done),
+        rows_failed=counts.failed,
+        rows_cut=counts.cut,
+        output_tokens=counts.output_tokens,
+        starting=starting_of(run_dir) if holder else None,
+        last_sample=sample if holder and sample and is_recent(sample) else None,
+    )
 
 
-def status_lines(state: dict[str, Any]) -> list[str]:
+def status_lines(state: RunStatus) -> list[str]:
     """Return a state as a person reads it."""
-    total, on_disk = state["rows_total"], state["rows_on_disk"]
-    reused = f"{state['rows_reused']:,} reused, " if state["rows_reused"] else ""
-    cut = f"{state['rows_cut']:,} cut at max_new_tokens, " if state["rows_cut"] else ""
-    tokens = state["output_tokens"]
+    total, on_disk = state.rows_total, state.rows_on_disk
+    reused = f"{state.rows_reused:,} reused, " if state.rows_reused else ""
+    cut = f"{state.rows_cut:,} cut at max_new_tokens, " if state.rows_cut else ""
+    tokens = state.output_tokens
     decoded = f", {cut}{tokens:,} output tokens" if tokens or not on_disk else ""
     of_all = "rows" if total is None else f"of {total:,} rows"
     share = f" ({on_disk / total if total else 1.0:.1%})" if total is not None else ""
     lines = [
-        f"{state['path']}: {state['model'] or 'no row was sent yet'}",
-        f"{on_disk:,} {of_all} on disk{share}, {reused}{state['rows_failed']:,} failed{decoded}",
+        f"{state.path}: {state.model or 'no row was sent yet'}",
+        f"{on_disk:,} {of_all} on disk{share}, {reused}{state.rows_failed:,} failed{decoded}",
     ]
-    lines += cause_lines(state["failures"], "failed")
-    leases = state["leases"]
+    lines += cause_lines(state.failures, "failed")
+    leases = state.leases
     if leases:
-        held = sum(leases["held"].values())
-        lines.append(
-            f"{leases['total']:,} leases: {leases['done']:,} done, {held:,} held, {leases['free']:,} free"
-        )
-    ended = [task for task in state["tasks"] if not task["running"] and task["task"] != MAIN_TASK]
+        held = sum(leases.held.values())
+        lines.append(f"{leases.total:,} leases: {leases.done:,} done, {held:,} held, {leases.free:,} free")
+    ended = [task for task in state.tasks if not task.running and task.task != MAIN_TASK]
     if len(ended) > MOST_NAMED:
-        rows, failed = (sum(task[name] for task in ended) for name in ("rows_on_disk", "rows_failed"))
+        rows, failed = sum(task.rows_on_disk for task in ended), sum(task.rows_failed for task in ended)
         lines.append(f"{len(ended)} tasks that ended: {counted(rows, 'row')} on disk, {failed:,} failed")
-    for task in state["tasks"]:
-        if task["running"] or len(ended) <= MOST_NAMED:
-            lines += _task_lines(task, leases["held"].get(task["task"], 0) if leases else 0)
-    if len(state["tasks"]) > 1 and state["time_left_s"] is not None:
-        lines.append(f"together: {state['rows_per_s']:,.1f} rows/s, {duration(state['time_left_s'])} left")
-    if not state["running"]:
-        lines.append("finished" if state["finished"] else _how_to_go_on(state["reason"]))
+    for task in state.tasks:
+        if task.running or len(ended) <= MOST_NAMED:
+            lines += _task_lines(task, leases.held.get(task.task, 0) if leases else 0)
+    if len(state.tasks) > 1 and state.time_left_s is not None:
+        lines.append(f"together: {state.rows_per_s:,.1f} rows/s, {duration(state.time_left_s)} left")
+    if not state.running:
+        lines.append("finished" if state.finished else _how_to_go_on(state.reason))
     return lines
 
 
@@ -128,19 +180,17 @@ def _how_to_go_on(reason: str | None) -> str:
     return f"not running{f' ({reason})' if reason else ''}: {GO_ON} to go on"
 
 
-def _task_lines(task: dict[str, Any], held: int) -> list[str]:
+def _task_lines(task: TaskStatus, held: int) -> list[str]:
     lines = []
-    if task["task"] != MAIN_TASK:
+    if task.task != MAIN_TASK:
         leases = f", holds {held} leases" if held else ""
-        lines.append(
-            f"{task['task']}: {task['rows_on_disk']:,} rows on disk, {task['rows_failed']:,} failed{leases}"
-        )
-    if task["running"]:
-        lines.append(f"running: {task['running']}")
-        if starting := task["starting"]:
+        lines.append(f"{task.task}: {task.rows_on_disk:,} rows on disk, {task.rows_failed:,} failed{leases}")
+    if task.running:
+        lines.append(f"running: {task.running}")
+        if starting := task.starting:
             does = "preparing the input" if starting["what"] == "input" else "engine starting"
             return [*lines, f"{does}, {starting['since_s']:.0f} s"]
-        if sample := task["last_sample"]:
-            age_s = max(0.0, time.time() - sample["time"])
+        if sample := task.last_sample:
+            age_s = max(0.0, time.time() - sample.time)
             lines.append(f"{age_s:.0f} s ago: {sample_line(sample)}")
     return lines

@@ -1,4 +1,4 @@
-"""Streams: a run whose rows are a program's, and whose outcomes the program gets as they end."""
+"""Streams: runs whose rows come from a program, which gets the outcomes as rows end."""
 
 from __future__ import annotations
 
@@ -105,11 +105,11 @@ class RowBuffer:
         """Take the pieces that are there, at most `most`; waits for the first. Empty at the end. Blocks."""
         with self._changed:
             self._changed.wait_for(self._can_take)
-            taken, self._pieces = self._pieces[:most], self._pieces[most:]
-            for piece in taken:
+            pieces, self._pieces = self._pieces[:most], self._pieces[most:]
+            for piece in pieces:
                 self._count(piece, -1)
             self._changed.notify_all()
-            return [] if self.stopped else taken
+            return [] if self.stopped else pieces
 
     def end(self, failure: BaseException | None = None) -> None:
         """Record that no more rows come, because of `failure` if there is one."""
@@ -215,10 +215,10 @@ def take_batches(buffer: RowBuffer, first: int, most: int = MOST_ROWS) -> list[p
     At most `most` rows, or batches of a table, are taken. Rows of a batch have the same types: a row's values
     do not depend on the rows that wait with it. A row that cannot be sent is a text that says why.
     """
-    taken = buffer.take(most)
-    rows = [piece for piece in taken if isinstance(piece, dict)]
-    if len(rows) < len(taken):  # a table's batches
-        return [piece for piece in taken if isinstance(piece, pa.RecordBatch)]
+    pieces = buffer.take(most)
+    rows = [piece for piece in pieces if isinstance(piece, dict)]
+    if len(rows) < len(pieces):  # a table's batches
+        return [piece for piece in pieces if isinstance(piece, pa.RecordBatch)]
     batches: list[pa.RecordBatch | str] = []
     number = first
     for alike in rows_of_like_types(rows):
@@ -246,12 +246,12 @@ class ProgramColumns:
 
     def field(self, name: str, *, where: str) -> pa.Field:
         """Return the field of a column; raises InputError where there is none, or several."""
-        found = self.schema.get_all_field_indices(name)
-        if not found:
+        indices = self.schema.get_all_field_indices(name)
+        if not indices:
             raise unknown_column(InputError, where, name, self.schema.names)
-        if len(found) > 1:
-            raise InputError(f"{where}: the rows have {len(found)} columns {name!r}", hint="give one only")
-        return self.schema.field(found[0])
+        if len(indices) > 1:
+            raise InputError(f"{where}: the rows have {len(indices)} columns {name!r}", hint="give one only")
+        return self.schema.field(indices[0])
 
     def directory_of(self, row: int) -> str | None:
         """Return None: the rows are in no file."""
@@ -343,9 +343,9 @@ class ProgramRows:
         """Return the columns that the job uses; without a value a column has its type in the first row."""
         columns = {}
         for name in self._renderer.columns:
-            found = data.column(name) if name in data.schema.names else pa.nulls(data.num_rows)
+            values = data.column(name) if name in data.schema.names else pa.nulls(data.num_rows)
             kind = self._columns.field(name).type
-            columns[name] = pa.nulls(data.num_rows, kind) if pt.is_null(found.type) else found
+            columns[name] = pa.nulls(data.num_rows, kind) if pt.is_null(values.type) else values
         if not columns:  # a prompt without a column: the number of rows matters
             return data.select([])
         batch = pa.RecordBatch.from_pydict(columns)
@@ -393,8 +393,8 @@ class Handover:
         rows = table_of(outcomes, self._schema, self._plan).to_pylist()
         returned = [orjson.loads(row.pop(RETURNED, None) or "{}") for row in rows]
         return [
-            {"row": row["row"]} | carried[row["row"]] | row | own
-            for row, own in zip(rows, returned, strict=True)
+            {"row": row["row"]} | carried[row["row"]] | row | columns
+            for row, columns in zip(rows, returned, strict=True)
         ]
 
     def end(self) -> None:
@@ -435,7 +435,9 @@ async def send_stream(
             for display in displays:
                 stack.enter_context(contextlib.closing(display))
             if engine is None:
-                engine = await open_engine_of(job, job.task, log_directory, control, stack)
+                engine = await open_engine_of(
+                    job, job.task, log_directory=log_directory, control=control, stack=stack
+                )
             engine.check(job)
             stack.enter_context(contextlib.closing(events))
             events.open()
@@ -489,8 +491,8 @@ class StreamCall:
                 work = functools.partial(send_stream, rows, handover, self.displays, scratch)
                 running = loop.start(work)
                 stack.push_async_callback(running.cancel)
-                while taken := await loop.ask(handover.take):
-                    for row in taken:
+                while ended := await loop.ask(handover.take):
+                    for row in ended:
                         yield row
                 await running.wait_async()
             if buffer.failure is not None:
@@ -509,21 +511,21 @@ class StreamCall:
     ) -> ProgramRows | None:
         """Return the rows; None where there are none. Blocks until a row or a table tells the columns."""
         first: list[pa.RecordBatch | str] = []
-        known = None
-        while known is None:  # rows that cannot be sent have no columns
-            taken = take_batches(buffer, len(first), most=1)
-            if not taken and first:
+        readable = None
+        while readable is None:  # rows that cannot be sent have no columns
+            batches = take_batches(buffer, len(first), most=1)
+            if not batches and first:
                 raise InputError(str(first[0]))
-            if not taken:
+            if not batches:
                 return None
-            first += taken
-            known = next((piece for piece in taken if not isinstance(piece, str)), None)
-        job = self.call.job(known.schema, [str(scratch)], scratch)
+            first += batches
+            readable = next((batch for batch in batches if not isinstance(batch, str)), None)
+        job = self.call.job(readable.schema, [str(scratch)], scratch)
         if not any(map(len, first)):  # a table's columns came before its first rows
             first = take_batches(buffer, 0, most=1)
         functions = open_functions(job)
         if functions is not None:
             stack.callback(functions.close)
         total = rows_known(self.data)
-        rows = ProgramRows(job, known.schema, buffer, first=first, total=total, functions=functions)
+        rows = ProgramRows(job, readable.schema, buffer, first=first, total=total, functions=functions)
         return rows if first else None

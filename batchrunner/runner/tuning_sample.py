@@ -16,6 +16,7 @@ from pyroaring import BitMap64
 from batchrunner.core.console import counted
 from batchrunner.input.order_sample import decide_order
 from batchrunner.input.sorted_copy import SortedCopy, prepare_order, remove_sorted_copies
+from batchrunner.input.spread import spread_blocks
 from batchrunner.output.files import whole_file, writing
 from batchrunner.runner.prepare import PreparedJob
 
@@ -78,13 +79,13 @@ def _affordable(prepared: PreparedJob) -> int:
 
 def _blocks(prepared: PreparedJob, rows: BitMap64, blocks: int, directory: Path) -> Iterator[pa.RecordBatch]:
     """Yield the rows of so many blocks, which are evenly spread over the job's order of rows."""
-    begins = [(len(rows) - BLOCK_ROWS) * at // max(blocks - 1, 1) for at in range(blocks)]
-    places: Sequence[int] = [begin + row for begin in begins for row in range(BLOCK_ROWS)]
+    spread = spread_blocks(len(rows), blocks=blocks, size=BLOCK_ROWS)
+    places: Sequence[int] = [place for block in spread for place in block]
     path = None
     if decide_order(prepared, rows).order == "prefix":
         path, _ = prepare_order(prepared, rows, directory, "tune", check_stop=lambda: None)
     if path is None:  # input order: only these rows are read
-        rows = BitMap64().union(*(rows[begin : begin + BLOCK_ROWS] for begin in begins))
+        rows = BitMap64().union(*(rows[block.start : block.stop] for block in spread))
         places = range(len(rows))
     begin = 0
     batches = SortedCopy(path).read(rows) if path else prepared.dataset.read(rows, prepared.renderer.columns)

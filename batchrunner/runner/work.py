@@ -52,7 +52,7 @@ class Work:
         return not self.rows.unread and self.discard != "run"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkFinder:
     """Finds the work of an attempt of a worker whose lock the caller holds. Its methods block."""
 
@@ -89,12 +89,7 @@ class WorkFinder:
         if not self.start.fresh:
             recover(run_dir, self.lock, prepared.results_schema)
             stored = read_done(run_dir)
-        state = RunState(
-            selected=prepared.selected(self.control.check),
-            answered=stored.answered,
-            failed=stored.failed,
-        )
-        plan = plan_run(self.start, state)
+        plan = plan_run(self.start, RunState.of(prepared.selected(self.control.check), stored))
         discard, counts = plan.discard, RowCounts()
         if reuse is not None and plan.missing:
             # Reused answers are stored at once, in place of the results that the start discards.

@@ -321,7 +321,9 @@ async def opened_engine(
     while True:
         try:
             async with contextlib.AsyncExitStack() as opening:
-                opened = await open_engine_of(job, task, directory, control, opening)
+                opened = await open_engine_of(
+                    job, task, log_directory=directory, control=control, stack=opening
+                )
                 stack.push_async_callback(opening.pop_all().aclose)
                 return opened
         except EngineAwayError as failure:

@@ -21,7 +21,7 @@ import pytest
 from batchrunner.core.errors import OutputError
 from batchrunner.dispatch.queue import READ_AHEAD_ROWS
 from batchrunner.engines.http.connections import free_port
-from batchrunner.runner.status import status
+from batchrunner.runner.status import TaskStatus, status
 from tests.conftest import (
     SMALL_MODEL,
     ended,
@@ -255,20 +255,19 @@ class Submitted:
             lambda: self.array not in {job.partition("_")[0] for job in self._slurm.jobs()}
         )
 
-    def tasks(self) -> list[dict[str, Any]]:
+    def tasks(self) -> list[TaskStatus]:
         """Return the tasks of the run, by what `status` says."""
         with contextlib.suppress(OutputError):  # not before the run has begun
-            found: list[dict[str, Any]] = status(self.run)["tasks"]
-            return found
+            return status(self.run).tasks
         return []
 
-    def at_it(self) -> list[dict[str, Any]]:
+    def at_it(self) -> list[TaskStatus]:
         """Return those that run and have rows on disk."""
-        return [task for task in self.tasks() if task["running"] and task["rows_on_disk"]]
+        return [task for task in self.tasks() if task.running and task.rows_on_disk]
 
     def restarted(self) -> bool:
         """Tell whether Slurm has started a task again."""
-        return any("-r1-" in task["task"] for task in self.tasks())
+        return any("-r1-" in task.task for task in self.tasks())
 
     def log(self, task: int) -> str:
         """Return the log of a task of the array; empty before it has begun."""
@@ -367,13 +366,13 @@ def tasks_that_are_killed(slurm: SlurmCluster, here: Path) -> None:
     with gated_job(here, 4) as (gate, plan):
         job = submit(slurm, plan, here, "--array", "0-3")
         slurm.wait_until(lambda: len(job.at_it()) == 4)
-        (killed,) = (task for task in job.at_it() if "-t2-" in task["task"])
+        (killed,) = (task for task in job.at_it() if "-t2-" in task.task)
         slurm.call("scancel", "--signal=KILL", f"{job.array}_1")  # which begins with a SIGTERM
-        os.kill(int(re.findall(r"pid (\d+)", killed["running"])[0]), signal.SIGKILL)
+        os.kill(int(re.findall(r"pid (\d+)", str(killed.running))[0]), signal.SIGKILL)
         gate.open()
         job.wait()
     job.check_rows()
-    assert f"took over from {killed['task']}" in job.log(0) + job.log(3)
+    assert f"took over from {killed.task}" in job.log(0) + job.log(3)
 
 
 @story

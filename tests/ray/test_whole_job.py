@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from batchrunner.core.errors import OutputError, install_command
-from batchrunner.runner.status import status
+from batchrunner.runner.status import TaskStatus, status
 from tests.conftest import batchrun, ended, eventually, job_of, rows_in, started, write_job
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.launchable import two_halves
@@ -30,10 +30,10 @@ def on_cluster(nodes: RayNodes, job: Path, *options: object) -> subprocess.Compl
     return ended(sys.executable, "-m", "batchrunner", "ray", job, "--address", nodes.address, *options)
 
 
-def tasks_of(run: Path) -> list[dict[str, Any]]:
+def tasks_of(run: Path) -> list[TaskStatus]:
     """Return the state of the tasks that live; none before a worker has begun."""
     with contextlib.suppress(OutputError):
-        return [task for task in status(run)["tasks"] if task["running"]]
+        return [task for task in status(run).tasks if task.running]
     return []
 
 
@@ -42,12 +42,12 @@ def at_work(run: Path, count: int) -> set[int]:
     pids: set[int] = set()
 
     def are_there() -> bool:
-        samples = {task["running"]: task["last_sample"] for task in tasks_of(run)}
+        samples = {str(task.running): task.last_sample for task in tasks_of(run)}
         pids.clear()
         pids.update(
             int(running.split("pid ")[1].split()[0])
             for running, sample in samples.items()
-            if sample and sample["in_flight"]
+            if sample and sample.in_flight
         )
         return len(pids) == count
 
@@ -57,8 +57,8 @@ def at_work(run: Path, count: int) -> set[int]:
 
 def are_stopping(run: Path) -> bool:
     """Return whether tasks live, and all of them have heard that they are to stop."""
-    samples = [task["last_sample"] for task in tasks_of(run)]
-    return bool(samples) and all(sample and sample["stopping"] for sample in samples)
+    samples = [task.last_sample for task in tasks_of(run)]
+    return bool(samples) and all(sample and sample.stopping for sample in samples)
 
 
 def test_a_node_that_dies_is_replaced_and_ctrl_c_can_be_resumed(

@@ -52,7 +52,7 @@ for _ in range(40):
     child = os.fork()
     if child == 0:
         state = batchrunner.runner.status.status(sys.argv[1])
-        os._exit(state["rows_on_disk"] != 40)
+        os._exit(state.rows_on_disk != 40)
     codes.add(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 print(*codes)
 """

@@ -48,7 +48,7 @@ REFUSALS = (
     "done with --join",
     "--fresh would discard",
     "can only grow",
-    "--retry-failed: other tasks",
+    "--retry-failed: other workers",
     "is writing this run",
     "took this task over",
     "has results but no run.json",
