@@ -5,7 +5,6 @@ import logging
 import math
 import os
 import re
-import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -140,30 +139,36 @@ def check_on_hub(spec: ServerEngine) -> None:
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
+    from tenacity import (  # noqa: PLC0415
+        Retrying,
+        retry_if_exception_type,
+        stop_after_attempt,
+        wait_exponential,
+    )
 
     hub = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
-    for tries in range(1, HUB_TRIES + 1):
-        try:
-            hub.model_info(repository, revision=revision, timeout=HUB_TIMEOUT_S)
-        except (RepositoryNotFoundError, RevisionNotFoundError):
-            at = f" at revision {revision}" if revision else ""
-            raise EngineStartError(
-                f"engine.model: {model}: {hub.endpoint} has no such model{at}, or shows it only with a token",
-                hint="correct the name, set HF_TOKEN, or give a folder",
-            ) from None
-        except (httpx.ConnectError, ConnectionError) as failure:  # ConnectionError: HF_HUB_OFFLINE is set
-            if tries == HUB_TRIES:
-                raise EngineStartError(
-                    f"engine.model: {model}: is not on this machine, and {hub.endpoint} cannot be reached: "
-                    f"{failure}",
-                    hint=f"`hf download {repository}` where there is a network, or give a folder",
-                ) from None
-            time.sleep(TIMING.first_retry * 2**tries)
-        except (httpx.HTTPError, HfHubHTTPError, ValueError, OSError) as failure:
-            log.debug("%s: the Hub's answer is unexpected: %r", model, failure)
-            return
-        else:
-            return
+    unreachable = (httpx.ConnectError, ConnectionError)  # ConnectionError: HF_HUB_OFFLINE is set
+    retry = Retrying(
+        retry=retry_if_exception_type(unreachable),
+        stop=stop_after_attempt(HUB_TRIES),
+        wait=wait_exponential(multiplier=2 * TIMING.first_retry),
+        reraise=True,
+    )
+    try:
+        retry(hub.model_info, repository, revision=revision, timeout=HUB_TIMEOUT_S)
+    except (RepositoryNotFoundError, RevisionNotFoundError):
+        at = f" at revision {revision}" if revision else ""
+        raise EngineStartError(
+            f"engine.model: {model}: {hub.endpoint} has no such model{at}, or shows it only with a token",
+            hint="correct the name, set HF_TOKEN, or give a folder",
+        ) from None
+    except unreachable as failure:
+        raise EngineStartError(
+            f"engine.model: {model}: is not on this machine, and {hub.endpoint} cannot be reached: {failure}",
+            hint=f"`hf download {repository}` where there is a network, or give a folder",
+        ) from None
+    except (httpx.HTTPError, HfHubHTTPError, ValueError, OSError) as failure:
+        log.debug("%s: the Hub's answer is unexpected: %r", model, failure)
 
 
 def _looks_elsewhere(spec: ServerEngine) -> bool:
