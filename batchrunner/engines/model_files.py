@@ -106,7 +106,7 @@ def check_model(model: str) -> None:
     if looks_like_path and not path.exists():
         raise EngineStartError(
             f"engine.model: {model}: no such model directory",
-            hint="give a folder that is there, or a name on the Hub (OWNER/NAME)",
+            hint="give an existing directory, or a name on the Hub (OWNER/NAME)",
         )
     if path.is_dir() and not any((path / name).exists() for name in ("config.json", "params.json")):
         raise EngineStartError(f"engine.model: {model}: not a model directory (no config.json)")

@@ -130,7 +130,7 @@ class TaskLock(ABC):
 
     def _raise_lost(self, owner: bytes) -> None:
         winner = parse_holder(owner) or "another process"
-        raise TaskLockLostError(f"{self._place}: {winner} took this task over: what is stored is kept")
+        raise TaskLockLostError(f"{self._place}: {winner} took this task over; stored rows are kept")
 
     @abstractmethod
     def _create(self) -> bool:

@@ -31,9 +31,9 @@ from tests.support.server_thread import PATIENCE_S
 
 def test_gpus_are_dealt_out() -> None:
     assert gpu_slices(["4", "5", "6"], 2, "auto") == [["4", "5"]]
-    with pytest.raises(EngineStartError, match="needs 2 GPUs: 1 there"):
+    with pytest.raises(EngineStartError, match="needs 2 GPUs: this machine has 1"):
         gpu_slices(["0"], 2, "auto")
-    with pytest.raises(EngineStartError, match="needs 3 GPUs: 2 there"):
+    with pytest.raises(EngineStartError, match="needs 3 GPUs: this machine has 2"):
         gpu_slices(["0", "1"], 1, 3)
 
 
@@ -69,7 +69,7 @@ def test_a_job_of_several_gpus_without_one(
     """It is refused before a server starts: on the CPU they would only share it."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     engine = launchable(tmp_path, ANSWERS, SEEN=str(tmp_path / "seen")) | {"device": "auto"} | changes
-    with pytest.raises(EngineStartError, match=f"needs {needed} GPUs: none is here"):
+    with pytest.raises(EngineStartError, match=f"needs {needed} GPUs: this machine has none"):
         batchrunner.run(job_of(tmp_path, engine))
     assert not (tmp_path / "seen").exists()
 
@@ -280,4 +280,4 @@ def test_machines_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
     done = batchrun(write_job(job_of(tmp_path, two_halves(tmp_path)), tmp_path))
     assert done.exit_code == 2
-    assert "engine.nodes 2: machines of a Slurm job are needed (there: 1): start it with" in done.stderr
+    assert "engine.nodes 2: needs a Slurm job with 2 machines (SLURM_JOB_NUM_NODES: 1): " in done.stderr
