@@ -218,7 +218,9 @@ def kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
     if not head_dim and isinstance(heads, int) and isinstance(config.get("hidden_size"), int):
         head_dim = config["hidden_size"] // heads
     sizes = [size for size in (layers, kv_heads, head_dim) if isinstance(size, int) and size > 0]
-    return None if has_latent_attention(config) or len(sizes) < 3 else 2 * width * math.prod(sizes)  # noqa: PLR2004
+    if has_latent_attention(config) or len(sizes) < 3:  # noqa: PLR2004
+        return None
+    return 2 * width * math.prod(sizes)
 
 
 INDEX = "model.safetensors.index.json"
@@ -251,9 +253,10 @@ def weights_bytes(directory: Path, config: Mapping[str, Any]) -> float | None:
     if not isinstance(total, (int, float)) or total <= 0:
         sizes = (sum(file.stat().st_size for file in directory.glob(name)) for name in _WEIGHTS)
         total = next(filter(None, sizes), None)
-    # SGLang loads 32-bit weights as 16-bit numbers.
-    is_wide = str(config.get("dtype") or config.get("torch_dtype") or "float32").startswith("float32")
-    return total / 2 if total and is_wide and "quantization_config" not in config else total
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    if total and dtype.startswith("float32") and "quantization_config" not in config:
+        return total / 2  # SGLang loads 32-bit weights as 16-bit numbers
+    return total
 
 
 def _number(args: Mapping[str, Any], name: str) -> int:

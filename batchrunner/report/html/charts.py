@@ -129,13 +129,14 @@ def draw_lines(
 
 def time_ticks(length_s: float) -> list[AxisTick]:
     """Return round times on an axis of `length_s` seconds."""
-    days = 86400.0 * math.ceil(length_s / 86400 / TICKS)
-    step = next((step for step in _STEPS_S if length_s / step <= TICKS), days)
-    size, unit = next((pair for pair in _UNITS_S if step >= pair[0]), (1, "s"))
-    return [
-        AxisTick(100 * at * step / length_s, f"{at * step / size:g} {unit}" if at else "0")
-        for at in range(int(length_s / step) + 1)
-    ]
+    whole_days_s = 86400.0 * math.ceil(length_s / 86400 / TICKS)
+    step_s = next((step_s for step_s in _STEPS_S if length_s / step_s <= TICKS), whole_days_s)
+    unit_s, unit = next((pair for pair in _UNITS_S if step_s >= pair[0]), (1, "s"))
+    ticks = [AxisTick(0.0, "0")]
+    for at in range(1, int(length_s / step_s) + 1):
+        time_s = at * step_s
+        ticks.append(AxisTick(100 * time_s / length_s, f"{time_s / unit_s:g} {unit}"))
+    return ticks
 
 
 def number(value: float) -> str:
@@ -257,8 +258,10 @@ def _by_replica(timeline: Timeline, name: str, alone: str | None = None) -> dict
     lines = timeline.of_schedulers(name)
     if len(lines) > 1:
         return {label.replace("http://", ""): line for label, line in lines.items()}
-    single_line = next(iter(lines.values()), None)
-    return {alone: single_line} if alone and single_line else {}
+    if not (alone and lines):
+        return {}
+    (line,) = lines.values()
+    return {alone: line}
 
 
 def _bands(histories: Sequence[TaskHistory]) -> list[ValueZone]:

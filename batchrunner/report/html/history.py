@@ -261,10 +261,11 @@ def make_timeline(histories: Sequence[TaskHistory]) -> Timeline:
 
 def _cells(history: TaskHistory, *, fill: bool) -> Iterator[tuple[int, Cell]]:
     """Yield a task's cells; with `fill` repeat a cell in the empty ones after it, up to SILENT_S."""
-    longest = int(SILENT_S / history.width_s)
+    most_cells = int(SILENT_S / history.width_s)
     for attempt in history.attempts:
         numbers = sorted(attempt.cells)
-        for at, after in zip(numbers, [*numbers[1:], *numbers[-1:]], strict=True):
+        for at, next_at in zip(numbers, [*numbers[1:], *numbers[-1:]], strict=True):
+            end = min(next_at, at + most_cells) if fill else at + 1
             yield at, attempt.cells[at]
-            for between in range(at + 1, min(after, at + longest)) if fill else ():
-                yield between, attempt.cells[at]
+            for empty_at in range(at + 1, end):
+                yield empty_at, attempt.cells[at]
