@@ -146,7 +146,8 @@ class SGLangServer:
             if str(self._args.get(TOKENIZERS, 1)) != "1":
                 self.key = ""
                 log.warning(
-                    "%s has no API key, which SGLang refuses with --%s: any user of this machine can use it",
+                    "%s has no API key, which SGLang refuses with --%s: "
+                    "every user of this machine can use it",
                     self.name, TOKENIZERS,
                 )  # fmt: skip
             self._kills = oom_kills()
