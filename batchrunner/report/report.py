@@ -144,7 +144,7 @@ class Report:
         lines += self._check_lines()
         truncated = self.finish_reasons.get("length", 0)
         if truncated > self.rows_cut:  # rows have several outputs
-            lines.append(f"{counted(truncated, 'output')} cut at max_new_tokens (finish_reason length)")
+            lines.append(f"{counted(truncated, 'output')} truncated at max_new_tokens (finish_reason length)")
         lines += cause_lines(self.failures, "failed")
         if self.wall_s:
             run = shlex.quote(self.path)
@@ -157,7 +157,7 @@ class Report:
         """Return the first line: why the run ended, and how many rows are done, failed and left."""
         details = []
         if self.rows_cut:
-            details.append(f"{self.rows_cut:,} cut at max_new_tokens")
+            details.append(f"{self.rows_cut:,} truncated at max_new_tokens")
         if self.rows_left_out:
             details.append(f"{self.rows_left_out:,} left out by prompt.python")
         ok = f"{self.rows_ok:,} of {counted(self.rows_total, 'row')} ok"

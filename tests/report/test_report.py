@@ -76,14 +76,15 @@ def test_cut_answers_are_counted_wherever_rows_are(tmp_path: Path, server: FakeS
         cut = 4
     batchrunner.run(job, overrides=["input.limit=5"])
     result = batchrun(write_job(job, tmp_path))
-    assert f"10 of 10 rows ok ({cut} cut at max_new_tokens), 0 failed" in result.stderr
+    assert f"10 of 10 rows ok ({cut} truncated at max_new_tokens), 0 failed" in result.stderr
     assert report_of(job)["rows_cut"] == cut
-    assert result.stderr.count("cut at max_new_tokens") == (1 if samples == 1 else 2)  # rows, then outputs
+    lines = 1 if samples == 1 else 2  # of rows, then of outputs
+    assert result.stderr.count("truncated at max_new_tokens") == lines
     run = tmp_path / "run"
-    assert f"{cut} cut at max_new_tokens" in batchrun("status", run).stdout
+    assert f"{cut} truncated at max_new_tokens" in batchrun("status", run).stdout
     assert status_of(run)["rows_cut"] == cut
-    assert f"({cut} cut at max_new_tokens)" in batchrun("merge", run).stderr
-    assert f"Cut {cut} of these rows" in page_of(run).text
+    assert f"({cut} truncated at max_new_tokens)" in batchrun("merge", run).stderr
+    assert f"Truncated {cut} of these rows" in page_of(run).text
 
 
 def test_there_is_one_next_step(tmp_path: Path, server: FakeSGLang) -> None:
