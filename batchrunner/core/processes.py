@@ -72,6 +72,24 @@ def listened_to(_number: int, _frame: FrameType | None) -> None:
 
 
 @contextlib.contextmanager
+def repeating(action: Callable[[], object], every_s: float, *, thread: str) -> Iterator[None]:
+    """Call `action` every `every_s` seconds during the block, in a thread of this name."""
+    is_over = threading.Event()
+
+    def repeat() -> None:
+        while not is_over.wait(every_s):
+            action()
+
+    repeater = threading.Thread(target=repeat, name=thread, daemon=True)
+    repeater.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        repeater.join()
+
+
+@contextlib.contextmanager
 def thread_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
     """Open a pool of threads and wait for their end, but not after a Ctrl-C: a mount may never answer."""
     pool = ThreadPoolExecutor(threads)

@@ -75,11 +75,14 @@ def _shown_plain(scalar: Any) -> Any:
 
 
 def _vectors(values: Sequence[bytes | None], kind: pa.DataType) -> pa.Array:
-    vectors, width = [value or b"" for value in values], _VECTORS[kind]
-    ends = [*accumulate((len(vector) // width for vector in vectors), initial=0)]
-    numbers = pa.Array.from_buffers(kind.value_type, ends[-1], [None, pa.py_buffer(b"".join(vectors))])
+    vectors = [value or b"" for value in values]
+    number_bytes = _VECTORS[kind]
+    lengths = (len(vector) // number_bytes for vector in vectors)
+    offsets = [*accumulate(lengths, initial=0)]
+    content = pa.py_buffer(b"".join(vectors))
+    numbers = pa.Array.from_buffers(kind.value_type, offsets[-1], [None, content])
     nulls = pa.array([value is None for value in values], pa.bool_())
-    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), numbers, kind, mask=nulls)
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), numbers, kind, mask=nulls)
 
 
 def _encodable(value: Any) -> Any:
@@ -88,4 +91,6 @@ def _encodable(value: Any) -> Any:
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, Mapping):
         return {name: _encodable(inner) for name, inner in value.items()}
-    return [*map(_encodable, value)] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [_encodable(item) for item in value]
+    return value

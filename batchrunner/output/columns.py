@@ -25,7 +25,13 @@ from batchrunner.output.arrow_arrays import arrow_array
 
 log = logging.getLogger(__name__)
 
-NO_ANSWER = Completion([None], [None], [None], None, None)  # type: ignore[list-item]
+NO_ANSWER = Completion(
+    texts=[None],  # type: ignore[list-item]
+    finish_reasons=[None],
+    completion_tokens=[None],
+    prompt_tokens=None,
+    cached_tokens=None,
+)
 """Placeholder for the answer of a row that has none."""
 _TOKEN = pa.struct([("id", pa.int32()), ("token", pa.string()), ("logprob", pa.float32())])
 _FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])

@@ -4,9 +4,9 @@ docs/reference/events.md lists all events. A run in an object store uploads its 
 """
 
 import contextlib
+import functools
 import logging
 import re
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from io import FileIO
@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import orjson
 
+from batchrunner.core.processes import repeating
 from batchrunner.core.timing import TIMING
 from batchrunner.output.files import json_line, writing
 from batchrunner.output.run_dir import RunDir
@@ -165,20 +166,12 @@ def uploading_logs(run_dir: RunDir) -> Iterator[None]:
         yield
         return
     uploads: dict[Path, tuple[int, float]] = {}  # size and time of the last upload
-    is_over = threading.Event()
-
-    def keep_uploading() -> None:
-        while not is_over.wait(TIMING.log_upload):
-            _upload_logs(run_dir, uploads)
-
-    thread = threading.Thread(target=keep_uploading, name="logs", daemon=True)
-    thread.start()
+    upload = functools.partial(_upload_logs, run_dir, uploads)
     try:
-        yield
+        with repeating(upload, TIMING.log_upload, thread="logs"):
+            yield
     finally:
-        is_over.set()
-        thread.join()
-        _upload_logs(run_dir, uploads, at_end=True)
+        upload(at_end=True)
 
 
 def _upload_logs(run_dir: RunDir, uploads: dict[Path, tuple[int, float]], *, at_end: bool = False) -> None:

@@ -30,7 +30,7 @@ def export_format(file: str) -> FileFormat:
         endings, compressions = ", ".join(ENDINGS), ", ".join(COMPRESSIONS)
         raise OutputError(
             f"{file}: its ending names no format",
-            hint=f"give one of {endings}; all but .parquet may end with {compressions}",
+            hint=f"give one of {endings}; all but .parquet may be followed by {compressions}",
         )
     return file_format
 

@@ -203,12 +203,12 @@ def cannot_write(path: Path, failure: OSError, kind: type[BatchrunError] = Stora
     """Return the error for a failed write of `path`."""
     if isinstance(failure, StoreRequestError):
         error = StorageError(
-            f"{failure.filename}: cannot be written: {failure}; what is stored is kept",
+            f"{failure.filename}: cannot be written: {failure}; stored rows are kept",
             hint="run the same command again when the store takes requests",
         )
     else:
         error = StorageError(
-            f"{path}: cannot be written: {failure.strerror or failure}; what is on disk is kept",
+            f"{path}: cannot be written: {failure.strerror or failure}; rows on disk are kept",
             hint="make room and run the same command again",
         )
     return error if kind is StorageError else kind(error.message, hint=error.hint)
@@ -222,8 +222,8 @@ def file_to_write(name: str, what: str = "", *, force: bool = True) -> Path:
     what = what or name
     if is_uri(name):
         raise OutputError(
-            f"{what}: is a URI, and this is written to a file on this machine",
-            hint="give a path, and copy the file from there",
+            f"{what}: is a URI, but this file is written on this machine",
+            hint="give a path, then copy the file to the store",
         )
     try:
         path = Path(user_path(name))

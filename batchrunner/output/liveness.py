@@ -117,20 +117,20 @@ def holders_of(
     """
     monitors = [monitor_of(run_dir) for run_dir, _ in tasks]
     with using_run(tasks[0][0].name if tasks else ""):
-        running = [monitor.poll() for monitor in monitors]
-    unknown = [
+        is_running = [monitor.poll() for monitor in monitors]
+    unclear = [
         at
-        for at, (runs, (_, sample)) in enumerate(zip(running, tasks, strict=True))
-        if runs is None and sample and not is_recent(sample)
+        for at, (_, sample) in enumerate(tasks)
+        if is_running[at] is None and sample and not is_recent(sample)
     ]
-    watched = [at for at in unknown if watch and not tasks[at][0].store.uri]
+    watched = [at for at in unclear if watch and not tasks[at][0].store.uri]
     if watched:
         time.sleep(TIMING.other_heartbeat)
-    for at in unknown:
-        running[at] = at in watched and monitors[at].poll() is True
+    for at in unclear:
+        is_running[at] = at in watched and monitors[at].poll() is True
     return [
-        str(monitor.holder) if monitor.holder and runs is not False else None
-        for monitor, runs in zip(monitors, running, strict=True)
+        str(monitor.holder) if monitor.holder and is_running[at] is not False else None
+        for at, monitor in enumerate(monitors)
     ]
 
 

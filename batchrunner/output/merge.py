@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
@@ -27,7 +26,7 @@ from batchrunner.output.files import (
     whole_file,
     writing,
 )
-from batchrunner.output.parts import open_part, read_journal
+from batchrunner.output.parts import open_part, read_journal, without_rows
 from batchrunner.output.resume import done_by_all
 from batchrunner.output.run_dir import RunDir, look_at_run
 from batchrunner.output.run_json import require_run_json
@@ -175,8 +174,11 @@ def in_order(
     with writing(run_dir.path, OutputError):
         rows_so_far = BitMap64()
         for part in parts:
-            table = _without_rows(_with_all_columns(_read(part, columns), schema), rows_so_far)
-            rows_so_far |= rows_of_column(table.column("row"))
+            table = _with_all_columns(_read(part, columns), schema)
+            rows = rows_of_column(table.column("row"))
+            if repeated := rows & rows_so_far:
+                table = without_rows(table, pa.array([*repeated], table.schema.field("row").type))
+            rows_so_far |= rows
             buckets.put(table)
     tables = buckets.take()
     kinds = None
@@ -225,15 +227,6 @@ def _with_all_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
         raise KeyError("a part lacks the column 'row'")
     table = table.select([name for name in schema.names if name in table.schema.names])
     return pa.concat_tables([pa.Table.from_batches([], schema), table], promote_options="default")
-
-
-def _without_rows(table: pa.Table, rows: BitMap64) -> pa.Table:
-    """Return a table without the results of these input rows."""
-    repeated = rows_of_column(table.column("row")) & rows
-    if not repeated:
-        return table
-    values = pa.array([*repeated], table.schema.field("row").type)
-    return table.filter(pc.invert(pc.is_in(table.column("row"), value_set=values)))
 
 
 def _read(part: Path, columns: list[str] | None) -> pa.Table:

@@ -285,8 +285,10 @@ def reason_of(failure: BaseException) -> str:
 
 def as_os_error(failure: BaseException, name: str) -> OSError:
     """Return the OSError for a failed request about an object; FileNotFoundError for a missing object."""
-    if isinstance(failure, FileNotFoundError) and not any(code in str(failure) for code in _NO_BUCKET):
+    text = str(failure)
+    lacks_bucket = any(code in text for code in _NO_BUCKET)
+    if isinstance(failure, FileNotFoundError) and not lacks_bucket:
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
     error = StoreRequestError(errno.EIO, reason_of(failure), name)
-    error.is_away = error.strerror != _NO_CREDENTIALS and _AWAY.search(str(failure)) is not None
+    error.is_away = error.strerror != _NO_CREDENTIALS and _AWAY.search(text) is not None
     return error

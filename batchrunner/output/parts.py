@@ -123,7 +123,12 @@ def _without(table: pa.Table, path: Path) -> pa.Table:
             existing = part.read(["row"]).column("row").cast(pa.int64()).combine_chunks()
     except (FileNotFoundError, KeyError, pa.ArrowException):
         return table
-    return table.filter(pc.invert(pc.is_in(table.column("row"), value_set=existing)))
+    return without_rows(table, existing)
+
+
+def without_rows(table: pa.Table, rows: pa.Array) -> pa.Table:
+    """Return a table without the results of these input rows."""
+    return table.filter(pc.invert(pc.is_in(table.column("row"), value_set=rows)))
 
 
 def recover(run_dir: RunDir, lock: TaskLock, schema: pa.Schema | None = None) -> None:

@@ -100,7 +100,8 @@ def _files_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> s
         if before["digest"] not in {after["digest"], after.get("grown_from")}:
             if after["digest"] not in old_digests and before["digest"] in new_digests:
                 return (
-                    f"the new input file {after['path']} sorts before {before['path']}: name it to come last"
+                    f"the new input file {after['path']} sorts before {before['path']}: "
+                    "rename it so that it comes last"
                 )
             moved = "" if before["path"] == after["path"] else f" (it stands where {before['path']} stood)"
             return f"the input file {after['path']} changed{moved}"

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from batchrunner.core.errors import TaskHeldError, TaskLockLostError
+from batchrunner.core.processes import repeating
 from batchrunner.output.files import make_directory, sync_directory, using_run
 from batchrunner.output.holder import (
     ABANDONED_PID,
@@ -129,7 +130,7 @@ class TaskLock(ABC):
 
     def _raise_lost(self, owner: bytes) -> None:
         winner = parse_holder(owner) or "another process"
-        raise TaskLockLostError(f"{self._place}: {winner} took this task over: what is stored is kept")
+        raise TaskLockLostError(f"{self._place}: {winner} took this task over; stored rows are kept")
 
     @abstractmethod
     def _create(self) -> bool:
@@ -376,21 +377,16 @@ def hold_task(
         except OSError:
             lock.release()
             raise
-    is_over = threading.Event()
-    heartbeat = threading.Thread(target=_keep_beating, args=(lock, is_over), name="heartbeat", daemon=True)
-    heartbeat.start()
+
+    def beat() -> None:
+        with contextlib.suppress(OSError):  # a full disk still overwrites these few bytes in place
+            lock.beat()
+
     try:
-        yield lock
+        with repeating(beat, lock.beat_s, thread="heartbeat"):
+            yield lock
     finally:
-        is_over.set()
-        heartbeat.join()
         lock.release()
         for path in new_directories:
             with contextlib.suppress(OSError):  # it holds files
                 path.rmdir()
-
-
-def _keep_beating(lock: TaskLock, is_over: threading.Event) -> None:
-    while not is_over.wait(lock.beat_s):
-        with contextlib.suppress(OSError):  # a full disk still overwrites these few bytes in place
-            lock.beat()

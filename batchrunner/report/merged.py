@@ -1,4 +1,4 @@
-"""`batchrun merge`: what it wrote, the report of the whole run, and which rows are missing."""
+"""The result of `batchrun merge`: the merged files, the report of the whole run, and the missing rows."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,18 +12,18 @@ from batchrunner.report.report import Report, report_of_all
 
 @dataclass(frozen=True, slots=True)
 class MergedRun:
-    """What a merge made of a run."""
+    """A merged run."""
 
     path: str
-    """Directory of the merged files, or its URI; or the file."""
+    """Directory of the merged files, its URI, or the path of the file."""
     report: Report
     """Report of the whole run."""
     rows: int
-    """Rows in these files."""
+    """Number of merged rows."""
 
     @property
     def exit_code(self) -> int:
-        """The exit code: 0 if the merged dataset has all rows, since what reads it may want all of them."""
+        """Exit code of the command: 0 only if all rows are merged, as the next step may need them all."""
         return EXIT_STOPPED if self.rows < self.report.rows_total else EXIT_DONE
 
     def as_dict(self) -> dict[str, Any]:
@@ -37,8 +37,8 @@ class MergedRun:
         }
 
     def lines(self) -> list[str]:
-        """Return the result as lines for a person."""
-        lines = self.report.lines()[:-1]  # the last one names the parts
+        """Return the result as lines for people."""
+        lines = self.report.lines()[:-1]  # the last line names the parts
         missing = self.report.rows_total - self.rows
         if missing > 0:
             lines.append(

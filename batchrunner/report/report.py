@@ -1,4 +1,4 @@
-"""The report of a run: report.json, and the lines at its end."""
+"""The report of a run, which becomes report.json and the lines at its end."""
 
 import platform
 import shlex
@@ -20,14 +20,14 @@ from batchrunner.output.run_dir import MAIN_TASK, RunDir, look_at_run
 from batchrunner.output.run_json import require_run_json
 
 GO_ON = "run the same command again"
-"""What a user does after a run that did not come to its end."""
+"""Hint after a run that has not finished."""
 CAUSES_SHOWN = 5
-"""Causes of failed rows that are shown on the screen, the commonest first; report.json has all."""
+"""Causes of failed rows on the screen, most frequent first; report.json has all."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """What a run did. Rows are of all starts; times and tokens of this one, unless the name says all."""
+    """What a run did. Rows count over all starts, times and tokens over this one unless the name says all."""
 
     path: str
     """Output path of the run."""
@@ -42,11 +42,11 @@ class Report:
     rows_failed: int = 0
     """Rows that have an `error`."""
     rows_cut: int = 0
-    """Rows of `rows_ok` with an output cut at `max_new_tokens`."""
+    """Rows of `rows_ok` with an output truncated at `max_new_tokens`."""
     rows_resumed: int = 0
     """Rows that were done before this start."""
     rows_of_others: int = 0
-    """Further rows of the run, held by other tasks or by nobody. Some may be done."""
+    """Further rows of the run, which other tasks or no task holds. Some may be done."""
     wall_s: float = 0.0
     """Seconds from the engine being ready to the last row."""
     wall_s_all_starts: float = 0.0
@@ -66,51 +66,51 @@ class Report:
     prompt_tokens: int = 0
     """Prompt tokens of the rows that ended, once each."""
     cached_tokens: int = 0
-    """Those of them that came from the prefix cache."""
+    """Prefix cache hits among `prompt_tokens`."""
     rows_deduplicated: int = 0
-    """Rows with the answer of an equal row; they add no tokens."""
+    """Rows with the answer of an equal row. They add no tokens."""
     rows_reused: int = 0
-    """Rows with an answer of another run (`output.reuse`); they add no tokens."""
+    """Rows with an answer of another run (`output.reuse`). They add no tokens."""
     rows_left_out: int = 0
     """Rows of `rows_ok` that `prompt.python` left out."""
     retries: int = 0
-    """Repeated tries."""
+    """Repeated attempts."""
     finish_reasons: dict[str, int] = field(default_factory=dict)
     """Outputs by `finish_reason`."""
     failures: list[dict[str, Any]] = field(default_factory=list)
-    """Failed rows by cause, most first: see below."""
+    """Failed rows by cause, most frequent first: see below."""
     engine: dict[str, Any] = field(default_factory=dict)
-    """The engine's properties, as it tells them."""
+    """Properties that the engine reports."""
     window: int | None = None
-    """Requests that might be in flight at the end, over all replicas; null for none."""
+    """Concurrency limit at the end, over all replicas; null without one."""
     load: dict[str, Any] = field(default_factory=dict)
     """The engine's load: see below."""
     incidents: list[dict[str, Any]] = field(default_factory=list)
-    """What happened to the engine, in order: see below."""
+    """The engine's incidents, in order: see below."""
     sharing: dict[str, Any] = field(default_factory=dict)
     """Shared prefixes: see below."""
     rollouts: dict[str, int] = field(default_factory=dict)
     """`open` rows of `prompt.rollout`, those `waiting_for_tools`, those `blocked` by another row of their
-    process, and answered `turns`; empty without."""
+    process, and answered `turns`; empty without rollouts."""
     bundles: dict[str, Any] = field(default_factory=dict)
-    """`requests`, mean `rows_per_request`, `bundles` (requests with several rows), `most_rows` of one, and
-    `rows_resent` that a bundle left unanswered."""
+    """`requests`, mean `rows_per_request`, `bundles` (requests with several rows), `most_rows` of a bundle,
+    and `rows_resent` because a bundle did not answer them."""
     checks: dict[str, Any] = field(default_factory=dict)
-    """Answers that were not good, of all starts, if any: `rows_asked_again`, how often (`asked_again`),
-    `rows_mended`, `rows_failed`, rejected `output_tokens`, `prompt_tokens` of further tries, `causes`."""
+    """Rejected answers of all starts, if any: `rows_asked_again`, repeated requests (`asked_again`),
+    `rows_mended`, `rows_failed`, rejected `output_tokens`, `prompt_tokens` of repeated requests, `causes`."""
     simulated: bool = False
     """Whether the answers are made up."""
     versions: dict[str, str | None] = field(default_factory=dict)
     """Versions of Python, engine, batchrunner, pyarrow and aiohttp; null if unknown."""
 
     def __repr__(self) -> str:
-        """Return the outcome in a line; `as_dict` has everything."""
-        shown = ("path", "exit_code", "reason", "rows_total", "rows_ok", "rows_failed", "rows_left")
-        return f"Report({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+        """Return the outcome in a line; `as_dict` has all fields."""
+        names = ("path", "exit_code", "reason", "rows_total", "rows_ok", "rows_failed", "rows_left")
+        return f"Report({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     @property
     def rows_left(self) -> int:
-        """Rows that a later start, or another task, still has to do."""
+        """Remaining rows, for a later start or another task."""
         return self.rows_total - self.rows_ok - self.rows_failed + self.rows_of_others
 
     @property
@@ -119,22 +119,12 @@ class Report:
         return f"{self.path}/parts"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as report.json has it."""
+        """Return the content of report.json."""
         return {**asdict(self), "rows_left": self.rows_left}
 
     def lines(self) -> list[str]:
         """Return the lines at the end of a run."""
-        of_these = [f"{self.rows_cut:,} cut at max_new_tokens"] if self.rows_cut else []
-        of_these += [f"{self.rows_left_out:,} left out by prompt.python"] if self.rows_left_out else []
-        whole = f" ({', '.join(of_these)})" if of_these else ""
-        done = f"{self.rows_ok:,} of {counted(self.rows_total, 'row')} ok{whole}, {self.rows_failed:,} failed"
-        extra = [f"{self.rows_resumed:,} were done before"] if self.rows_resumed else []
-        by_others = self.exit_code in {EXIT_DONE, EXIT_FAILED_ROWS}
-        again = "" if by_others or says_next_step(self.reason) else f": {GO_ON}"
-        extra += (
-            [f"{self.rows_left:,} left{' to other tasks' if by_others else again}"] if self.rows_left else []
-        )
-        lines = [f"{self.reason}: {done}" + "".join(f", {text}" for text in extra)]
+        lines = [self._outcome()]
         if self.wall_s and self.rows_ok + self.rows_failed > self.rows_resumed:
             lines.append(
                 f"{duration(self.wall_s)}, {self.rows_per_s:,.1f} rows/s{self._tokens()}"
@@ -143,19 +133,18 @@ class Report:
         if self.cached_tokens and self.prompt_tokens:
             share = self.cached_tokens / self.prompt_tokens
             lines.append(f"{share:.0%} of {self.prompt_tokens:,} prompt tokens were in the engine's cache")
-        if equal := self.rows_deduplicated:
-            lines.append(
-                f"{counted(equal, 'row')} given the answer of an equal one (dedupe: false sends all)"
-            )
-        if taken := self.rows_reused:
-            lines.append(f"{counted(taken, 'row')} given an answer of another run")
+        if self.rows_deduplicated:
+            rows = counted(self.rows_deduplicated, "row")
+            lines.append(f"{rows} given the answer of an equal one (dedupe: false sends all)")
+        if self.rows_reused:
+            lines.append(f"{counted(self.rows_reused, 'row')} given an answer of another run")
         if background := self.load.get("background"):
             lines.append(background_line(background))
         lines += self._engine_lines()
         lines += self._check_lines()
-        cut = self.finish_reasons.get("length", 0)
-        if cut > self.rows_cut:  # several outputs of a row
-            lines.append(f"{counted(cut, 'output')} cut at max_new_tokens (finish_reason length)")
+        truncated = self.finish_reasons.get("length", 0)
+        if truncated > self.rows_cut:  # rows have several outputs
+            lines.append(f"{counted(truncated, 'output')} truncated at max_new_tokens (finish_reason length)")
         lines += cause_lines(self.failures, "failed")
         if self.wall_s:
             run = shlex.quote(self.path)
@@ -164,20 +153,40 @@ class Report:
         lines.append(f"results: {self.results}")
         return lines
 
+    def _outcome(self) -> str:
+        """Return the first line: why the run ended, and how many rows are done, failed and left."""
+        details = []
+        if self.rows_cut:
+            details.append(f"{self.rows_cut:,} truncated at max_new_tokens")
+        if self.rows_left_out:
+            details.append(f"{self.rows_left_out:,} left out by prompt.python")
+        ok = f"{self.rows_ok:,} of {counted(self.rows_total, 'row')} ok"
+        if details:
+            ok += f" ({', '.join(details)})"
+        parts = [ok, f"{self.rows_failed:,} failed"]
+        if self.rows_resumed:
+            parts.append(f"{self.rows_resumed:,} were done before")
+        if self.rows_left:
+            hint = "" if says_next_step(self.reason) else f": {GO_ON}"
+            if self.exit_code in {EXIT_DONE, EXIT_FAILED_ROWS}:
+                hint = " to other tasks"
+            parts.append(f"{self.rows_left:,} left{hint}")
+        return f"{self.reason}: {', '.join(parts)}"
+
     def _check_lines(self) -> list[str]:
-        """Describe the answers that were not good, and what they cost."""
+        """Describe the rejected answers and their cost."""
         if not self.checks:
             return []
         checks, times = self.checks, counted(self.checks["asked_again"], "time")
-        told = (
+        summary = (
             f"{counted(checks['rows_asked_again'], 'row')} asked again {times}: "
             f"{checks['rows_mended']:,} then had a good answer, {checks['rows_failed']:,} failed; "
             f"{checks['output_tokens']:,} of the output tokens were rejected"
         )
-        return [told, *cause_lines(checks["causes"], "answers rejected", "time")]
+        return [summary, *cause_lines(checks["causes"], "answers rejected", "time")]
 
     def _tokens(self) -> str:
-        """Return the tokens that count: without decoding those of the prompts, where the engine told them."""
+        """Describe the tokens: output tokens, or input tokens of a task without decoding, if reported."""
         if self.task == GENERATE:
             return f", {self.output_tokens_per_s:,.0f} output tokens/s ({self.output_tokens:,} in all)"
         if not self.prompt_tokens:
@@ -186,7 +195,7 @@ class Report:
         return f", {rate:,.0f} input tokens/s ({self.prompt_tokens:,} in all)"
 
     def _engine_lines(self) -> list[str]:
-        """Describe the engine's failures, and the arguments that were changed after them."""
+        """Describe the engine's failures, and the arguments that changed after them."""
         failures = sum(incident["what"] in {"died", "hangs"} for incident in self.incidents)
         lines = [f"the engine died or hung {counted(failures, 'time')}"] if failures else []
         for incident in self.incidents:
@@ -197,21 +206,21 @@ class Report:
 
 
 def save_report(run_dir: RunDir, report: Mapping[str, Any]) -> None:
-    """Write report.json, on this machine also where the store is away; raises StorageError."""
+    """Write report.json here, then publish it, which may fail; raises StorageError."""
     write_json(run_dir.report_json, report)
     with writing(run_dir.report_json):
         run_dir.store.publish(run_dir.report_json)
 
 
 def says_next_step(reason: str) -> bool:
-    """Tell whether the reason why a run ended says itself what to do: then nothing else is to be said."""
+    """Tell whether the reason of a run's end already names the next step, so that no hint is needed."""
     return any(step in reason for step in ("--fresh", "--retry-failed", "again"))
 
 
 def cause_lines(groups: Sequence[Mapping[str, Any]], what: str, unit: str = "row") -> list[str]:
-    """Return the commonest causes of what went wrong with rows, each with its count and an example.
+    """Return a line for each of the most frequent causes, with its count and an example.
 
-    `groups` are those of `Failures.summary`, which count what `unit` says.
+    `groups` come from `Failures.summary`. Each line begins with `what`; `unit` names what is counted.
     """
     lines = [
         f"{what}: {counted(group['rows'], unit)}: {group['example']} (row {group['example_row']})"
@@ -224,12 +233,12 @@ def cause_lines(groups: Sequence[Mapping[str, Any]], what: str, unit: str = "row
 
 
 def tolerated(max_failed_rows: float, rows_total: int) -> float:
-    """Return how many rows may fail; `max_failed_rows` is a count, or a share of all rows."""
+    """Return how many rows may fail; `max_failed_rows` is a number, or a share of all rows."""
     return max_failed_rows if isinstance(max_failed_rows, int) else max_failed_rows * rows_total
 
 
 def make_report(run_dir: RunDir, done: DoneRows, total: int, tally: RowCounts) -> Report:
-    """Sum up the rows of earlier attempts, `done`, and of this one, `tally`; the caller fills in the rest."""
+    """Report the rows of earlier attempts (`done`) and of this one (`tally`); the caller adds the rest."""
     earlier = done.counts
     return Report(
         path=run_dir.name,
@@ -253,16 +262,16 @@ def make_report(run_dir: RunDir, done: DoneRows, total: int, tally: RowCounts) -
 
 
 def verdict_of_done(report: Report, max_failed_rows: float) -> tuple[int, str]:
-    """Return the exit code and the reason of a run without rows left."""
+    """Return the exit code and the reason of a run whose rows are all done."""
     if report.rows_failed > tolerated(max_failed_rows, report.rows_total):
         return EXIT_FAILED_ROWS, "done, but more rows failed than limits.max_failed_rows tolerates"
     return EXIT_DONE, "done"
 
 
 def report_of_all(run: str | Path | RunDir) -> Report:
-    """Make the report of a whole run from its files; for a run of several tasks, write it as report.json.
+    """Make the report of a whole run from its files; write report.json of a run with several tasks.
 
-    Its time is that in which a task was at work, without the pauses between attempts. Raises OutputError
+    Its time is the time during which a task was at work, without pauses between attempts. Raises OutputError
     where the path holds no run, ResumeError where a part is damaged, StorageError.
     """
     run_dir = look_at_run(run)
@@ -271,7 +280,7 @@ def report_of_all(run: str | Path | RunDir) -> Report:
     spans = [span for task in tasks for span in attempt_spans(task.events)]
     wall_s = union_s(spans)
     done = done_by_all(run_dir)
-    counts = replace(done.counts, ok=len(done.answered))  # a row that two parts hold counts once
+    counts = replace(done.counts, ok=len(done.answered))  # a row in two parts counts once
     report = make_report(run_dir, DoneRows(), facts["rows_total"], counts)
     limit = facts["job"].get("limits", {}).get("max_failed_rows", LimitsSpec().max_failed_rows)
     exit_code, reason = verdict_of_done(report, limit)
@@ -293,8 +302,9 @@ def report_of_all(run: str | Path | RunDir) -> Report:
 
 
 def versions(info: EngineInfo) -> dict[str, str | None]:
-    """Return the versions that a result was made with."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "engine": info.version}
-    for name in ("batchrunner", "pyarrow", "aiohttp"):
-        found[name] = installed_version(name)
-    return found
+    """Return the versions of the software that made a result."""
+    return {
+        "python": platform.python_version(),
+        "engine": info.version,
+        **{name: installed_version(name) for name in ("batchrunner", "pyarrow", "aiohttp")},
+    }

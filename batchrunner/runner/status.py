@@ -145,7 +145,7 @@ def status_lines(state: RunStatus) -> list[str]:
     """Return a state as a person reads it."""
     total, on_disk = state.rows_total, state.rows_on_disk
     reused = f"{state.rows_reused:,} reused, " if state.rows_reused else ""
-    cut = f"{state.rows_cut:,} cut at max_new_tokens, " if state.rows_cut else ""
+    cut = f"{state.rows_cut:,} truncated at max_new_tokens, " if state.rows_cut else ""
     tokens = state.output_tokens
     decoded = f", {cut}{tokens:,} output tokens" if tokens or not on_disk else ""
     of_all = "rows" if total is None else f"of {total:,} rows"

@@ -53,9 +53,12 @@ def gpus(environ: Mapping[str, str] | None = None) -> list[str]:
     visible = {**os.environ, **(environ or {})}.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         names = [name.strip() for name in visible.split(",") if name.strip()]
-        return names[: names.index("-1")] if "-1" in names else names  # CUDA stops at the first invalid name
+        if "-1" in names:  # CUDA stops at the first invalid name
+            names = names[: names.index("-1")]
+        return names
     # CUDA numbers the GPUs of the process from 0, whatever their numbers on the machine.
-    return [str(n) for n in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+    device_files = Path("/dev").glob("nvidia[0-9]*")
+    return [str(number) for number, _ in enumerate(device_files)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ import logging
 import math
 import os
 import re
-import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -107,7 +106,7 @@ def check_model(model: str) -> None:
     if looks_like_path and not path.exists():
         raise EngineStartError(
             f"engine.model: {model}: no such model directory",
-            hint="give a folder that is there, or a name on the Hub (OWNER/NAME)",
+            hint="give an existing directory, or a name on the Hub (OWNER/NAME)",
         )
     if path.is_dir() and not any((path / name).exists() for name in ("config.json", "params.json")):
         raise EngineStartError(f"engine.model: {model}: not a model directory (no config.json)")
@@ -140,30 +139,36 @@ def check_on_hub(spec: ServerEngine) -> None:
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
+    from tenacity import (  # noqa: PLC0415
+        Retrying,
+        retry_if_exception_type,
+        stop_after_attempt,
+        wait_exponential,
+    )
 
     hub = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
-    for tries in range(1, HUB_TRIES + 1):
-        try:
-            hub.model_info(repository, revision=revision, timeout=HUB_TIMEOUT_S)
-        except (RepositoryNotFoundError, RevisionNotFoundError):
-            at = f" at revision {revision}" if revision else ""
-            raise EngineStartError(
-                f"engine.model: {model}: {hub.endpoint} has no such model{at}, or shows it only with a token",
-                hint="correct the name, set HF_TOKEN, or give a folder",
-            ) from None
-        except (httpx.ConnectError, ConnectionError) as failure:  # ConnectionError: HF_HUB_OFFLINE is set
-            if tries == HUB_TRIES:
-                raise EngineStartError(
-                    f"engine.model: {model}: is not on this machine, and {hub.endpoint} cannot be reached: "
-                    f"{failure}",
-                    hint=f"`hf download {repository}` where there is a network, or give a folder",
-                ) from None
-            time.sleep(TIMING.first_retry * 2**tries)
-        except (httpx.HTTPError, HfHubHTTPError, ValueError, OSError) as failure:
-            log.debug("%s: the Hub's answer is unexpected: %r", model, failure)
-            return
-        else:
-            return
+    unreachable = (httpx.ConnectError, ConnectionError)  # ConnectionError: HF_HUB_OFFLINE is set
+    retry = Retrying(
+        retry=retry_if_exception_type(unreachable),
+        stop=stop_after_attempt(HUB_TRIES),
+        wait=wait_exponential(multiplier=2 * TIMING.first_retry),
+        reraise=True,
+    )
+    try:
+        retry(hub.model_info, repository, revision=revision, timeout=HUB_TIMEOUT_S)
+    except (RepositoryNotFoundError, RevisionNotFoundError):
+        at = f" at revision {revision}" if revision else ""
+        raise EngineStartError(
+            f"engine.model: {model}: {hub.endpoint} has no such model{at}, or shows it only with a token",
+            hint="correct the name, set HF_TOKEN, or give a folder",
+        ) from None
+    except unreachable as failure:
+        raise EngineStartError(
+            f"engine.model: {model}: is not on this machine, and {hub.endpoint} cannot be reached: {failure}",
+            hint=f"`hf download {repository}` where there is a network, or give a folder",
+        ) from None
+    except (httpx.HTTPError, HfHubHTTPError, ValueError, OSError) as failure:
+        log.debug("%s: the Hub's answer is unexpected: %r", model, failure)
 
 
 def _looks_elsewhere(spec: ServerEngine) -> bool:
@@ -213,7 +218,9 @@ def kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
     if not head_dim and isinstance(heads, int) and isinstance(config.get("hidden_size"), int):
         head_dim = config["hidden_size"] // heads
     sizes = [size for size in (layers, kv_heads, head_dim) if isinstance(size, int) and size > 0]
-    return None if has_latent_attention(config) or len(sizes) < 3 else 2 * width * math.prod(sizes)  # noqa: PLR2004
+    if has_latent_attention(config) or len(sizes) < 3:  # noqa: PLR2004
+        return None
+    return 2 * width * math.prod(sizes)
 
 
 INDEX = "model.safetensors.index.json"
@@ -247,9 +254,10 @@ def weights_bytes(directory: Path, config: Mapping[str, Any]) -> float | None:
         files = (directory.glob(pattern) for pattern in _WEIGHTS)
         sizes = (sum(file.stat().st_size for file in files_of_kind) for files_of_kind in files)
         total = next(filter(None, sizes), None)
-    # SGLang loads 32-bit weights as 16-bit numbers.
-    is_wide = str(config.get("dtype") or config.get("torch_dtype") or "float32").startswith("float32")
-    return total / 2 if total and is_wide and "quantization_config" not in config else total
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    if total and dtype.startswith("float32") and "quantization_config" not in config:
+        return total / 2  # SGLang loads 32-bit weights as 16-bit numbers
+    return total
 
 
 def _number(args: Mapping[str, Any], name: str) -> int:

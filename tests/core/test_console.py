@@ -4,6 +4,9 @@ import json
 import unicodedata
 from pathlib import Path
 
+import pytest
+
+from batchrunner.core.console import background_line, duration
 from tests.conftest import batchrun, job_of, results_of, write_job, write_rows
 
 EVIL = "\x1b]0;mine\x07\x1b[8m\x9b\r\x7f\u202eevil\u2028\nall is well"
@@ -52,3 +55,35 @@ def test_nothing_that_data_holds_is_obeyed(tmp_path: Path) -> None:
     page = (run / "report.html").read_text() if batchrun("report", run).exit_code == 0 else ""
     assert r"\u202eevil" in page
     assert not set(page) & set("\x1b\x07\x9b\u202e\u2028")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (4.21, "4.2 s"),
+        (59.94, "59.9 s"),
+        (60, "1 min 0 s"),
+        (200, "3 min 20 s"),
+        (3599.4, "59 min 59 s"),
+        (3600, "1 h 0 min"),
+        (7_530, "2 h 5 min"),
+        (90_000, "25 h 0 min"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    """A duration has the two largest of its units."""
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "end"),
+    [
+        (0, 0, ""),
+        (1, 12, ", 1 row given back (12 tokens lost)"),
+        (31, 1204, ", 31 rows given back (1,204 tokens lost)"),
+    ],
+)
+def test_the_line_of_a_background_run(rows: int, tokens: int, end: str) -> None:
+    """Preempted rows are named only if there are any."""
+    background = {"our_share": 0.614, "users_share": 0.12, "rows_given_back": rows, "tokens_lost": tokens}
+    assert background_line(background) == f"engine 61% ours, 12% its users'{end}"

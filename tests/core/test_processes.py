@@ -1,11 +1,12 @@
-"""Pools of threads."""
+"""Pools of threads, and actions that a thread repeats."""
 
 import threading
 from concurrent.futures import Future
 
 import pytest
 
-from batchrunner.core.processes import thread_pool
+from batchrunner.core.processes import repeating, thread_pool
+from tests.support.server_thread import PATIENCE_S
 
 
 def test_an_interrupt_waits_for_no_thread() -> None:
@@ -28,3 +29,12 @@ def test_an_interrupt_waits_for_no_thread() -> None:
         interrupted()
     assert waiting[0].cancelled()
     never.set()
+
+
+def test_an_action_is_repeated_until_the_block_ends() -> None:
+    """After the block its thread has ended."""
+    calls = threading.Semaphore(0)
+    with repeating(calls.release, 0.001, thread="repeater"):
+        for _ in range(3):
+            assert calls.acquire(timeout=PATIENCE_S)
+    assert not [thread for thread in threading.enumerate() if thread.name == "repeater"]

@@ -48,7 +48,7 @@ def put_a_file_before(directory: Path) -> list[str]:
     ("change", "told"),
     [
         (change_the_input, "the input file"),
-        (put_a_file_before, "input.parquet: name it to come last"),
+        (put_a_file_before, "input.parquet: rename it so that it comes last"),
         (["prompt.text='Say {{ text }}'"], "prompt.text was 'text' and is 'Say {{ text }}'"),
         (["sampling.temperature=0.5"], "sampling.temperature was unset and is 0.5"),
         (["input.columns=[id]"], "input.columns was [] and is ['id']"),

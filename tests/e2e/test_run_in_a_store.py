@@ -366,7 +366,7 @@ def test_a_store_that_fails_for_good(
         job = job_of(tmp_path, server, rows=40, output=run, limits={"disk_wait": 0.5}, window=4)
         failed = run_job(job, tmp_path, *options, code=1)
         (error,) = (line for line in failed.stderr.splitlines() if line.startswith("batchrun: "))
-        assert "what is stored is kept" in error
+        assert "stored rows are kept" in error
         assert "Traceback" not in failed.stderr
         (report,) = cache.rglob("report.json")
         assert json.loads(report.read_text())["exit_code"] == 1

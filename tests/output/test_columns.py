@@ -1,4 +1,4 @@
-"""The columns of results and their types, carried ones too."""
+"""Columns of results and their types, carried columns included."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from tests.support.inputs import CARRIED
 
 
 def test_columns_and_types(tmp_path: Path, server: FakeSGLang) -> None:
-    """Whoever reads the parts finds the promised columns, in their order and with their types."""
+    """Parts have the documented columns, in their order and with their types."""
     job = job_of(tmp_path, server, input={"columns": ["id"]})
     batchrunner.run(job)
     (part,) = parts_of(job["output"]["path"])
@@ -56,7 +56,7 @@ def test_columns_and_types(tmp_path: Path, server: FakeSGLang) -> None:
 
 @pytest.mark.parametrize("name", CARRIED)
 def test_carried_columns_keep_their_types(tmp_path: Path, name: str) -> None:
-    """A carried column comes out as it went in, type and values, also through several parts and `merge`."""
+    """A carried column keeps its type and values through several parts and `merge`."""
     source = pa.table({"text": ["row 0", "row 1", "row 2"], name: CARRIED[name]})
     pq.write_table(source, tmp_path / "input.parquet", row_group_size=1)
     job = job_of(tmp_path, input={"columns": [name]}, output={"part_rows": 2})
@@ -82,7 +82,7 @@ DECLARED: dict[str, tuple[pa.DataType, pa.DataType, list[Any], list[Any]]] = {
 @pytest.mark.parametrize("names", ["ab", "ba"])
 @pytest.mark.parametrize("column", DECLARED)
 def test_one_file_says_that_it_has_no_nulls(tmp_path: Path, column: str, names: str) -> None:
-    """Files agree on a carried column whatever each of them says of nulls and in its metadata."""
+    """Input files may differ in the nullability and metadata of a carried column."""
     full, holey, *both = DECLARED[column]
     fields = [pa.field("of", full, nullable=False, metadata={"by": "a"}), pa.field("of", holey)]
     (tmp_path / "in").mkdir()
@@ -98,7 +98,7 @@ def test_one_file_says_that_it_has_no_nulls(tmp_path: Path, column: str, names: 
 
 
 def test_rename(tmp_path: Path) -> None:
-    """A carried column may get another name, such as one that a result has of its own."""
+    """A carried column whose name a result column has can be renamed."""
     write_rows(tmp_path / "input.parquet", 3, output=["a", "b", "c"])
     job = job_of(tmp_path, input={"columns": ["output", "id"], "rename": {"output": "reference"}})
     batchrunner.run(job)
@@ -108,7 +108,7 @@ def test_rename(tmp_path: Path) -> None:
 
 
 def test_simulated_results_are_marked(tmp_path: Path) -> None:
-    """Nobody takes made-up answers for a model's: output, file, merged file, report, screen all say it."""
+    """Synthetic answers are marked everywhere: in the output, the files, the report and on the screen."""
     job = job_of(tmp_path)
     result = batchrun(write_job(job, tmp_path))
     assert all(row["output"].startswith("[simulated] ") for row in results_of(job))

@@ -1,4 +1,4 @@
-"""`batchrun merge RUN FILE`: each format, values that it lacks, and files that are kept."""
+"""`batchrun merge RUN FILE`: formats, values that a format lacks, and existing files."""
 
 import csv
 import gzip
@@ -73,7 +73,7 @@ def test_tables(run: Path) -> None:
 
 @pytest.mark.parametrize(("name", "opened"), [("a.jsonl", bytes), ("a.ndjson.gz", gzip.decompress)])
 def test_json_lines(run: Path, name: str, opened: Callable[[bytes], bytes]) -> None:
-    """An object on each line: lists and structs as they are, dates by ISO 8601, durations in seconds."""
+    """Each line is an object with lists and structs unchanged, dates in ISO 8601, durations in seconds."""
     rows = [json.loads(line) for line in opened(written(run, name)).splitlines()]
     expected = results_of({"output": {"path": str(run)}})
     assert len(rows) == ROWS
@@ -89,7 +89,7 @@ BREAKS = "a\x85b\u2028c\u2029d"
 
 
 def test_a_row_of_json_lines_is_one_line(tmp_path: Path) -> None:
-    """Characters that some readers take for the end of a line are escaped, in names of columns too."""
+    """Characters that some readers mistake for a line end are escaped, also in names of columns."""
     pq.write_table(pa.table({"text": ["a"] * 3, BREAKS: [[BREAKS]] * 3}), tmp_path / "input.parquet")
     batchrunner.run(job_of(tmp_path, INSTANT, input={"columns": [BREAKS]}))
     text = written(tmp_path / "run", "a.jsonl").decode()
@@ -101,7 +101,7 @@ def test_a_row_of_json_lines_is_one_line(tmp_path: Path) -> None:
     [("a.csv", ",", bytes), ("a.tsv", "\t", bytes), ("a.csv.gz", ",", gzip.decompress)],
 )
 def test_csv(run: Path, name: str, delimiter: str, opened: Callable[[bytes], bytes]) -> None:
-    """A header and a record for each row; lists and structs are JSON, null is an empty field."""
+    """A header and a record for each row, with JSON for lists and structs and an empty field for null."""
     text = opened(written(run, name)).decode()
     rows = list(csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter))
     expected = results_of({"output": {"path": str(run)}})
@@ -119,7 +119,7 @@ def test_csv(run: Path, name: str, delimiter: str, opened: Callable[[bytes], byt
 
 
 def test_values_that_python_cannot_represent(tmp_path: Path) -> None:
-    """Carried times of an unknown zone are written in UTC; a far date and bad UTF-8 are texts."""
+    """Times of an unknown zone are written in UTC, dates out of range and invalid UTF-8 as texts."""
     far = 400_000_000_000
     columns: dict[str, pa.Array[Any]] = {
         "zone": pa.array([0, 1_000_000, None], pa.timestamp("us", "Mars/Phobos")),
@@ -164,7 +164,7 @@ def test_values_that_python_cannot_represent(tmp_path: Path) -> None:
 
 
 def test_an_existing_file_is_kept(run: Path) -> None:
-    """It is replaced with --force only, and never by half a file; the run may be where nothing is written."""
+    """Only --force replaces it, and never with an incomplete file; nothing is written into the run."""
     file, written_at = run.parent / "answers.csv", run.stat().st_mtime_ns
     file.write_text("mine")
     result = batchrun("merge", run, file)
@@ -191,7 +191,7 @@ REFUSALS: list[tuple[list[Any], str]] = [
 
 @pytest.mark.parametrize(("arguments", "problem"), REFUSALS)
 def test_refusals(run: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], problem: str) -> None:
-    """One line says what is wrong, with exit code 2, and nothing is written."""
+    """A wrong file name gives one line and exit code 2, and nothing is written."""
     monkeypatch.chdir(run.parent)
     (run.parent / "in.csv").mkdir()
     before = sorted(run.parent.rglob("*"))

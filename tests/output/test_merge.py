@@ -1,4 +1,4 @@
-"""Merging writes every result once, in the order of the input."""
+"""Merging writes each result once, in input order."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +26,7 @@ from tests.support.fake_sglang import FakeSGLang
 def test_merge_is_in_input_order(
     rows: int, part_rows: int, wanted: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """`merge` writes every result once, in the order of the input, however the parts came to be."""
+    """`merge` writes each result once, in input order, whatever the order of sending and sizes of parts."""
     tmp_path = tmp_path_factory.mktemp("merge")
     with FakeSGLang(lambda sent: "too long" if sent.prompt.endswith("3") else "answer") as server:
         job = job_of(tmp_path, server, rows=rows, output={"part_rows": part_rows}, window=3)
@@ -38,7 +38,7 @@ def test_merge_is_in_input_order(
 
 
 def test_merge_of_long_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bucket is bounded by its bytes too, where footers hide them: all rows carry the same long text."""
+    """Buckets are bounded in bytes even if footers hide them because all rows carry the same long text."""
     monkeypatch.setattr("batchrunner.output.merge.BUCKET_BYTES", 1 << 20)
     write_rows(tmp_path / "input.parquet", 40, page=["x" * 100_000] * 40)
     job = job_of(tmp_path, input={"columns": ["page"]}, output={"part_rows": 7})
@@ -55,7 +55,7 @@ def cut_a_part(run: Path) -> None:
 
 
 def lose_a_part(run: Path) -> None:
-    """Leave a link to nothing in its place, as a file that goes while parts are merged."""
+    """Replace a part by a dangling link, like a file that is deleted during the merge."""
     part = next((run / "parts").iterdir())
     part.unlink()
     part.symlink_to(run / "nothing")
@@ -75,7 +75,7 @@ def add_a_part_of_others(run: Path) -> None:
     ],
 )
 def test_what_cannot_be_merged(tmp_path: Path, spoil: Callable[[Path], object], told: str) -> None:
-    """Damage and whatever stands in the way are said in one line."""
+    """Damaged parts and obstacles are reported in one line."""
     batchrunner.run(job_of(tmp_path))
     spoil(tmp_path / "run")
     refused = batchrun("merge", tmp_path / "run")
@@ -85,7 +85,7 @@ def test_what_cannot_be_merged(tmp_path: Path, spoil: Callable[[Path], object], 
 
 
 def test_a_merge_does_not_outlive_the_next_start(tmp_path: Path) -> None:
-    """What was merged is gone as soon as there are more rows."""
+    """A merged dataset is deleted when the run gets more rows."""
     job = job_of(tmp_path, rows=30)
     batchrunner.run(job, overrides=["input.limit=10"])
     assert batchrun("merge", tmp_path / "run").exit_code == 0

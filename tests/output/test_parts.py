@@ -1,4 +1,4 @@
-"""Parts and journals: whole at any moment, none replaced, counted as far as they are whole."""
+"""Parts and journals are complete at any moment, never replaced, and counted up to damage."""
 
 import contextlib
 import errno
@@ -36,7 +36,7 @@ from tests.support.runs import rows_once, status_of
 
 @pytest.mark.parametrize("call", ["fsync", "link", "unlink"])
 def test_parts_are_readable_at_any_moment(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who reads the directory of parts while one is being written sees whole ones only, and no row twice."""
+    """A reader of the parts during a run sees only complete parts, and no row twice."""
     run, real = tmp_path / "run", getattr(os, call)
     seen: list[tuple[set[int], list[int], set[int]]] = []
 
@@ -84,7 +84,7 @@ def goes_on_beside(server: FakeSGLang, directory: Path, *, first: int, part_rows
 
 @pytest.mark.parametrize(("first", "part_rows"), [(100, 4), (100, 10), (8, 10), (0, 10)])
 def test_a_part_that_is_there_stays(tmp_path: Path, server: FakeSGLang, first: int, part_rows: int) -> None:
-    """A part that appears under the number of ours is not replaced, and every row is there once."""
+    """A part that another process writes under our number is kept, and no row is lost or doubled."""
     job = goes_on_beside(server, tmp_path, first=first, part_rows=part_rows)
     assert rows_in(job) == sorted({*range(10), *range(first, first + 4)})
 
@@ -93,7 +93,7 @@ def test_a_part_that_is_there_stays(tmp_path: Path, server: FakeSGLang, first: i
 def test_a_file_system_without_links(
     tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch, refusal: int
 ) -> None:
-    """Where there are no hard links a run goes well all the same, and replaces no part that it sees."""
+    """A file system without hard links works too: no existing part is replaced."""
 
     def link(*_: Any, **__: Any) -> None:
         raise OSError(refusal, os.strerror(refusal))
@@ -107,7 +107,7 @@ def test_a_file_system_without_links(
 def test_a_part_that_is_written_again(
     tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """A part whose directory or journal the disk fails on is not doubled; it is synced before that goes."""
+    """A disk error after the write of a part doubles no row; the journal goes only after the sync."""
     parts, real, real_unlink = tmp_path / "run" / "parts", os.fsync, os.unlink
     made: list[str] = []
 
@@ -144,7 +144,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @examples(20)
 @given(data=st.data())
 def test_a_torn_journal(data: st.DataObject, finished: dict[str, Any]) -> None:
-    """Wherever a crash or rot cuts a journal, the rows before are kept and the others done again, once."""
+    """Wherever a crash or bit rot damages a journal, the rows before are kept and the others repeated."""
     with scratch_copy(finished) as (job, run):
         (part,) = (run / "parts").glob("*.parquet")
         table = pq.read_table(part)
@@ -186,7 +186,7 @@ def test_what_is_there_is_counted(
     retry_failed: bool,
     finished: dict[str, Any],
 ) -> None:
-    """However rows lie in parts and journals, status and the next start count them as a reader would.
+    """Status and the next start count rows as a reader does, wherever they lie in parts and journals.
 
     A journal may have the number of a part, and then frames of that part or of later ones, or none of them.
     """
@@ -227,7 +227,7 @@ def test_what_is_there_is_counted(
 
 
 def ended(row: dict[str, Any], *, failed: bool) -> dict[str, Any]:
-    """Return a row as it is, or as if it had failed, for a reason of its own."""
+    """Return a row unchanged, or as a failed row with its own reason."""
     reason = {"output": None, "completion_tokens": None, "error": "no" + "o" * row["row"]}
     return {**row, **reason} if failed else row
 
@@ -262,7 +262,7 @@ def scratch_copy(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Path]]:
 
 
 def test_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk makes the run pause and say so; with room again it goes on, and nothing is lost."""
+    """On a full disk the run pauses with a warning; it continues when there is room, and loses nothing."""
     refused: list[int] = []
     real = os.pwrite
 
@@ -284,7 +284,7 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_part_that_is_due_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part whose time is over while rows end is written: the loop gives such a timer no time of its own."""
+    """A due part is written while rows keep finishing, when the event loop never idles."""
     monkeypatch.setattr(TIMING, "part", 0.0)
     job = job_of(tmp_path, rows=2000)
     assert batchrunner.run(job).exit_code == 0

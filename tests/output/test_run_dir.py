@@ -1,4 +1,4 @@
-"""The run directory: what is in it, what is not, and that it is kept apart from the input."""
+"""The run directory: its files, the absence of secrets, and its separation from the input."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.support.runs import status_of
 
 
 def test_the_run_directory(tmp_path: Path, server: FakeSGLang) -> None:
-    """What later tools look for lies where they look for it."""
+    """The files that later tools read have their documented paths."""
     job = job_of(tmp_path, server)
     batchrunner.run(job)
     found = json.loads((tmp_path / "run" / "run.json").read_text())
@@ -42,7 +42,7 @@ class Handler(Server):
 
 
 def test_no_secret_of_the_engine_is_written_down(tmp_path: Path) -> None:
-    """What the engine gets in its environment, and in arguments named as secrets are, stays unwritten."""
+    """The engine's environment, and arguments with names of secrets, are not written."""
     engine = launchable(tmp_path, ANSWERS, HF_TOKEN="s3cret-1")
     engine["args"] = {"admin-api-key": "s3cret-2", "tokenizer-path": "shown"}
     assert batchrunner.run(job_of(tmp_path, engine)).rows_ok == 10
@@ -53,7 +53,7 @@ def test_no_secret_of_the_engine_is_written_down(tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_parts(tmp_path: Path) -> None:
-    """Copies and other files beside the parts are nobody's: not counted, not merged, not deleted."""
+    """Copies and foreign files beside the parts are not counted, not merged and not deleted."""
     job = job_of(tmp_path)
     batchrunner.run(job, overrides=["input.limit=4"])
     parts = tmp_path / "run" / "parts"
@@ -68,7 +68,7 @@ def test_files_that_are_no_parts(tmp_path: Path) -> None:
 
 
 def test_results_are_never_read_as_input(tmp_path: Path) -> None:
-    """An output path that holds the input would make the next start take its results for new rows."""
+    """An output path that contains the input is refused: results would become new rows."""
     write_rows(tmp_path / "in" / "a.parquet", 5)
     job = job_of(tmp_path, input={"path": str(tmp_path / "in")}, output={"path": str(tmp_path / "in")})
     refused = batchrun(write_job(job, tmp_path))
@@ -81,7 +81,7 @@ def test_results_are_never_read_as_input(tmp_path: Path) -> None:
 def test_an_output_within_the_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str | list[str]
 ) -> None:
-    """The run's own files are none of the input's: it goes on where it was."""
+    """The files of a run below the input are no input, so the run resumes."""
     write_rows(tmp_path / "x" / "input.parquet", 5)
     monkeypatch.chdir(tmp_path)
     job = job_of(tmp_path, input={"path": path, "limit": 3}, output={"path": "out"})

@@ -1,4 +1,4 @@
-"""One writer, on a disk and in a store: the living are left alone, the dead replaced, by no other's clock."""
+"""One writer for each task, on a disk and in a store: only dead holders are replaced, by one clock alone."""
 
 import dataclasses
 import errno
@@ -25,7 +25,7 @@ from tests.support.server_thread import PATIENCE_S
 
 
 class Objects(RunObjects):
-    """Objects in memory, written on a condition as a store does."""
+    """Objects in memory with the conditional writes of a store."""
 
     def __init__(self) -> None:
         self.held: dict[str, tuple[bytes, str]] = {}
@@ -121,7 +121,7 @@ def on_host(name: str) -> LockHolder:
 
 
 def test_the_living_are_left_alone(place: Place) -> None:
-    """A holder on another host whose counter moves is not replaced, and found out within a few beats."""
+    """A holder on another host whose heartbeat continues is recognised in a few beats, and not replaced."""
     first, clock = place.lock(on_host("a")), Clock()
     first.acquire()
     clock.each = lambda: first.beat() if clock.now > 10 else None
@@ -133,7 +133,7 @@ def test_the_living_are_left_alone(place: Place) -> None:
 
 @pytest.mark.parametrize("skew_s", [-3600.0, 0.0, 1e9])
 def test_the_dead_are_replaced(place: Place, skew_s: float) -> None:
-    """A holder whose counter stands still for long enough is, whatever the hosts' clocks say."""
+    """A holder whose heartbeat stands still for long enough is replaced, whatever the hosts' clocks say."""
     first, clock = place.lock(on_host("a"), Clock(skew_s)), Clock()
     first.acquire()
     second = place.lock(on_host("b"), clock)
@@ -150,7 +150,7 @@ def test_the_dead_are_replaced(place: Place, skew_s: float) -> None:
 
 
 def test_a_process_of_this_machine_is_looked_up(place: Place) -> None:
-    """Here the kernel tells at once: a pid that is gone, or used again by another process, is dead."""
+    """On this machine a pid that is gone, or that another process reuses, is dead at once."""
     me, clock = this_process(), Clock()
     gone = dataclasses.replace(me, pid=2**22 + 1, token="gone")
     reused = dataclasses.replace(me, started="1", token="reused")
@@ -169,7 +169,7 @@ def test_a_process_of_this_machine_is_looked_up(place: Place) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"{}"])
 def test_an_owner_that_is_no_name(place: Place, content: bytes) -> None:
-    """A writer that died between making `owner` and writing its name holds nobody up for long."""
+    """A writer that died between the creation of `owner` and the write of its name delays nobody for long."""
     place.write(content)
     clock = Clock()
     place.lock(on_host("a"), clock).acquire()
@@ -178,7 +178,7 @@ def test_an_owner_that_is_no_name(place: Place, content: bytes) -> None:
 
 
 def test_a_disk_that_has_gone_is_no_other_holder(tmp_path: Path) -> None:
-    """It is waited for, as one that is full; only where somebody else may have been is a task lost."""
+    """A missing disk is waited for, like a full one; the task is lost only if another process may have it."""
     task = tmp_path / "run" / "tasks" / "main"
     task.mkdir(parents=True)
     lock = OnDisk(task).lock(this_process())
@@ -194,7 +194,7 @@ def test_a_disk_that_has_gone_is_no_other_holder(tmp_path: Path) -> None:
 
 
 def test_a_store_that_is_away() -> None:
-    """Shortly after a heartbeat the lock counts; later nothing is written before the store answers.
+    """The lock is trusted shortly after a heartbeat; later nothing is written until the store answers.
 
     A lock that could not be given up is not in the way of the same process; one that was deleted is lost.
     """
@@ -218,7 +218,7 @@ def test_a_store_that_is_away() -> None:
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync"])
 def test_a_disk_that_is_full_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """A start that could not take the run leaves no name, which would be that of a process that lives."""
+    """A start that failed to take the lock leaves no name: it would be that of a living process."""
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -234,7 +234,7 @@ def test_a_disk_that_is_full_at_the_start(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("turn", range(10))
 def test_of_many_one_takes_over(place: Place, turn: int) -> None:
-    """Sixteen that find the same dead holder at once: one becomes the writer, the others learn it."""
+    """Of sixteen processes that replace the same dead holder at once, one succeeds and the others notice."""
     place.lock(on_host("dead")).acquire()
     ready, over = threading.Barrier(16), threading.Event()
     won: list[TaskLock] = []

@@ -1,4 +1,4 @@
-"""report.json says how a run ended."""
+"""The report of a run: report.json, the lines at its end, and the merged report."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from tests.support.runs import status_of
 
 
 def test_report(tmp_path: Path, server: FakeSGLang) -> None:
-    """report.json has what later tools read, and says the same as the returned report."""
+    """report.json has the documented fields, and equals the returned report."""
     server.script = lambda sent: "too long" if sent.prompt in {"row 3", "row 4"} else "answer"
     job = job_of(tmp_path, server, limits={"max_failed_rows": 2})
     report = batchrunner.run(job)
@@ -56,7 +56,7 @@ def test_report(tmp_path: Path, server: FakeSGLang) -> None:
     [(0, "6 left to other tasks"), (3, "6 left to other tasks"), (1, "6 left: run the same command again")],
 )
 def test_who_does_the_rows_that_are_left(exit_code: int, left: str) -> None:
-    """Living tasks do, where this one has ended, also with too many failed rows: none is to be run again."""
+    """Remaining rows belong to living tasks if this one is done, so no line says to run it again."""
     report = batchrunner.Report(
         path="out", exit_code=exit_code, reason="done", rows_total=10, rows_ok=3, rows_failed=1
     )
@@ -65,7 +65,7 @@ def test_who_does_the_rows_that_are_left(exit_code: int, left: str) -> None:
 
 @pytest.mark.parametrize("samples", [1, 3])
 def test_cut_answers_are_counted_wherever_rows_are(tmp_path: Path, server: FakeSGLang, samples: int) -> None:
-    """An answer that was cut counts as ok, and is said to be cut; later starts know it too."""
+    """A truncated answer counts as ok and as cut, also in later starts."""
     if samples > 1:
         engine: Any = {"kind": "simulated", "step_s": 0}
         job = job_of(tmp_path, engine, rows=10, sampling={"n": samples, "max_new_tokens": 1})
@@ -76,18 +76,19 @@ def test_cut_answers_are_counted_wherever_rows_are(tmp_path: Path, server: FakeS
         cut = 4
     batchrunner.run(job, overrides=["input.limit=5"])
     result = batchrun(write_job(job, tmp_path))
-    assert f"10 of 10 rows ok ({cut} cut at max_new_tokens), 0 failed" in result.stderr
+    assert f"10 of 10 rows ok ({cut} truncated at max_new_tokens), 0 failed" in result.stderr
     assert report_of(job)["rows_cut"] == cut
-    assert result.stderr.count("cut at max_new_tokens") == (1 if samples == 1 else 2)  # rows, then outputs
+    lines = 1 if samples == 1 else 2  # of rows, then of outputs
+    assert result.stderr.count("truncated at max_new_tokens") == lines
     run = tmp_path / "run"
-    assert f"{cut} cut at max_new_tokens" in batchrun("status", run).stdout
+    assert f"{cut} truncated at max_new_tokens" in batchrun("status", run).stdout
     assert status_of(run)["rows_cut"] == cut
-    assert f"({cut} cut at max_new_tokens)" in batchrun("merge", run).stderr
-    assert f"Cut {cut} of these rows" in page_of(run).text
+    assert f"({cut} truncated at max_new_tokens)" in batchrun("merge", run).stderr
+    assert f"Truncated {cut} of these rows" in page_of(run).text
 
 
 def test_there_is_one_next_step(tmp_path: Path, server: FakeSGLang) -> None:
-    """What the reason says to do is all that is said, on the screen, by `status` and on the page."""
+    """A reason that names the next step gets no further hint on the screen, in `status` and on the page."""
     server.script = lambda _: "too long"
     result = batchrun(write_job(job_of(tmp_path, server, rows=3000, window=4), tmp_path))
     assert result.exit_code == 1
@@ -101,7 +102,7 @@ def test_there_is_one_next_step(tmp_path: Path, server: FakeSGLang) -> None:
 
 
 def test_what_to_look_at_next() -> None:
-    """The end of a run names the commands that show it and judge it."""
+    """The end of a run names the commands for its page and for advice."""
     shows = "batchrun report 'out/my run' shows the run"
     assert (
         Report("out/my run", wall_s=1).lines()[-2]
@@ -111,7 +112,7 @@ def test_what_to_look_at_next() -> None:
 
 
 def test_pauses_between_starts_are_no_run_time(tmp_path: Path) -> None:
-    """`merge` counts the time in which the run was at work, not the night before its second start."""
+    """`merge` counts the time during which the run worked, without the pause before its second start."""
     job = job_of(tmp_path)
     batchrunner.run(job, overrides=["input.limit=5"])
     log = tmp_path / "run" / "events.jsonl"

@@ -183,7 +183,7 @@ def _refuse_several_gpus(spec: ServerEngine) -> None:
     if gpu_count > 1:
         raise EngineStartError(
             f"engine.replicas {spec.replicas} with {cards_of(spec.args)} each (engine.tp, times pp-size and "
-            f"dp-size) needs {gpu_count} GPUs: none is here",
+            f"dp-size) needs {gpu_count} GPUs: this machine has none",
             hint="run it on a machine that has them, or set engine.device: cpu to try it on the CPU",
         )
 
@@ -200,7 +200,7 @@ def gpu_slices(devices: Sequence[str], size: int, replicas: int | str) -> list[l
     if count * size > len(devices) or count == 0:
         raise EngineStartError(
             f"engine.replicas {replicas} with {size} each (engine.tp, times pp-size and dp-size) needs "
-            f"{max(count, 1) * size} GPUs: {len(devices)} there"
+            f"{max(count, 1) * size} GPUs: this machine has {len(devices)}"
         )
     return [list(devices[n * size : (n + 1) * size]) for n in range(count)]
 

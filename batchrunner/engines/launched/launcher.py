@@ -78,12 +78,14 @@ def read_config(descriptor: int) -> dict[str, Any]:
 
 def of_rank(config: dict[str, Any], rank: int) -> dict[str, Any]:
     """Return the configuration for one of several machines, with a separate log and port."""
-    argv, log = [*config["argv"], "--node-rank", str(rank)], Path(config["log"])
+    argv = [*config["argv"], "--node-rank", str(rank)]
+    log = Path(config["log"])
     if rank:
         log = log.with_name(f"{log.stem}-node{rank}{log.suffix}")
         log.parent.mkdir(parents=True, exist_ok=True)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            argv += ["--port", str(free.getsockname()[1])]
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        argv += ["--port", str(port)]
     return {**config, "argv": argv, "log": str(log)}
 
 

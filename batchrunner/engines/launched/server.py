@@ -147,7 +147,8 @@ class SGLangServer:
             if str(self._args.get(TOKENIZERS, 1)) != "1":
                 self.key = ""
                 log.warning(
-                    "%s needs no key, and every user of this machine can use it: SGLang takes none with --%s",
+                    "%s has no API key, which SGLang refuses with --%s: "
+                    "every user of this machine can use it",
                     self.name, TOKENIZERS,
                 )  # fmt: skip
             self._kills = oom_kills()
@@ -214,7 +215,7 @@ class SGLangServer:
     def _heal(self) -> bool:
         """Change the arguments of the next start by the cause of death; return whether any change helps."""
         if self._previous is not None:
-            self._change(self._previous, self._failure_message("does not live with them"))
+            self._change(self._previous, self._failure_message("died with the new flags"))
             self._previous = None
             return True
         if self._healer is None or self._exit_code is None:
@@ -443,7 +444,8 @@ def _launch_prefix(nodes: int) -> tuple[str, ...]:
     allocated = os.environ.get("SLURM_JOB_NUM_NODES", "none")
     if allocated != str(nodes):
         raise EngineStartError(
-            f"engine.nodes {nodes}: machines of a Slurm job are needed (there: {allocated})",
+            f"engine.nodes {nodes}: needs a Slurm job with {nodes} machines "
+            f"(SLURM_JOB_NUM_NODES: {allocated})",
             hint="start it with `batchrun slurm` or `batchrun ray`",
         )
     return (

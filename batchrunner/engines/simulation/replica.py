@@ -1,4 +1,4 @@
-"""A server in virtual time: a scheduler, the duration of its passes, and load samples that lag behind."""
+"""A server in virtual time: a scheduler, the duration of its passes, load samples as late as SGLang's."""
 
 import math
 from collections.abc import Sequence

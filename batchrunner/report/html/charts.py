@@ -1,6 +1,6 @@
-"""Draw lines over time as SVG paths, ticks and a sentence, in a frame of 1000 x 100 units.
+"""Charts over time as SVG paths and ticks, with a description, in a frame of 1000 x 100 units.
 
-The frame is stretched to the width of the screen. Texts stand beside it, placed by per cent of its width and
+The frame is stretched to the width of the screen. Texts are placed beside it by per cent of its width and
 height, so that they are not stretched.
 """
 
@@ -16,21 +16,21 @@ from batchrunner.tuning.signals import ADMITS_TOO_FEW, GUIDES
 
 WIDTH, HEIGHT = 1000.0, 100.0
 COLOURS = 8
-"""Number of line colours in the page's style."""
+"""Number of line colours in page.css."""
 _UNITS_S = ((86400, "d"), (3600, "h"), (60, "min"))
 _STEPS_S = (
     *(0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800),
     *(3600, 7200, 3 * 3600, 6 * 3600, 12 * 3600, 86400),
 )
 TICKS = 7
-"""Ticks of the time axis at most."""
+"""Most ticks of the time axis."""
 
 
 class AxisTick(NamedTuple):
     """A tick with its label beside the frame."""
 
     at: float
-    """Position in per cent: of the frame's width from the left, or of its height from the top."""
+    """Position in per cent of the frame's width from the left, or of its height from the top."""
     label: str
 
 
@@ -45,7 +45,7 @@ class EventMark(NamedTuple):
 
 
 class ValueZone(NamedTuple):
-    """A range of values that is shaded; a horizontal line where both ends are equal."""
+    """A shaded range of values; a horizontal line if both ends are equal."""
 
     low: float
     high: float
@@ -59,11 +59,11 @@ class ChartLine(NamedTuple):
     colour: int
     path: str
     values: list[float | None]
-    """Value at each point of the grid, for the readout."""
+    """Value at each point of the grid, for the readout under the cursor."""
 
 
 class ChartZone(NamedTuple):
-    """A zone as drawn; `y` is measured from the frame's top."""
+    """A ValueZone as drawn; `y` is the distance from the frame's top."""
 
     y: float
     height: float
@@ -77,7 +77,7 @@ class Chart:
     key: str
     title: str
     about: str
-    """What is shown, and what is good, in a sentence."""
+    """A sentence on what the chart shows and which values are good."""
     says: str
     """Description for people who cannot see the chart."""
     strokes: list[ChartLine]
@@ -99,43 +99,48 @@ def draw_lines(
     marks: Sequence[EventMark] = (),
     top: float = 0.0,
 ) -> Chart:
-    """Draw lines over time; the vertical axis goes from 0 to at least `top`."""
+    """Draw lines over time; the vertical axis reaches from 0 to at least `top`."""
     length_s = timeline.axis.length_s or 1.0
     values = [value for line in lines.values() for value in line if value is not None]
-    step, most = _scale(max([*values, top, *(zone.low for zone in zones)]) or 1.0)
+    step, axis_end = _scale(max([*values, top, *(zone.low for zone in zones)]) or 1.0)
     xs = [WIDTH * place / length_s for place in timeline.places]
     strokes = [
         ChartLine(
-            label,
-            number % COLOURS,
-            _path(xs, line, timeline.breaks, most),
-            [value and float(f"{value:.4g}") for value in line],
+            label=label,
+            colour=index % COLOURS,
+            path=_path(xs, line, timeline.breaks, axis_end),
+            values=[value and float(f"{value:.4g}") for value in line],
         )
-        for number, (label, line) in enumerate(lines.items())
+        for index, (label, line) in enumerate(lines.items())
     ]
+    y_values = [at * step for at in range(round(axis_end / step) + 1)]
     return Chart(
-        key, title, about, "; ".join(_description(label, line) for label, line in lines.items()),
-        strokes,
-        [_shade(zone, most) for zone in zones],
-        [(WIDTH * mark.at / length_s, mark) for mark in marks],
-        [AxisTick(100 - 100 * at * step / most, number(at * step)) for at in range(round(most / step) + 1)],
-        time_ticks(length_s),
-    )  # fmt: skip
+        key=key,
+        title=title,
+        about=about,
+        says="; ".join(_description(label, line) for label, line in lines.items()),
+        strokes=strokes,
+        shades=[_shade(zone, axis_end) for zone in zones],
+        marks=[(WIDTH * mark.at / length_s, mark) for mark in marks],
+        y_ticks=[AxisTick(100 - 100 * value / axis_end, number(value)) for value in y_values],
+        x_ticks=time_ticks(length_s),
+    )
 
 
 def time_ticks(length_s: float) -> list[AxisTick]:
     """Return round times on an axis of `length_s` seconds."""
-    days = 86400.0 * math.ceil(length_s / 86400 / TICKS)
-    step = next((step for step in _STEPS_S if length_s / step <= TICKS), days)
-    size, unit = next((each for each in _UNITS_S if step >= each[0]), (1, "s"))
-    return [
-        AxisTick(100 * at * step / length_s, f"{at * step / size:g} {unit}" if at else "0")
-        for at in range(int(length_s / step) + 1)
-    ]
+    whole_days_s = 86400.0 * math.ceil(length_s / 86400 / TICKS)
+    step_s = next((step_s for step_s in _STEPS_S if length_s / step_s <= TICKS), whole_days_s)
+    unit_s, unit = next((pair for pair in _UNITS_S if step_s >= pair[0]), (1, "s"))
+    ticks = [AxisTick(0.0, "0")]
+    for at in range(1, int(length_s / step_s) + 1):
+        time_s = at * step_s
+        ticks.append(AxisTick(100 * time_s / length_s, f"{time_s / unit_s:g} {unit}"))
+    return ticks
 
 
 def number(value: float) -> str:
-    """Write a number with about three digits and a unit letter: 0.85, 12, 1,500, 12.3k, 31M."""
+    """Format a number with about three digits and a unit letter: 0.85, 12, 1,500, 12.3k, 31M."""
     rounded = float(f"{value:.3g}")
     for least, size, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(rounded) >= least:
@@ -144,32 +149,36 @@ def number(value: float) -> str:
 
 
 def _scale(highest: float) -> tuple[float, float]:
-    """Return a round step (1, 2 or 5 times a power of ten) and the end of an axis with at most five steps."""
+    """Return the step of an axis (1, 2 or 5 times a power of ten) and its end, after at most five steps."""
     power = 10.0 ** math.floor(math.log10(highest / 5))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= highest / 5 * (1 - 1e-9))
     return step, step * math.ceil(highest / step - 1e-9)
 
 
 def _description(label: str, line: Line) -> str:
-    known = [value for value in line if value is not None]
-    low, mean, high = map(number, (min(known), fmean(known), max(known)))
+    values = [value for value in line if value is not None]
+    low, mean, high = map(number, (min(values), fmean(values), max(values)))
     return f"{label}: lowest {low}, mean {mean}, highest {high}"
 
 
-def _shade(zone: ValueZone, most: float) -> ChartZone:
-    high = min(zone.high, most)
-    return ChartZone(HEIGHT - HEIGHT * high / most, HEIGHT * max(0.0, high - zone.low) / most, zone.label)
+def _shade(zone: ValueZone, axis_end: float) -> ChartZone:
+    high = min(zone.high, axis_end)
+    return ChartZone(
+        y=HEIGHT - HEIGHT * high / axis_end,
+        height=HEIGHT * max(0.0, high - zone.low) / axis_end,
+        label=zone.label,
+    )
 
 
-def _path(xs: Sequence[float], line: Line, breaks: frozenset[int], most: float) -> str:
-    """Return the path of a line, in unbroken pieces; one that is a single point is drawn as a dot."""
+def _path(xs: Sequence[float], line: Line, breaks: frozenset[int], axis_end: float) -> str:
+    """Return the path of a line in its unbroken pieces; a piece of one point becomes a dot."""
     path, is_drawing = "", False
     for at, (x, value) in enumerate(zip(xs, line, strict=True)):
-        goes_on = is_drawing and at not in breaks
+        continues = is_drawing and at not in breaks
         is_drawing = value is not None
         if value is not None:
-            point = f"{x:.1f} {HEIGHT - HEIGHT * value / most:.1f}"
-            path += f"L{point}" if goes_on else f"M{point}h.01"
+            point = f"{x:.1f} {HEIGHT - HEIGHT * value / axis_end:.1f}"
+            path += f"L{point}" if continues else f"M{point}h.01"
     return path
 
 
@@ -178,10 +187,10 @@ _BAD, _GOOD = {"died", "hangs", "lost"}, {"back"}
 
 
 def load_charts(
-    timeline: Timeline, histories: Sequence[TaskHistory], happened: Iterable[IncidentMark]
+    timeline: Timeline, histories: Sequence[TaskHistory], incidents: Iterable[IncidentMark]
 ) -> list[Chart]:
-    """Return the charts of a run's load, with its incidents; charts without a line are left out."""
-    draw = partial(draw_lines, timeline, marks=_marks(timeline, happened))
+    """Return the charts of a run's load with its incidents, without charts that have no line."""
+    draw = partial(draw_lines, timeline, marks=_marks(timeline, incidents))
     total, by_replica = partial(_total, timeline), partial(_by_replica, timeline)
     charts = [
         draw(
@@ -229,10 +238,10 @@ def load_charts(
     return [chart for chart in charts if chart.strokes]
 
 
-def _marks(timeline: Timeline, happened: Iterable[IncidentMark]) -> list[EventMark]:
+def _marks(timeline: Timeline, incidents: Iterable[IncidentMark]) -> list[EventMark]:
     axis = timeline.axis
     marks = [EventMark(at, "plain", "started again") for at in axis.resumed()]
-    for incident in happened:
+    for incident in incidents:
         kind = "bad" if incident.what in _BAD else "good" if incident.what in _GOOD else "plain"
         label = f"{incident.what}: {incident.who} {incident.why}"
         marks.append(EventMark(axis.place(incident.time), kind, label))
@@ -240,17 +249,19 @@ def _marks(timeline: Timeline, happened: Iterable[IncidentMark]) -> list[EventMa
 
 
 def _total(timeline: Timeline, *named: tuple[str, str]) -> dict[str, Line]:
-    """Return the sums over all tasks of some gauges, by their labels."""
+    """Return the sums of gauges over all tasks, by label."""
     return {label: line for name, label in named if (line := timeline.total(name))}
 
 
 def _by_replica(timeline: Timeline, name: str, alone: str | None = None) -> dict[str, Line]:
-    """Return a line for each replica; that of a single one is named `alone`, or left out, as the total."""
+    """Return a line for each replica; a single one is labelled `alone`, and has no line without it."""
     lines = timeline.of_schedulers(name)
     if len(lines) > 1:
         return {label.replace("http://", ""): line for label, line in lines.items()}
-    single = next(iter(lines.values()), None)
-    return {alone: single} if alone and single else {}
+    if not (alone and lines):
+        return {}
+    (line,) = lines.values()
+    return {alone: line}
 
 
 def _bands(histories: Sequence[TaskHistory]) -> list[ValueZone]:

@@ -1,4 +1,4 @@
-"""The history of a run over time: each task's event log, and all tasks on one axis."""
+"""The history of a run: the load and incidents in each task's event log, and all tasks on one time axis."""
 
 from bisect import bisect_right
 from collections import deque
@@ -9,13 +9,13 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 MOST_CELLS = 600
-"""Cells of time that a run's work is divided into."""
+"""Most cells of time into which a run is divided."""
 LEAST_CELL_S = 0.125
 """Least width of a cell, in seconds."""
 MOST_INCIDENTS = 200
-"""Incidents that are kept, the newest."""
+"""Most incidents of a task on the page; older ones are dropped."""
 LONGEST = 300
-"""Characters of a text that are kept."""
+"""Most characters of a text on the page."""
 
 RETRACTIONS = "retractions"
 TASK_GAUGES = (
@@ -25,26 +25,26 @@ SCHEDULER_GAUGES = ("queue", "running", "token_usage", "window", "output_tokens_
 
 
 Key = tuple[str, str]
-"""The name of a gauge, and its scheduler; "" for the whole task."""
+"""The name of a gauge, and its scheduler ("" for the whole task)."""
 
 
 Cell = dict[Key, tuple[float, int]]
 """Sum and number of the values of each gauge in a cell of time."""
 Line = list[float | None]
-"""A gauge's mean at each point of the grid."""
+"""Mean of a gauge at each point of the grid; None without a load sample."""
 
 
 @dataclass(slots=True)
 class AttemptLoad:
-    """The load of one attempt; times are seconds since the epoch."""
+    """The load during an attempt. Times are seconds since the epoch."""
 
     began: float
     ended: float
     """Time of its last event."""
     reason: str | None = None
-    """Why it ended; None where the log does not say: it was killed, or is running."""
+    """Why it ended; None if it was killed, or is running."""
     cells: dict[int, Cell] = field(default_factory=dict)
-    """Cells by number: time since the epoch divided by the width of a cell."""
+    """Cells by number, which is the time divided by the width of a cell."""
     retractions: int = 0
     """Retractions of all schedulers."""
 
@@ -60,7 +60,7 @@ class IncidentMark(NamedTuple):
 
 @dataclass(slots=True)
 class TaskHistory:
-    """What the events of a task tell, over all its attempts."""
+    """The events of all attempts of a task in short."""
 
     task: str
     width_s: float
@@ -68,19 +68,21 @@ class TaskHistory:
     attempts: list[AttemptLoad] = field(default_factory=list)
     incidents: deque[IncidentMark] = field(default_factory=lambda: deque(maxlen=MOST_INCIDENTS))
     order: dict[str, Any] = field(default_factory=dict)
+    """The last `order` event."""
     tokenize: dict[str, Any] = field(default_factory=dict)
+    """The last `tokenize` event."""
     bands: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Healthy `#queue-req` of each scheduler of the newest attempt."""
+    """Healthy range of `#queue-req` of each scheduler in the newest attempt."""
     max_running: dict[str, int] = field(default_factory=dict)
-    """`max_running_requests` of each scheduler of the newest attempt."""
-    _ours: dict[str, str] | None = None
-    """Names of launched servers, by their address; a server has a new port in each attempt."""
+    """`max_running_requests` of each scheduler in the newest attempt."""
+    _replica_names: dict[str, str] | None = None
+    """Names of launched servers by URL, whose port changes with each attempt; None for attached servers."""
 
     def add(self, event: dict[str, Any]) -> None:
-        """Add the next event; an unknown kind only moves the end of its attempt."""
+        """Add the next event. An unknown event only extends its attempt."""
         if event["event"] == "start" or not self.attempts:
             self.attempts.append(AttemptLoad(event["time"], event["time"]))
-            self._ours = {} if (event.get("engine") or {}).get("log") else None
+            self._replica_names = {} if (event.get("engine") or {}).get("log") else None
         self.attempts[-1].ended = max(self.attempts[-1].ended, event["time"])
         match event["event"]:
             case "sample":
@@ -96,7 +98,7 @@ class TaskHistory:
                 self.incidents.append(IncidentMark(event["time"], "takeover", _short(event.get("task")), why))
             case what if what.startswith("engine_"):
                 who, why = _short(event.get("who")), _short(event.get("why"))
-                who = (self._ours or {}).get(who, who)
+                who = (self._replica_names or {}).get(who, who)
                 self.incidents.append(IncidentMark(event["time"], what.removeprefix("engine_"), who, why))
 
     def _add_sample(self, sample: dict[str, Any]) -> None:
@@ -116,14 +118,15 @@ class TaskHistory:
         self.bands.update(sample.get("bands") or {})
 
     def _name_of(self, scheduler: str) -> str:
-        if self._ours is None:
+        if self._replica_names is None:
             return scheduler
-        server, dp, rank = scheduler.partition("#")
-        return self._ours.setdefault(server, f"replica {len(self._ours)}") + dp + rank
+        server, separator, dp_rank = scheduler.partition("#")
+        replica = self._replica_names.setdefault(server, f"replica {len(self._replica_names)}")
+        return replica + separator + dp_rank
 
 
 def history_of(task: str, events: Iterable[dict[str, Any]], width_s: float) -> TaskHistory:
-    """Return the history of these events in cells of this width; events without a time are skipped."""
+    """Return the history of events in cells of this width; events without a time are skipped."""
     history = TaskHistory(task, width_s)
     for event in events:
         if isinstance(event.get("time"), (int, float)):
@@ -142,91 +145,91 @@ def _short(text: object) -> str:
 
 
 MOST_LINES = 8
-"""Schedulers that get a line each; of more, the lowest, the mean and the highest are drawn."""
+"""Most schedulers with a line each; more of them share three lines: lowest, mean and highest."""
 SILENT_S = 10.0
-"""Seconds without a sample (five are missing) after which a line ends and a task counts as idle."""
+"""Seconds without a load sample, which is five missing ones, after which a line ends and a task is idle."""
 STEADY_S = 4.0
-"""Least width of a cell with several tasks: two samples, so that each task is in each cell."""
+"""Least width in seconds of the cells of several tasks: two load samples, so that no cell lacks a task."""
 
 
 def cell_width(length_s: float, tasks: int) -> float:
-    """Return the width of the cells, in seconds, of a run that worked for so long with so many tasks."""
+    """Return the width of the cells, in seconds, of a run of this length with this number of tasks."""
     return max(length_s / MOST_CELLS, STEADY_S if tasks > 1 else LEAST_CELL_S)
 
 
 class TimeAxis:
-    """Maps wall-clock time to the seconds for which a run was running; pauses without a task take no time."""
+    """Maps times to seconds of work; pauses in which no task ran take no time."""
 
     def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
-        """`spans` are the beginnings and ends of attempts, in any order."""
-        self._began: list[float] = []
-        self._ended: list[float] = []
-        self._at: list[float] = []
+        """`spans` are the times of the first and last event of attempts, in any order."""
+        self._begins: list[float] = []
+        self._ends: list[float] = []
+        self._places: list[float] = []
         self.length_s = 0.0
-        for began, ended in sorted(spans):
-            if self._ended and began <= self._ended[-1]:
-                self.length_s += max(0.0, ended - self._ended[-1])
-                self._ended[-1] = max(self._ended[-1], ended)
+        for begin, end in sorted(spans):
+            if self._ends and begin <= self._ends[-1]:
+                self.length_s += max(0.0, end - self._ends[-1])
+                self._ends[-1] = max(self._ends[-1], end)
                 continue
-            self._at.append(self.length_s)
-            self._began.append(began)
-            self._ended.append(ended)
-            self.length_s += ended - began
+            self._places.append(self.length_s)
+            self._begins.append(begin)
+            self._ends.append(end)
+            self.length_s += end - begin
 
     def place(self, time: float) -> float:
-        """Return the position of a time in seconds; all times in a pause have the position of the pause."""
+        """Return the position of a time in seconds; a pause has one position."""
         stretch = self.stretch(time)
         if stretch < 0:
             return 0.0
-        return self._at[stretch] + min(time, self._ended[stretch]) - self._began[stretch]
+        return self._places[stretch] + min(time, self._ends[stretch]) - self._begins[stretch]
 
     def stretch(self, time: float) -> int:
-        """Return the number of the stretch of work that a time is in, or follows; -1 before the first."""
-        return bisect_right(self._began, time) - 1
+        """Return the index of the stretch of work around or before a time; -1 before the first."""
+        return bisect_right(self._begins, time) - 1
 
     def resumed(self) -> list[float]:
         """Return the positions at which work resumed after a pause."""
-        return self._at[1:]
+        return self._places[1:]
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The load of a run on one grid."""
+    """The load of a run on a common grid."""
 
     axis: TimeAxis
     places: list[float] = field(default_factory=list)
-    """Points of the grid, in seconds of the axis, ascending."""
+    """Points of the grid on the axis, in seconds, ascending."""
     breaks: frozenset[int] = frozenset()
-    """Indices of points before which lines are broken."""
+    """Indices of the points before which lines are interrupted."""
     lines: dict[Key, Line] = field(default_factory=dict)
-    """By gauge and scheduler; those of whole tasks are sums over all of them."""
+    """Lines by gauge and scheduler; a line of whole tasks is the sum over all tasks."""
     retractions: int = 0
 
     def total(self, name: str) -> Line | None:
-        """Return the line of all tasks together."""
+        """Return the sum of a gauge over all tasks."""
         return self.lines.get((name, ""))
 
     def of_schedulers(self, name: str) -> dict[str, Line]:
-        """Return a line for each scheduler; of many, their lowest, their mean and their highest."""
+        """Return a line for each scheduler; for many, only the lowest, the mean and the highest."""
         lines = {who: line for (gauge, who), line in self.lines.items() if gauge == name and who}
         if len(lines) <= MOST_LINES:
             return lines
         columns = [
             [value for value in column if value is not None] for column in zip(*lines.values(), strict=True)
         ]
-        drawn: dict[str, Callable[[list[float]], float]] = {
+        summaries: dict[str, Callable[[list[float]], float]] = {
             "lowest": min,
             f"mean of {len(lines)}": fmean,
             "highest": max,
         }
         return {
-            label: [of_all(column) if column else None for column in columns]
-            for label, of_all in drawn.items()
+            label: [summary(column) if column else None for column in columns]
+            for label, summary in summaries.items()
         }
 
 
 def make_timeline(histories: Sequence[TaskHistory]) -> Timeline:
-    """Merge the histories of tasks, which have cells of one width."""
+    """Merge the histories of tasks, whose cells have the same width."""
     axis = TimeAxis((attempt.began, attempt.ended) for history in histories for attempt in history.attempts)
     width_s = histories[0].width_s if histories else LEAST_CELL_S
     several = len(histories) > 1
@@ -240,29 +243,29 @@ def make_timeline(histories: Sequence[TaskHistory]) -> Timeline:
                 into[key] = into.get(key, 0.0) + total / times
     numbers = sorted(grid)
     ends = [(at + 1) * width_s for at in numbers]  # the middle of a cell may lie before its attempt
-    silent = max(SILENT_S, 2 * width_s)
+    silent_s = max(SILENT_S, 2 * width_s)
+    breaks = frozenset(
+        at
+        for at, (last_end, end) in enumerate(pairwise(ends), 1)
+        if end - last_end > silent_s or axis.stretch(end) != axis.stretch(last_end)
+    )
+    keys = sorted({key for cell in grid.values() for key in cell})
     return Timeline(
-        axis,
-        [axis.place((at + 0.5) * width_s) for at in numbers],
-        frozenset(
-            at
-            for at, (before, end) in enumerate(pairwise(ends), 1)
-            if end - before > silent or axis.stretch(end) != axis.stretch(before)
-        ),
-        {
-            key: [grid[at].get(key) for at in numbers]
-            for key in sorted({key for cell in grid.values() for key in cell})
-        },
-        sum(attempt.retractions for history in histories for attempt in history.attempts),
+        axis=axis,
+        places=[axis.place((at + 0.5) * width_s) for at in numbers],
+        breaks=breaks,
+        lines={key: [grid[at].get(key) for at in numbers] for key in keys},
+        retractions=sum(attempt.retractions for history in histories for attempt in history.attempts),
     )
 
 
 def _cells(history: TaskHistory, *, fill: bool) -> Iterator[tuple[int, Cell]]:
-    """Yield a task's cells; with `fill`, a cell without a sample repeats the last one, up to SILENT_S."""
-    longest = int(SILENT_S / history.width_s)
+    """Yield a task's cells; with `fill` repeat a cell in the empty ones after it, up to SILENT_S."""
+    most_cells = int(SILENT_S / history.width_s)
     for attempt in history.attempts:
         numbers = sorted(attempt.cells)
-        for at, after in zip(numbers, [*numbers[1:], *numbers[-1:]], strict=True):
+        for at, next_at in zip(numbers, [*numbers[1:], *numbers[-1:]], strict=True):
+            end = min(next_at, at + most_cells) if fill else at + 1
             yield at, attempt.cells[at]
-            for between in range(at + 1, min(after, at + longest)) if fill else ():
-                yield between, attempt.cells[at]
+            for empty_at in range(at + 1, end):
+                yield empty_at, attempt.cells[at]

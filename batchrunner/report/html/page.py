@@ -1,4 +1,4 @@
-"""Write report.html: one file that shows a run, without outside resources."""
+"""The page of a run, report.html: one file without external resources."""
 
 import base64
 import functools
@@ -53,12 +53,13 @@ def make_page(run_dir: RunDir) -> str:
     facts = require_run_json(run_dir)
     tasks = _tasks(run_dir)
     results = read_results(tasks)
-    spans = {task: found for task in tasks if (found := attempt_spans(task.events))}
-    width_s = cell_width(union_s(span for found in spans.values() for span in found), len(spans))
+    spans = {task: task_spans for task in tasks if (task_spans := attempt_spans(task.events))}
+    length_s = union_s(span for task_spans in spans.values() for span in task_spans)
+    width_s = cell_width(length_s, len(spans))
     histories = [history_of(task.task, read_events(task.events), width_s) for task in spans]
     timeline = make_timeline(histories)
     return _template().render(
-        p=_headline(run_dir, facts, results, timeline, histories),
+        p=_headline(run_dir, facts, results=results, timeline=timeline, histories=histories),
         r=results,
         judged=advise_run(run_dir.path),
         decisions=[*_decisions(histories, timeline, facts), *_load(run_dir)],
@@ -69,13 +70,14 @@ def make_page(run_dir: RunDir) -> str:
             ((history.task, attempt) for history in histories for attempt in history.attempts),
             key=lambda start: start[1].began,
         ),
-        **_own(),
+        **_style_and_script(),
     )
 
 
 def _headline(
     run_dir: RunDir,
     facts: Mapping[str, Any],
+    *,
     results: RunResults,
     timeline: Timeline,
     histories: Sequence[TaskHistory],
@@ -86,10 +88,10 @@ def _headline(
     """
     total = facts["rows_total"]
     counts = results.counts
-    left = max(0, total - counts.done)
+    remaining = max(0, total - counts.done)
     most_failed = facts["job"].get("limits", {}).get("max_failed_rows", LimitsSpec().max_failed_rows)
     kind, state, reason = _state(
-        run_dir, histories, left, too_many=counts.failed > tolerated(most_failed, total)
+        run_dir, histories, remaining, too_many=counts.failed > tolerated(most_failed, total)
     )
     working_s = timeline.axis.length_s
     tasks, attempts = len(histories), sum(len(history.attempts) for history in histories)
@@ -106,13 +108,13 @@ def _headline(
         "state_kind": kind,
         "reason": reason,
         "rows_total": total,
-        "rows_left": left,
+        "rows_left": remaining,
         "working_s": working_s,
         "how_often": counted(attempts, "attempt") + (f" of {tasks} tasks" if tasks > 1 else ""),
         "output_tokens_per_s": counts.output_tokens / working_s if working_s else 0.0,
         "prompt_tokens_per_s": counts.prompt_tokens / working_s if working_s else 0.0,
         "cached_share": counts.cached_tokens / counts.prompt_tokens if counts.prompt_tokens else None,
-        "done_share": (total - left) / total if total else 1.0,
+        "done_share": (total - remaining) / total if total else 1.0,
         "ok_percent": 100 * counts.ok / total if total else 100.0,
         "failed_percent": 100 * counts.failed / total if total else 0.0,
         "written": time.time(),
@@ -120,17 +122,17 @@ def _headline(
 
 
 def _state(
-    run_dir: RunDir, histories: Sequence[TaskHistory], left: int, *, too_many: bool
+    run_dir: RunDir, histories: Sequence[TaskHistory], remaining: int, *, too_many: bool
 ) -> tuple[str, str, str]:
-    """Return the state: its style, a word for it, and a sentence."""
+    """Return the state of a run: its style, a word for it, and a sentence."""
     tasks = [run_dir.of_task(history.task) for history in histories]
     holders = list(filter(None, holders_of([(task, last_sample(task.events)) for task in tasks])))
     if holders:
         who = holders[0] if len(histories) == 1 else f"{len(holders)} of {len(histories)} tasks"
         return "live", "running", f"Running: {who}. The page shows what was on disk when it was written."
-    if left:
-        newest = (history.attempts[-1] for history in histories)
-        last = max(newest, key=lambda attempt: attempt.ended, default=None)
+    if remaining:
+        last_attempts = (history.attempts[-1] for history in histories)
+        last = max(last_attempts, key=lambda attempt: attempt.ended, default=None)
         why = (last and last.reason) or "its log has no end: it was killed, or its machine failed"
         step = "" if says_next_step(why) else f" {GO_ON[0].upper()}{GO_ON[1:]} to go on."
         return "warn", "not finished", f"{why[0].upper()}{why[1:]}.{step}"
@@ -140,12 +142,12 @@ def _state(
 
 
 def _over_time(timeline: Timeline, histories: Sequence[TaskHistory]) -> dict[str, Any]:
-    happened = sorted(incident for history in histories for incident in history.incidents)
-    charts = load_charts(timeline, histories, happened) if timeline.places else []
+    incidents = sorted(incident for history in histories for incident in history.incidents)
+    charts = load_charts(timeline, histories, incidents) if timeline.places else []
     return {
         "charts": charts,
         "retractions": timeline.retractions,
-        "happened": [(timeline.axis.place(incident.time), incident) for incident in happened],
+        "incidents": [(timeline.axis.place(incident.time), incident) for incident in incidents],
         "readout": {
             "places": [round(place, 2) for place in timeline.places],
             "length_s": timeline.axis.length_s or 1.0,
@@ -154,8 +156,8 @@ def _over_time(timeline: Timeline, histories: Sequence[TaskHistory]) -> dict[str
     }
 
 
-def _own() -> dict[str, Any]:
-    """Return the style and the script of every page; the browser runs no other script."""
+def _style_and_script() -> dict[str, Any]:
+    """Return the style and the script of a page, and the hash without which the browser runs no script."""
     script = _read("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return {
@@ -166,59 +168,61 @@ def _own() -> dict[str, Any]:
 
 
 def _tasks(run_dir: RunDir) -> list[RunDir]:
-    """Return the tasks of a run, each once."""
+    """Return all tasks of a run, among them the one of `run_dir`, each once."""
     return [*{task.log_directory: task for task in (run_dir, *run_dir.all_tasks())}.values()]
 
 
 def _decisions(
     histories: Sequence[TaskHistory], timeline: Timeline, facts: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
-    """Return the runner's decisions in short; of several tasks, those of the last that decided."""
-    found = []
+    """Return the runner's decisions as pairs of texts; the last task that decided counts."""
+    decisions = []
     if order := next((history.order for history in reversed(histories) if history.order), None):
-        found.append(("Order of the rows", f"{order.get('order')}: {order.get('why')}"))
-    if tokens := next((history.tokenize for history in reversed(histories) if history.tokenize), None):
-        why = f": {tokens['why']}" if tokens.get("why") else ""
-        found.append(("Prompts tokenized by", f"the {tokens.get('where')}{why}"))
-    fixed = facts["job"].get("window", "auto")
-    widths = [value for value in timeline.total("window") or () if value]
-    if fixed != "auto":
-        found.append(("Window", f"{fixed}, set by the job"))
-    elif widths:
-        least, most = min(widths), max(widths)
-        found.append(("Window", f"{least:,.0f} to {most:,.0f}"))
-    return found
+        decisions.append(("Order of the rows", f"{order.get('order')}: {order.get('why')}"))
+    if tokenize := next((history.tokenize for history in reversed(histories) if history.tokenize), None):
+        why = f": {tokenize['why']}" if tokenize.get("why") else ""
+        decisions.append(("Prompts tokenized by", f"the {tokenize.get('where')}{why}"))
+    fixed_window = facts["job"].get("window", "auto")
+    windows = [value for value in timeline.total("window") or () if value]
+    if fixed_window != "auto":
+        decisions.append(("Window", f"{fixed_window}, set by the job"))
+    elif windows:
+        decisions.append(("Window", f"{min(windows):,.0f} to {max(windows):,.0f}"))
+    return decisions
 
 
 def _load(run_dir: RunDir) -> list[tuple[str, str]]:
-    """Return what report.json has, if it exists, on queues, prefixes, shared requests and checks."""
+    """Return queue, token usage, shared prefixes, bundles and checks of report.json as pairs of texts."""
     report = read_json(run_dir.report_json)
     load, sharing = report.get("load") or {}, report.get("sharing") or {}
-    found = []
+    facts = []
     if load.get("in_band_share") is not None:
         in_band, empty = load["in_band_share"], load["empty_queue_share"]
-        found.append(("Queue", f"{in_band:.0%} of the steady time in its band, {empty:.0%} empty"))
-    if corners := {n: s for n, s in (load.get("corner_shares") or {}).items() if s and n in set(Corner)}:
-        shares = [f"{share:.0%} {Corner(name).words}" for name, share in corners.items()]
-        found.append(("Token usage", ", ".join(shares)))
+        facts.append(("Queue", f"{in_band:.0%} of the steady time in its band, {empty:.0%} empty"))
+    corner_shares = (load.get("corner_shares") or {}).items()
+    shares = [
+        f"{share:.0%} {Corner(name).words}" for name, share in corner_shares if share and name in set(Corner)
+    ]
+    if shares:
+        facts.append(("Token usage", ", ".join(shares)))
     if background := load.get("background"):
-        found.append(("Background", background_line(background)))
+        facts.append(("Background", background_line(background)))
     if sharing.get("expected_tokens"):
-        cached = sharing["found_tokens"] / sharing["expected_tokens"]
-        share = f"{cached:.0%} of what rows share with earlier rows was in the cache"
-        found.append(("Shared prefixes", share))
+        hit_rate = sharing["found_tokens"] / sharing["expected_tokens"]
+        text = f"{hit_rate:.0%} of what rows share with earlier rows was in the cache"
+        facts.append(("Shared prefixes", text))
     if (bundles := report.get("bundles") or {}).get("bundles"):
-        rows = f"{bundles['rows_per_request']:.1f} rows each on average, {bundles['most_rows']} at most"
-        found.append(("Requests", rows))
+        text = f"{bundles['rows_per_request']:.1f} rows each on average, {bundles['most_rows']} at most"
+        facts.append(("Requests", text))
     if checks := report.get("checks"):
-        told = f"{checks['rows_asked_again']:,} rows asked again {checks['asked_again']:,} times"
+        repeats = f"{checks['rows_asked_again']:,} rows asked again {checks['asked_again']:,} times"
         cost = f"{checks['output_tokens']:,} output tokens rejected"
-        found.append(("Checks", f"{told}, {checks['rows_failed']:,} failed; {cost}"))
-    return found
+        facts.append(("Checks", f"{repeats}, {checks['rows_failed']:,} failed; {cost}"))
+    return facts
 
 
 def _flags(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the engine's limits, and the versions of the software."""
+    """Return the engine's limits and the versions of the software as pairs of texts."""
     info = facts["engine"]
     limits = ("max_running", "max_total_tokens", "context_length", "prefill_tokens", "card", "log")
     return [
@@ -240,7 +244,7 @@ def _template() -> jinja2.Template:
 
 
 def _visible(text: object) -> str:
-    """Return a text that shows characters which HTML lacks, or which would reverse the text around them."""
+    """Escape characters that HTML lacks, or that would reverse the text around them."""
     return "\n".join(map(escaped, str(text).split("\n")))
 
 

@@ -1,6 +1,6 @@
-"""Read the results of a run for its page: counts, lengths, a few answers.
+"""The results of a run for its page: counts, lengths, a few answers.
 
-duckdb reads the columns without texts several times; memory does not grow with the rows.
+duckdb reads the columns without texts several times, so that memory does not grow with the rows.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MEMORY = "256MB"
 """Memory that duckdb may use."""
 THREADS = 1
 ANSWERS = 5
-"""Rows that are shown with their answers."""
+"""Rows on the page with their answers."""
 SHOWN = 400
-"""Characters of a text that are shown."""
+"""Most characters of a text on the page."""
 _LEFT_OUT = {"finish_reason", "prompt_tokens", "completion_tokens", "latency_s", "attempts"}
-"""Columns that are not shown beside answers."""
+"""Columns that the page does not show beside answers."""
 _SENT = "FROM results WHERE attempts > 0"
 _LENGTHS = (
     ("Prompts", "tokens", "prompt_tokens"),
@@ -48,15 +48,15 @@ class RunResults:
 
     counts: RowCounts = field(default_factory=RowCounts)
     lengths: list[tuple[Any, ...]] = field(default_factory=list)
-    """Name, unit, mean, median, 90th and 99th percentile, and maximum of what has a length."""
+    """Name, unit, mean, median, 90th and 99th percentile and maximum of each distribution."""
     answers: list[dict[str, Any]] = field(default_factory=list)
-    """A few rows with the beginnings of their texts; `row` is the ordinal."""
+    """A few rows with shortened texts; `row` is the ordinal."""
 
 
 def read_results(tasks: Sequence[RunDir]) -> RunResults:
-    """Read what these tasks of a run have on disk; raises ResumeError where a part is damaged.
+    """Read the results of these tasks of a run; raises ResumeError where a part is damaged.
 
-    Rows in journals are only counted: they are those of half a minute.
+    Rows in journals are only counted; they are from the last half minute.
     """
     import duckdb  # noqa: PLC0415 - 25 MB, which only a page needs
 
@@ -74,17 +74,17 @@ def read_results(tasks: Sequence[RunDir]) -> RunResults:
             ) as connection,
         ):
             _register(connection, parts)
-            lengths = [found for length in _LENGTHS if (found := _length(connection, *length))]
+            lengths = list(filter(None, (_length(connection, *length) for length in _LENGTHS)))
             return RunResults(done.counts, lengths, _answers(parts[-1]))
     except (duckdb.Error, pa.ArrowException, OSError, KeyError, UnicodeError) as failure:
-        told = str(failure).splitlines()[0]
-        raise ResumeError(f"{tasks[0].path}: results cannot be read: {told}") from None
+        reason = str(failure).splitlines()[0]
+        raise ResumeError(f"{tasks[0].path}: results cannot be read: {reason}") from None
 
 
 def _register(connection: duckdb.DuckDBPyConnection, parts: Sequence[Path]) -> None:
-    """Give duckdb the view `results` of the columns with lengths; the values of samples are always lists.
+    """Define the view `results` of the columns with lengths, in which `output_tokens` is always a list.
 
-    Parts are opened one after another.
+    duckdb opens the parts one after another.
     """
     schema, tokens = pq.read_schema(parts[0]), "[]::INTEGER[]"
     names = ["attempts", "latency_s", "prompt_tokens"]
@@ -92,29 +92,34 @@ def _register(connection: duckdb.DuckDBPyConnection, parts: Sequence[Path]) -> N
         names.append("completion_tokens")
         several = pa.types.is_list(schema.field("completion_tokens").type)
         tokens = "completion_tokens" if several else "[completion_tokens]"
-    read = pa.schema([schema.field(name) for name in names])
-    connection.register("parts", pads.dataset([str(part) for part in parts], schema=read, format="parquet"))
+    lengths = pa.schema([schema.field(name) for name in names])
+    paths = [str(part) for part in parts]
+    connection.register("parts", pads.dataset(paths, schema=lengths, format="parquet"))
     connection.execute(f"CREATE VIEW results AS SELECT *, {tokens} AS output_tokens FROM parts")  # noqa: S608
 
 
 def _length(
     connection: duckdb.DuckDBPyConnection, name: str, unit: str, value: str
 ) -> tuple[Any, ...] | None:
-    """Return how values of all rows are distributed; None where there are none."""
+    """Return the distribution of a value over all rows; None if no row has it."""
     query = f"""SELECT
             avg(v), approx_quantile(v, 0.5), approx_quantile(v, 0.9), approx_quantile(v, 0.99), max(v)
         FROM (SELECT {value} AS v {_SENT})"""  # noqa: S608 - our own names
-    found = connection.execute(query).fetchone()
-    return (name, unit, *found) if found and found[0] is not None else None
+    statistics = connection.execute(query).fetchone()
+    return (name, unit, *statistics) if statistics and statistics[0] is not None else None
 
 
 def _answers(part: Path) -> list[dict[str, Any]]:
-    """Return the first rows of a part, as texts of bounded length."""
+    """Return the first rows of a part as shortened texts."""
     with pq.ParquetFile(part) as file:
         names = [name for name in file.schema_arrow.names if name not in _LEFT_OUT]
         batch = next(file.iter_batches(batch_size=ANSWERS, columns=names, use_threads=False), None)
-    read = [values_of(batch.column(name)) for name in names] if batch else []
-    columns = [[unreadable.get(at, value) for at, value in enumerate(values)] for values, unreadable in read]
+    if batch is None:
+        return []
+    columns = []
+    for name in names:
+        values, unreadable = values_of(batch.column(name))
+        columns.append([unreadable.get(at, value) for at, value in enumerate(values)])
     return [
         {name: str(value)[:SHOWN] for name, value in zip(names, values, strict=True) if value is not None}
         for values in zip(*columns, strict=True)

@@ -1,4 +1,4 @@
-"""Launched servers: their GPUs, ports and arguments; none outlives its owner, and no key is seen."""
+"""Launched servers: GPUs, ports and arguments; none outlives its owner, and no key is visible."""
 
 import asyncio
 import contextlib
@@ -31,9 +31,9 @@ from tests.support.server_thread import PATIENCE_S
 
 def test_gpus_are_dealt_out() -> None:
     assert gpu_slices(["4", "5", "6"], 2, "auto") == [["4", "5"]]
-    with pytest.raises(EngineStartError, match="needs 2 GPUs: 1 there"):
+    with pytest.raises(EngineStartError, match="needs 2 GPUs: this machine has 1"):
         gpu_slices(["0"], 2, "auto")
-    with pytest.raises(EngineStartError, match="needs 3 GPUs: 2 there"):
+    with pytest.raises(EngineStartError, match="needs 3 GPUs: this machine has 2"):
         gpu_slices(["0", "1"], 1, 3)
 
 
@@ -49,7 +49,7 @@ def test_gpus_are_dealt_out() -> None:
 def test_the_jobs_own_gpus_are_dealt_out(
     args: dict[str, Any], slices: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every replica gets GPUs of its own from those that `env` leaves, as many as its arguments take."""
+    """Each replica gets separate GPUs among those that `env` allows, as many as its arguments need."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     env = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     spec = ServerEngine(kind="server", model="org/model", replicas="auto", args=args, env=env)
@@ -66,16 +66,16 @@ def test_the_jobs_own_gpus_are_dealt_out(
 def test_a_job_of_several_gpus_without_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], needed: int
 ) -> None:
-    """It is refused before a server starts: on the CPU they would only share it."""
+    """A job of several GPUs is refused on a machine without any, before a server starts."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     engine = launchable(tmp_path, ANSWERS, SEEN=str(tmp_path / "seen")) | {"device": "auto"} | changes
-    with pytest.raises(EngineStartError, match=f"needs {needed} GPUs: none is here"):
+    with pytest.raises(EngineStartError, match=f"needs {needed} GPUs: this machine has none"):
         batchrunner.run(job_of(tmp_path, engine))
     assert not (tmp_path / "seen").exists()
 
 
 def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
-    """What SGLang says without a GPU is told with the field that asked for one."""
+    """SGLang's message about a missing GPU is reported with the field that demands one."""
     said = "RuntimeError: No accelerator (CUDA, XPU, HPU, NPU, MUSA, MPS) or platform plugin is available."
     engine = launchable(tmp_path, f"sys.exit({said!r})")
     with pytest.raises(EngineStartError, match=r"SGLang finds no GPU .*set engine\.device: cpu"):
@@ -105,7 +105,7 @@ class Handler(Server):
 def test_several_tokenizers_have_no_key(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, args: dict[str, object], *, has_key: bool
 ) -> None:
-    """SGLang starts several tokenizers only without an API key: such a server has none, and that is said."""
+    """SGLang starts several tokenizers only without an API key: such a server has none, with a warning."""
     engine = launchable(tmp_path, "from pathlib import Path\n" + ANSWERS, SEEN=str(tmp_path / "seen"))
     assert batchrunner.run(job_of(tmp_path, {**engine, "args": args})).rows_ok == 10
     assert ("--api-key" in json.loads((tmp_path / "seen").read_text())) == has_key
@@ -219,12 +219,12 @@ def gone(pids: list[int]) -> bool:
 
 @pytest.mark.parametrize(("mode", "status"), [("0", 0), ("3", 3), ("signal", 128 + signal.SIGUSR2)])
 def test_exit_status_is_the_servers(launched: Launched, mode: str, status: int) -> None:
-    """What the server ended with decides what the runner tells the user."""
+    """The launcher ends with the server's exit status."""
     assert launched.start(mode).wait(PATIENCE_S) == status
 
 
 def test_key_shows_nowhere(launched: Launched) -> None:
-    """Nobody who can list processes learns the key; the server itself has it."""
+    """The server has the key, and no list of processes shows it."""
     launcher = launched.start("quiet")
     pids = [launcher.pid, *launched.tree()]
     for pid in pids:
@@ -234,7 +234,7 @@ def test_key_shows_nowhere(launched: Launched) -> None:
 
 
 def test_log_is_private_and_whole(launched: Launched) -> None:
-    """The log keeps all the server said, bytes that are no text too."""
+    """The log has the complete output of the server, invalid UTF-8 included."""
     launched.start("3").wait(PATIENCE_S)
     log = launched.log.read_bytes()
     assert log.startswith(b"server_args ['--api-key', '5ecret']\n")
@@ -244,7 +244,7 @@ def test_log_is_private_and_whole(launched: Launched) -> None:
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_to_all_is_for_the_runner_to_judge(launched: Launched, number: signal.Signals) -> None:
-    """A Ctrl-C, or a SIGTERM of Slurm's, reaches the whole tree, and must not cut rows in flight."""
+    """Ctrl-C, or a SIGTERM from Slurm, reaches the whole tree, and must not interrupt rows in flight."""
     launcher = launched.start("quiet")
     tree = [launcher.pid, *launched.tree()]
     assert not [pid for pid in tree if number not in deaf_to(pid)]
@@ -254,7 +254,7 @@ def test_a_signal_to_all_is_for_the_runner_to_judge(launched: Launched, number: 
 
 
 def test_killed_owner_leaves_nothing(launched: Launched) -> None:
-    """SIGKILL of the runner, which can tell nobody, still stops the server's whole tree."""
+    """A SIGKILL of the runner, which it cannot handle, still ends the server's whole tree."""
     owner_code = (
         "import subprocess, sys, time\n"
         "p = subprocess.Popen(sys.argv[2:], stdin=subprocess.PIPE)\n"
@@ -268,7 +268,7 @@ def test_killed_owner_leaves_nothing(launched: Launched) -> None:
 
 
 def test_killed_launcher_takes_the_server_along(launched: Launched) -> None:
-    """With the launcher itself killed, the kernel ends the server, which ends its own workers."""
+    """If the launcher is killed, the kernel ends the server, which ends its workers."""
     launcher = launched.start("deaf")
     server = launched.tree()[0]
     launcher.kill()
@@ -276,8 +276,8 @@ def test_killed_launcher_takes_the_server_along(launched: Launched) -> None:
 
 
 def test_machines_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine on two machines in a task with one is told in one line."""
+    """An engine on two machines is refused in one line in a task with one machine."""
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
     done = batchrun(write_job(job_of(tmp_path, two_halves(tmp_path)), tmp_path))
     assert done.exit_code == 2
-    assert "engine.nodes 2: machines of a Slurm job are needed (there: 1): start it with" in done.stderr
+    assert "engine.nodes 2: needs a Slurm job with 2 machines (SLURM_JOB_NUM_NODES: 1): " in done.stderr

@@ -1,4 +1,4 @@
-"""The simulated scheduler, and its clock: every sample ends exactly once."""
+"""The simulated scheduler and its clock: each sample ends exactly once."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ rows = st.lists(
 def test_every_sample_ends_once_and_no_token_is_lost(
     rows: list[tuple[int, ...]], limit: int, chunk: int | None, **config: Any
 ) -> None:
-    """Whatever comes and goes: limits are kept, sums are right, and in the end the pool is as it was."""
+    """For any samples: limits hold, sums are right, and the pool is free at the end."""
     scheduler = make(chunked_prefill_tokens=chunk, **config)
     coming = []
     for own, group, outputs, more, ignore_eos, arrival in rows:
@@ -166,7 +166,7 @@ def test_every_sample_ends_once_and_no_token_is_lost(
 
 
 def test_a_fit_tells_the_time_of_like_work() -> None:
-    """Stretches of passes of a known model say how long others take; too few say nothing."""
+    """A fit to enough stretches of passes predicts others; too few give no model."""
     made = random.Random(2)
     works = [
         PassWork(

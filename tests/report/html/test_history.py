@@ -1,4 +1,4 @@
-"""The story of a run over time: thinned, put together and drawn."""
+"""The history of a run over time: downsampled, merged and drawn."""
 
 import math
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tests.support.page import sample
 
 
 def test_a_long_log_stays_small() -> None:
-    """The samples of a day become a few hundred cells, with the mean of each."""
+    """The load samples of a day become a few hundred cells with their means."""
     events = (sample(1e9 + 2 * at, queue=5000 if at == 31_234 else at % 7) for at in range(43_200))
     story = history_of("main", events, cell_width(86_398, 1))
     timeline = make_timeline([story])
@@ -23,7 +23,7 @@ def test_a_long_log_stays_small() -> None:
 
 
 def test_pauses_take_no_room() -> None:
-    """The time axis goes on where the next start does, and lines are broken there."""
+    """A pause takes no room on the time axis, and interrupts the lines."""
 
     def events() -> Iterator[dict[str, Any]]:
         for began in (1000.0, 90_000.0):
@@ -39,7 +39,7 @@ def test_pauses_take_no_room() -> None:
 
 
 def test_tasks_are_added_up() -> None:
-    """Rates and windows of tasks that work at the same time are summed, their pauses count as nothing."""
+    """Rates and windows of simultaneous tasks are summed; a task's pause adds nothing."""
     one = history_of(
         "a", (sample(1000 + 2 * at, output_tokens_per_s=100, window=10) for at in range(100)), 4.0
     )
@@ -65,7 +65,7 @@ def replicas(ports: list[int], began: float, most: int, log: str | None) -> Iter
 
 
 def test_servers_that_were_started_again_keep_their_lines() -> None:
-    """Ours have new ports at each start: their number tells them apart, and the newest limits count."""
+    """Launched servers have new ports at each start, so they are numbered; the newest limits count."""
     starts = [*replicas([4001, 4002], 1000, 64, "a.log"), *replicas([5001, 5002], 2000, 320, "a.log")]
     starts.append({"event": "start", "time": 3000.0, "engine": {"log": "a.log"}})  # it dies at once
     story = history_of("main", starts, 0.5)

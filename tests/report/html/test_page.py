@@ -1,4 +1,4 @@
-"""The page of a run shows what its files say, whatever they hold, and costs the run nothing."""
+"""The page of a run shows its files, whatever their content, and does not disturb the run."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.support.page import HOSTILE, page_of, sample
 
 
 def test_the_page_of_a_run(tmp_path: Path) -> None:
-    """`batchrun report` writes it beside report.json, and a run does not."""
+    """`batchrun report` writes the page beside report.json; a run alone does not."""
     with FakeSGLang(lambda sent: "too long" if sent.prompt == "row 7" else "answer", delay_s=0.05) as server:
         job = job_of(tmp_path, server, rows=200, limits={"max_failed_rows": 1})
         batchrunner.run(job)
@@ -43,7 +43,7 @@ def test_it_is_opened_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_hostile_texts_are_shown_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs, errors, carried columns and paths that look like HTML, or are a megabyte long, are shown."""
+    """Values that look like HTML, or are a megabyte long, are shown escaped and shortened."""
     monkeypatch.setitem(REFUSALS, "too long", (400, HOSTILE + "x" * 1_000_000))
     name = "<img src=x onerror=alert(2)> & 'run'[1]*"
     write_rows(
@@ -68,7 +68,7 @@ def test_hostile_texts_are_shown_as_text(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_values_that_python_cannot_hold(tmp_path: Path) -> None:
-    """A carried date beyond Python's years costs no page: its place says what it is."""
+    """A carried date out of Python's range appears as a text."""
     late = pa.array([253402300799, 0], pa.timestamp("s", "Asia/Tokyo"))  # 9999-12-31 23:59:59 in UTC
     write_rows(tmp_path / "input.parquet", 2, late=late, far=pa.array([2**31 - 1, 0], pa.date32()))
     batchrunner.run(job_of(tmp_path, input={"columns": ["id", "late", "far"]}))
@@ -80,7 +80,7 @@ def test_values_that_python_cannot_hold(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["nothing", "no run", "damaged part", "name of no characters"])
 def test_not_a_run(tmp_path: Path, what: str) -> None:
-    """What cannot be shown is refused in one line."""
+    """A run that cannot be shown is refused in one line."""
     run = tmp_path / "run"
     if what == "no run":
         run.mkdir()
@@ -97,7 +97,7 @@ def test_not_a_run(tmp_path: Path, what: str) -> None:
 
 
 def test_a_run_that_goes_on_and_is_killed(tmp_path: Path) -> None:
-    """A page can be had of a run at any moment: while it goes on, after a kill, and after its end."""
+    """A run has a page while it is at work, after a kill, and after its end."""
     with FakeSGLang(lambda sent: "answer" if sent.row < 50 else "hold") as server:
         file = write_job(job_of(tmp_path, server, rows=60), tmp_path)
         with started(file) as run:
@@ -117,7 +117,7 @@ def test_a_run_that_goes_on_and_is_killed(tmp_path: Path) -> None:
 
 
 def shown(run: Path) -> str:
-    """Return what the page of a run says now."""
+    """Return the text of the current page of a run."""
     return page_of(run).text
 
 
@@ -154,7 +154,7 @@ def test_lengths_are_those_of_every_row(tmp_path: Path) -> None:
     ("reported", "label"), [(True, "no request 3, stop 2"), (False, "no request 3, not reported 2")]
 )
 def test_why_outputs_ended(tmp_path: Path, label: str, *, reported: bool) -> None:
-    """A rollout that asked nothing, and an answer whose server reports no reason, are called that."""
+    """Rollouts without requests, and answers without a finish reason, have finish reasons of their own."""
     write_module(
         tmp_path,
         """
@@ -171,7 +171,7 @@ def test_why_outputs_ended(tmp_path: Path, label: str, *, reported: bool) -> Non
 
 
 def test_what_to_change_is_said(tmp_path: Path) -> None:
-    """The page of a run has what `batchrun advise` says of it."""
+    """The page of a run has the advice of `batchrun advise`."""
     with FakeSGLang() as server:
         batchrunner.run(job_of(tmp_path, server))
     run = tmp_path / "run"
