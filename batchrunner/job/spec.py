@@ -62,24 +62,24 @@ def given_fields(job: BaseModel) -> list[str]:
     return names
 
 
-def task_faults(task: TaskName, given: Collection[str]) -> Iterator[str]:
+def task_faults(task: TaskName, fields: Collection[str]) -> Iterator[str]:
     """Yield what is wrong where a field does not go with the task, or one that it needs is missing."""
     refused = [] if task == GENERATE else [*OF_GENERATING]
-    if CHOICES in given:
+    if CHOICES in fields:
         refused += [*WHOLE_PROMPTS, "output.softmax"]
     if task == RerankTask.name:
         refused += [*WHOLE_PROMPTS, "tokenize"]
-    for field in given:
+    for field in fields:
         owners = [name for name, kind in TASKS.items() if field in kind.takes]
         if owners and task not in owners:
             yield f"{field}: goes with task: {' or '.join(owners)}"
         is_refused = any(f"{field}.".startswith(f"{other}.") for other in refused)
         if is_refused and not field.startswith("sampling.lora_path"):
-            beside = f" with {CHOICES}" if CHOICES in given else ""
+            beside = f" with {CHOICES}" if CHOICES in fields else ""
             yield f"{field}: does not go with task: {task}{beside}"
-    if task == RerankTask.name and DOCUMENTS not in given:
+    if task == RerankTask.name and DOCUMENTS not in fields:
         yield f"task: rerank: {DOCUMENTS} is missing: name the column with documents of each query"
-    if task == ScoreTask.name and ("labels" in given) == (CHOICES in given):
+    if task == ScoreTask.name and ("labels" in fields) == (CHOICES in fields):
         yield f"task: score: takes either labels, which are single tokens, or {CHOICES}"
 
 
