@@ -341,7 +341,7 @@ class SourceFile:
         if size < self._size and self._begins_with(size, before["digest"]):
             self.grown_from = before["digest"]
             log.info(
-                "%s grew: %d rows belong to this run, %d rows were appended",
+                "%s grew: its first %d rows are those of this run, %d rows were appended",
                 self.path, before["rows"], self.rows - before["rows"],
             )  # fmt: skip
 

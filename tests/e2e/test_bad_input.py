@@ -335,7 +335,7 @@ def test_a_quoted_value_whose_end_is_too_far(tmp_path: Path, record: bytes) -> N
         (
             "a.csv",
             {"encoding": "utf-99"},
-            "input.encoding: 'utf-99' is none: utf-8, cp1252, latin-1 and utf-16,",
+            "input.encoding: 'utf-99' is no encoding: give utf-8, cp1252, latin-1 or utf-16",
         ),
         ("a.csv", {"encoding": "utf-16"}, "line 1 is not UTF-16: write input.encoding"),
         ("a.csv", {"delimiter": "\\t"}, "input.delimiter: give one character, such as"),
