@@ -245,15 +245,15 @@ def _prompt_source(prompt: PromptSpec, dataset: ColumnSource, functions: HookPoo
     if isinstance(prompt.messages, str):
         column = prompt.messages
         expected = "lists of {role, content} or {from, value}, or JSON texts of such lists"
-        _check(dataset, column, "prompt.messages", holds_messages, expected)
+        _check(dataset, column, where="prompt.messages", fits=holds_messages, expected=expected)
         return PromptSource("messages", partial(messages_in, column, continues=prompt.continues), [column])
     if prompt.is_batch:
         return PromptSource("body", request_of, [URL, BODY])
     if prompt.input_ids is not None:
-        _check(dataset, prompt.input_ids, "prompt.input_ids", is_ids, "lists of integers")
+        _check(dataset, prompt.input_ids, where="prompt.input_ids", fits=is_ids, expected="lists of integers")
         return PromptSource("input_ids", partial(_prompt_in, prompt.input_ids), [prompt.input_ids])
     if prompt.text is not None and not prompt.fields and not is_template(prompt.text):
-        _check(dataset, prompt.text, "prompt.text", is_text, "texts")
+        _check(dataset, prompt.text, where="prompt.text", fits=is_text, expected="texts")
         return PromptSource("text", partial(_prompt_in, prompt.text), [prompt.text])
     return _from_templates(prompt, dataset)
 
@@ -337,7 +337,7 @@ def _refuse_bytes(dataset: ColumnSource, name: str, where: str) -> None:
 
 
 def _check(
-    dataset: ColumnSource, name: str, where: str, fits: Callable[[pa.DataType], bool], expected: str
+    dataset: ColumnSource, name: str, *, where: str, fits: Callable[[pa.DataType], bool], expected: str
 ) -> None:
     """Raise InputError for a missing column, or one whose type does not fit.
 
@@ -385,7 +385,13 @@ def _tools(prompt: PromptSpec, sampling: SamplingSpec, dataset: ColumnSource) ->
     choice = sampling.tool_choice
     if isinstance(prompt.tools, str):
         expected = "lists of tools, or JSON texts of such lists"
-        _check(dataset, prompt.tools, "prompt.tools", lambda kind: is_text(kind) or is_list(kind), expected)
+        _check(
+            dataset,
+            prompt.tools,
+            where="prompt.tools",
+            fits=lambda kind: is_text(kind) or is_list(kind),
+            expected=expected,
+        )
         return ByColumn(prompt.tools, partial(tools_in, prompt.tools, choice))
     has_tools = prompt.tools is not None or choice is not None
     return Tools(prompt.tools, choice) if has_tools else None
@@ -397,7 +403,13 @@ def _items(prompt: PromptSpec, dataset: ColumnSource) -> ByColumn | tuple[str, .
     value = getattr(prompt, field) or ()
     if not isinstance(value, str):
         return tuple(value)
-    _check(dataset, value, f"prompt.{field}", _is_text_or_texts, "texts or lists of texts")
+    _check(
+        dataset,
+        value,
+        where=f"prompt.{field}",
+        fits=_is_text_or_texts,
+        expected="texts or lists of texts",
+    )
     return ByColumn(value, partial(_items_in, f"prompt.{field}: column {value!r}"))
 
 
@@ -434,9 +446,9 @@ def _split_sampling(sampling: SamplingSpec, dataset: ColumnSource) -> tuple[dict
     for name, field in type(sampling).model_fields.items():
         value = getattr(sampling, name)
         if isinstance(value, FromColumn):
-            kind = _COLUMN_TYPES.get(name, (_is_number, "numbers"))
+            fits, expected = _COLUMN_TYPES.get(name, (_is_number, "numbers"))
             with faults.collect():
-                _check(dataset, value.column, f"sampling.{name}", *kind)
+                _check(dataset, value.column, where=f"sampling.{name}", fits=fits, expected=expected)
         if name in {"lora_path", "tool_choice"}:  # no parameters of the sampler
             continue
         if isinstance(value, FromColumn):

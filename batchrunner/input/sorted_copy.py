@@ -138,7 +138,7 @@ def connect(work: Path) -> Iterator[DuckDBPyConnection]:
 
 
 def write_sorted(
-    job_input: JobInput, rows: BitMap64, path: Path, about: dict[str, Any], check_stop: Callable[[], None]
+    job_input: JobInput, rows: BitMap64, path: Path, *, about: dict[str, Any], check_stop: Callable[[], None]
 ) -> None:
     """Write a sorted copy of these rows; `about["order"]` is "prefix" or "longest_first".
 
@@ -285,7 +285,7 @@ def prepare_order(
         "order": decision.order, "fingerprint": fingerprint(job_input.job, job_input.dataset.facts(), ""),
     }  # fmt: skip
     try:
-        write_sorted(job_input, rows, path, about, check_stop)
+        write_sorted(job_input, rows, path, about=about, check_stop=check_stop)
     except (OSError, pa.ArrowException) as failure:
         problem = f"{directory}: {len(rows)} rows could not be sorted: {first_line(failure)}"
         if job_input.job.order != "auto":

@@ -72,7 +72,13 @@ def _load(function: HookFunction) -> tuple[HookFacts, Callable[..., Any]]:
     except HookLoadError as failure:
         raise HookLoadError(f"{name} {failure}") from None
     columns = annotations.columns if function.where in {PARSE, ROLLOUT} else ()
-    facts = HookFacts(function.where, function.name, columns, takes_row, annotations.reads)
+    facts = HookFacts(
+        where=function.where,
+        name=function.name,
+        columns=columns,
+        takes_row=takes_row,
+        reads=annotations.reads,
+    )
     convert: dict[str, Callable[[Any], Any]] = {
         PROMPT: _prompt,
         PARSE: functools.partial(row_value, annotations=annotations),

@@ -46,11 +46,11 @@ def open_functions(job: Job) -> HookPool | None:
     limits = job.limits
     directories = [str(Path(path).absolute()) for path in dict.fromkeys([*job.python_path, str(Path.cwd())])]
     setup = WorkerSetup(
-        functools.partial(load_functions, functions),
-        ", ".join(function.name for function in functions),
-        tuple(directories),
-        limits.python,
-        int(limits.python_memory_gb * (1 << 30)),
+        load=functools.partial(load_functions, functions),
+        names=", ".join(function.name for function in functions),
+        directories=tuple(directories),
+        limit_s=limits.python,
+        memory_bytes=int(limits.python_memory_gb * (1 << 30)),
     )
     pool = HookPool(setup, limits.python_processes)
     pool.open()

@@ -169,12 +169,14 @@ class NativeTask(ForwardTask):
         metas = [result.meta_info for result in results]
         version = metas[0].weight_version
         return Completion(
-            [], [], [],
+            texts=[],
+            finish_reasons=[],
+            completion_tokens=[],
             prompt_tokens=_total([meta.prompt_tokens for meta in metas]),
             cached_tokens=_total([meta.cached_tokens for meta in metas]),
             weights=version if isinstance(version, str) else None,
             columns={name: [value] for name, value in columns.items()},
-        )  # fmt: skip
+        )
 
     def _columns_of(self, request: Request, results: Sequence[NativeResult]) -> dict[str, Any]:  # noqa: ARG002
         """Return the columns of a row from the results of its prompts; raises RequestError."""
@@ -468,7 +470,12 @@ class EmbedTask(ForwardTask):
         except RequestError as failure:
             return failure
         return Completion(
-            [], [], [], prompt_tokens=prompt_tokens, cached_tokens=None, columns={EMBEDDING: [vector]}
+            texts=[],
+            finish_reasons=[],
+            completion_tokens=[],
+            prompt_tokens=prompt_tokens,
+            cached_tokens=None,
+            columns={EMBEDDING: [vector]},
         )
 
     def stored(self, vector: array[float]) -> bytes:

@@ -1,6 +1,7 @@
 """Records of CSV files: which are read, and what is wrong with the others."""
 
 import io
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ def table_of(
 ) -> tuple[list[str], list[tuple[int, list[str], str | None]]]:
     """Return the header of a CSV file, and the line, the values and the problem of each record."""
     spec = InputSpec.model_validate({"path": "a.csv", **options})
-    source = io.BufferedReader(io.BytesIO(text.encode(encoding)))
+    source: Any = io.BufferedReader(io.BytesIO(text.encode(encoding)))
     header, records = csv_table(source, "a.csv", spec, ",")
     return header, [(record.line, [*record.values.values()], record.problem) for record in records]
 
