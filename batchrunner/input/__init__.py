@@ -1,8 +1,12 @@
-"""From files, or a program's data, to requests: finding files, reading rows, rendering prompts.
+"""From files, or a program's data, to requests in sending order.
 
-files finds files and opens them (`SourceFile`), text_files reads what is not Parquet, parquet_copy makes it
-Parquet, dataset (`Dataset`) reads the rows of all files, tables those of a program. templates and render
-(`Renderer`) make requests of rows, with messages, python_prompts or request_bodies (those of a batch file).
-job_input (`JobInput`) holds these together, and applies filter and limit. order compares prompts and decides
-whether rows are sorted, sorted_copy sorts them and reads them sorted.
+Files: files finds and opens them (`SourceFile`), with compression; text_files reads other formats than
+Parquet, by csv_records and batch_lines; parquet_copy writes rows as Parquet; dataset (`Dataset`) reads the
+rows of all files. tables reads the data of a program.
+
+Requests: render (`Renderer`) makes them of rows, by templates, messages, python_prompts and request_bodies.
+job_input (`JobInput`) holds dataset and renderer, and applies filter and limit.
+
+Order: order decides whether rows are sorted, from the sample that order_sample reads; prompt_bytes compares
+prompts; sorted_copy sorts the rows and reads them sorted.
 """

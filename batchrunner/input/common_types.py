@@ -1,7 +1,7 @@
-"""One type for the values of several: Arrow's permissive promotion, and what it lacks.
+"""The common type of two columns of one name: Arrow's permissive promotion, and the cases that it lacks.
 
-Files of one input need not have the same types. Of two types that hold the same values in different layouts,
-such as `string` and `large_string`, the first is taken, so that a file that is added later changes nothing.
+Files of one input may differ in their types. Of two layouts of the same values, such as `string` and
+`large_string`, the first one wins, so that a file that is added later does not change the type.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _UTC = {"UTC", "Etc/UTC", "GMT", "Etc/GMT", "Z", "Zulu", "+00:00", "-00:00", "+0
 """Names of the time zone UTC."""
 _DIGITS = {pa.int8(): 3, pa.int16(): 5, pa.int32(): 10, pa.int64(): 19,
            pa.uint8(): 3, pa.uint16(): 5, pa.uint32(): 10, pa.uint64(): 20}  # fmt: skip
-"""Most decimal digits of integers."""
+"""Most decimal digits of each integer type."""
 _MOST_DIGITS_128, _MOST_DIGITS = 38, 76
-"""Most digits of a decimal of 128 bits, and of any."""
+"""Most digits of a decimal of 128 bits, and of 256 bits."""
 
 
 def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """Return the type that holds the values of both types; None where there is none."""
+    """Return the type that holds the values of both types; None if there is none."""
     if one == other or pt.is_null(other):
         return one
     if pt.is_null(one):
@@ -38,7 +38,7 @@ def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def _promoted(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """Return the type to which Arrow promotes both."""
+    """Return the type to which Arrow promotes both types; None if there is none."""
     schemas = [pa.schema([("", kind)]) for kind in (one, other)]
     try:
         promoted = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
@@ -101,7 +101,10 @@ def _common_struct(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def _common_timestamp(one: pa.TimestampType, other: pa.TimestampType) -> pa.DataType | None:
-    """Return the finer timestamp; zones that differ become UTC. A local time and a moment are not alike."""
+    """Return the timestamp with the finer unit; None if only one type has a time zone.
+
+    Different zones become UTC.
+    """
     if (one.tz is None) != (other.tz is None):
         return None
     zone = one.tz
@@ -113,7 +116,7 @@ def _common_timestamp(one: pa.TimestampType, other: pa.TimestampType) -> pa.Data
 
 
 def _common_exact(one: Any, other: Any) -> pa.DataType | None:
-    """Return the common type of integers and decimals; Arrow's own decimal for both may be too narrow."""
+    """Return the common type of integers and decimals, for which Arrow's decimal may be too narrow."""
     if pt.is_integer(one) == pt.is_integer(other):
         return _promoted(one, other)
     integer, decimal = (one, other) if pt.is_integer(one) else (other, one)
@@ -132,4 +135,4 @@ _KINDS: Sequence[tuple[Callable[[pa.DataType], bool], Callable[[Any, Any], pa.Da
     (pt.is_timestamp, _common_timestamp),
     (lambda kind: pt.is_integer(kind) or pt.is_decimal(kind), _common_exact),
 )
-"""Kinds of types, and what gives the common type of two of a kind."""
+"""Tests for a kind of type, each with the function that returns the common type of two such types."""

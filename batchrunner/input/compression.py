@@ -1,4 +1,4 @@
-"""Compressed input: how a file is compressed by its first bytes, whatever its name says, and its content."""
+"""Compressed input: the compression of a file by its first bytes, whatever its name says, and its content."""
 
 import gzip
 import io
@@ -11,29 +11,29 @@ import pyarrow as pa
 from batchrunner.core.errors import InputError
 
 HEAD_BYTES = 64
-"""Bytes at the beginning of a file that show its compression."""
+"""Bytes at the beginning of a file by which its compression is recognized."""
 BUFFER_BYTES = 1 << 20
-"""Bytes of the buffer through which a file is read."""
+"""Size of the buffer through which a file is read."""
 DECOMPRESSION_ERRORS: tuple[type[Exception], ...] = (EOFError, zlib.error)
-"""Raised for damaged gzip data, beside what reading the file raises."""
+"""Errors of damaged gzip data, in addition to those of reading the file."""
 _MAGIC = {b"\x1f\x8b\x08": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\x04\x22\x4d\x18": "lz4"}
-"""First bytes of a file by pyarrow's codec."""
+"""Codecs of pyarrow by the first bytes of a file."""
 _BZ2, _BZ2_BLOCK = b"BZh", b"1AY&SY"
 _SKIPPABLE_FRAME = b"*M\x18"
-"""Bytes 2 to 4 of a frame of zstd or lz4 that holds no data, with which parallel tools begin a file."""
+"""Bytes 2 to 4 of a zstd or lz4 frame without data, with which files of parallel tools begin."""
 _WORKBOOK = b"[Content_Types].xml"
-"""First file in the archive that an Excel workbook is."""
+"""Name of the first file in the archive of an Excel workbook."""
 _COMMANDS = {
     "gzip": "gzip -dc", "zstd": "zstd -dc --long=31", "lz4": "lz4 -dc", "bz2": "bzip2 -dc",
     "xz": "xz -dc", "ZIP": "unzip -p",
 }  # fmt: skip
-"""Commands that print what a compressed file holds."""
+"""Commands that print the content of a compressed file."""
 
 
 def codec_of(head: bytes, codec: str | None) -> str | None:
-    """Return the codec of a file by its first bytes; None where it is not compressed.
+    """Return the codec of a file by its first bytes; None if it is not compressed.
 
-    `codec` is the one that the file's name says. Only brotli has no mark by which it is known.
+    `codec` is that of the file's name. It decides for brotli, which has no mark of its own.
     """
     for magic, name in _MAGIC.items():
         if head.startswith(magic):
@@ -46,7 +46,7 @@ def codec_of(head: bytes, codec: str | None) -> str | None:
 
 
 def refuse_archive(path: str, head: bytes) -> None:
-    """Raise InputError for a file that holds other files, or that no codec of pyarrow reads."""
+    """Raise InputError for an archive, and for a compression that pyarrow does not read."""
     if head.startswith(b"PK\x03\x04") and _WORKBOOK in head:
         raise InputError(f"{path}: is an Excel workbook", hint="save it as CSV")
     if kind := _archive_kind(head):
@@ -66,12 +66,12 @@ def unpacking(path: str, head: bytes) -> str | None:
 
 
 def decompressed(stream: pa.NativeFile, codec: str | None) -> io.BufferedReader:
-    """Return what reads the content of a stream.
+    """Return a reader of the decompressed stream.
 
-    Reading raises what the stream raises, ArrowException, or one of DECOMPRESSION_ERRORS.
+    Reading raises the stream's errors, ArrowException, or DECOMPRESSION_ERRORS.
     """
     raw: Any = stream
-    if codec == "gzip":  # pyarrow's codec takes zeros behind the data for the beginning of more data
+    if codec == "gzip":  # pyarrow's own codec fails on zeros behind the data
         raw = gzip.GzipFile(fileobj=cast("IO[bytes]", stream))
     elif codec is not None:
         raw = pa.CompressedInputStream(stream, codec)

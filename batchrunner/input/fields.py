@@ -1,4 +1,4 @@
-"""Chooses the order of `prompt.fields` in which rows share long prefixes, from a sample of the input.
+"""Order of `prompt.fields` in which rows share long prefixes, by a sample of the input.
 
 The idea to reorder the fields of a table for the prefix cache is that of Liu et al., "Optimizing LLM Queries
 in Relational Workloads" (arXiv:2403.05821).
@@ -13,13 +13,13 @@ from batchrunner.input.order import stretches
 from batchrunner.input.templates import field_line
 
 LOOKED_AHEAD = 5
-"""Columns of which any two are tried together: sixty columns take 6 s so, and minutes with all of them."""
+"""Columns that are tried in pairs at each step. Sixty columns then take 6 s; with all pairs, minutes."""
 
 
 def decide_fields(dataset: Dataset, columns: Sequence[str]) -> list[str]:
     """Return these columns in the order in which sampled rows share most; raises InputError.
 
-    The sample has no limit of time: tasks that begin together must decide alike.
+    The sample has no time limit: workers that begin together must reach the same decision.
     """
     values: dict[str, list[Hashable]] = {name: [] for name in columns}
     lengths = dict.fromkeys(columns, 0)
@@ -35,13 +35,14 @@ def decide_fields(dataset: Dataset, columns: Sequence[str]) -> list[str]:
 
 
 def choose_order(values: Mapping[str, Sequence[Hashable]], lengths: Mapping[str, int]) -> list[str]:
-    """Return the columns with these values and lengths in an order in which rows share nearly most.
+    """Return the columns in an order in which rows share nearly as much as possible.
 
-    Rows share a column with earlier ones as far as there are more rows than combinations of its values and
-    those before it. Next comes the column with which rows share most, together with the best one behind it,
-    of the few that rows share most by themselves.
+    `values` has the values of each column in the sampled rows, and `lengths` their total length. A column is
+    shared by as many rows as exceed the combinations of its values with those of the columns before it. The
+    next column is always the one that shares most together with the best column behind it, out of the
+    LOOKED_AHEAD columns that share most by themselves.
     """
-    chosen: list[str] = []
+    ordered: list[str] = []
     remaining, before = [*values], [0] * len(next(iter(values.values())))
 
     def shared(name: str, before: Sequence[Hashable]) -> float:
@@ -57,5 +58,5 @@ def choose_order(values: Mapping[str, Sequence[Hashable]], lengths: Mapping[str,
         best = max(ahead, key=gain)
         before = [hash(pair) for pair in zip(before, values[best], strict=True)]
         remaining.remove(best)
-        chosen.append(best)
-    return chosen
+        ordered.append(best)
+    return ordered

@@ -1,4 +1,4 @@
-"""The files of `input.path`: which they are, what is in them, and whether they are still the same."""
+"""The files of `input.path`: finding them, opening them, and noticing that one has changed."""
 
 import contextlib
 import glob
@@ -46,57 +46,61 @@ from batchrunner.output.run_json import holds_run
 log = logging.getLogger(__name__)
 
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
-"""Directory value that stands for null."""
+"""Value of a partition directory that stands for null."""
 READ_BUFFER_BYTES = 1 << 20
-"""Bytes of the buffers through which a file is streamed, instead of being loaded whole."""
+"""Size of the buffers through which files are streamed."""
 SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 16 << 10
-"""A digest of a Parquet file reads this many blocks of this many bytes; the last is the footer, which changes
-with the content. Of up to their sum (1 MiB), and of other formats, all is read."""
+"""Number and bytes of the blocks that the digest of a large Parquet file covers. The last block is the
+footer, which changes with the content. Up to their sum (1 MiB), and in other formats, the digest covers the
+whole file."""
 _DIGEST = b"batchrunner.digest"
-"""Key of the original's digest in the metadata of a copy."""
+"""Key of the original file's digest in the metadata of its Parquet copy."""
 _read_notes = msgspec.json.Decoder(list[str])
 COPY_TRIES = 3
-"""Most tries to make a copy in a directory that other processes may delete."""
+"""Most attempts to make a copy in a directory that other processes may delete."""
 _COMMIT = re.compile(r"@[0-9a-f]{40}(?=/|$)")
 
 
 def at_commit(fs: pafs.FileSystem, path: str) -> str:
-    """Return a path with the commit that its branch has now, so that a later one does not change the input.
+    """Return a path on the Hub with the current commit of its branch: later commits do not change the input.
 
-    `fs` is that of `hf://`, by huggingface_hub, which is imported by then. Raises what it does, also where
-    there is no such data set, or the token may not see it.
+    `fs` is the file system of `hf://`. Raises errors of huggingface_hub, for example if the dataset does not
+    exist or the token may not see it.
     """
     from huggingface_hub import HfApi  # noqa: PLC0415 - an extra
 
     hub = fs.handler.fs
-    found = hub.resolve_path(path)
-    if not getattr(found, "revision", None):  # a bucket has no commits
+    resolved = hub.resolve_path(path)
+    if not getattr(resolved, "revision", None):  # a bucket has no commits
         return path
     api = HfApi(endpoint=hub.endpoint, token=hub.token)
-    commit = api.repo_info(found.repo_id, repo_type=found.repo_type, revision=found.revision).sha
-    kind = "" if found.repo_type == "model" else f"{found.repo_type}s/"
-    return f"{kind}{found.repo_id}@{commit}/{found.path_in_repo}".rstrip("/")
+    commit = api.repo_info(resolved.repo_id, repo_type=resolved.repo_type, revision=resolved.revision).sha
+    kind = "" if resolved.repo_type == "model" else f"{resolved.repo_type}s/"
+    return f"{kind}{resolved.repo_id}@{commit}/{resolved.path_in_repo}".rstrip("/")
 
 
 def without_commit(path: str) -> str:
-    """Return the path of a file of the Hub without its commit, and any other as it is."""
+    """Return the path of a file on the Hub without its commit; any other path as it is."""
     return _COMMIT.sub("", path, count=1)
 
 
 def find_files(
-    given: Sequence[str], run: Path | None = None, storage: StorageSpec | None = None
+    paths: Sequence[str], run: Path | None = None, storage: StorageSpec | None = None
 ) -> tuple[pafs.FileSystem, list[str]]:
-    """Return the file system and the sorted paths of the files; raises InputError where there are none.
+    """Return the file system and the sorted paths of the files; raises InputError if there are none.
 
-    Files in the run directory `run` are left out, unless a path names no others. `storage` says how object
+    Files in the run directory `run` are skipped, unless a path names no others. `storage` says how object
     stores are reached.
     """
-    found: dict[str, str] = {}
-    located = [_locate(name, storage or StorageSpec()) for name in given]
+    files_by_path: dict[str, str] = {}
+    located = [_locate(name, storage or StorageSpec()) for name in paths]
     fs = located[0][0]
-    for name, (its_fs, path) in zip(given, located, strict=True):
+    for name, (its_fs, path) in zip(paths, located, strict=True):
         if its_fs != fs:
-            raise InputError(f"{name}: lies on another file system than {given[0]}: one input lies on one")
+            raise InputError(
+                f"{name}: lies on another file system than {paths[0]}",
+                hint="give the files of one file system",
+            )
         try:
             local = isinstance(fs, pafs.LocalFileSystem)
             files, is_directory = _local_files(name, Path(path)) if local else _remote_files(fs, path)
@@ -109,15 +113,15 @@ def find_files(
             files = _of_one_kind(name, files)
         if not files:
             raise InputError(f"{name}: no Parquet file there, and no CSV, JSON Lines or Arrow file")
-        found = files | found
-    for file in found.values():
+        files_by_path = files | files_by_path
+    for file in files_by_path.values():
         try:
             file.encode()  # Arrow and run.json need it
         except UnicodeEncodeError:
             raise InputError(
                 f"{os.fsencode(file)!r}: its name is not valid UTF-8", hint="rename it"
             ) from None
-    return fs, sorted(found.values())
+    return fs, sorted(files_by_path.values())
 
 
 def names_run(path: str, storage: StorageSpec) -> bool:
@@ -137,17 +141,17 @@ def _inaccessible(name: str, failure: Exception) -> BatchrunError:
 
 
 def read_errors(fs: pafs.FileSystem) -> tuple[type[Exception], ...]:
-    """Return what a file system raises where it cannot read.
+    """Return the errors of a file system that cannot read.
 
-    That of another package (hf://, by huggingface_hub) raises what its network library does.
+    The file system of another package (hf://, by huggingface_hub) raises the errors of its network library.
     """
     return (Exception,) if isinstance(fs, pafs.PyFileSystem) else (OSError, pa.ArrowException)
 
 
-def _locate(given: str, storage: StorageSpec) -> tuple[pafs.FileSystem, str]:
-    if "://" not in given:
-        return pafs.LocalFileSystem(), given
-    address = store_address(given)
+def _locate(path_or_uri: str, storage: StorageSpec) -> tuple[pafs.FileSystem, str]:
+    if "://" not in path_or_uri:
+        return pafs.LocalFileSystem(), path_or_uri
+    address = store_address(path_or_uri)
     if address is not None:
         check_client(address, InputError)
         from batchrunner.input.object_files import ObjectFiles  # noqa: PLC0415 - an extra
@@ -155,56 +159,59 @@ def _locate(given: str, storage: StorageSpec) -> tuple[pafs.FileSystem, str]:
         files = pafs.PyFileSystem(ObjectFiles(address.scheme, storage))
         return files, f"{address.bucket}/{address.key}".rstrip("/")
     try:
-        fs, path = pafs.FileSystem.from_uri(given)
-        return fs, at_commit(fs, path) if given.startswith("hf://") else path
+        fs, path = pafs.FileSystem.from_uri(path_or_uri)
+        return fs, at_commit(fs, path) if path_or_uri.startswith("hf://") else path
     except Exception as failure:  # noqa: BLE001 - hf:// and others are opened by packages with their own errors
         raise InputError(
-            f"{given}: cannot be opened: {first_line(failure)}",
+            f"{path_or_uri}: cannot be opened: {first_line(failure)}",
             hint="give a path on this machine, or one that begins with s3://, gs://, az://, hdfs:// or hf://",
         ) from None
 
 
-def _local_files(given: str, path: Path) -> tuple[dict[str, str], bool]:
-    """Return files by their real paths, as one may have several, and whether it is a directory."""
+def _local_files(pattern: str, path: Path) -> tuple[dict[str, str], bool]:
+    """Return files by their real paths, and whether the path is a directory.
+
+    By its real path a file is found once, even if several paths lead to it.
+    """
     is_directory = path.is_dir()
     if is_directory:
-        found = (file for file in path.rglob("*") if known_format(file.name))
-        files = [file for file in found if not (_hidden(file.relative_to(path)) or file.is_dir())]
+        data_files = (file for file in path.rglob("*") if known_format(file.name))
+        files = [file for file in data_files if not (_hidden(file.relative_to(path)) or file.is_dir())]
     elif path.exists():
         files = [path]
         if is_special(path):
             raise InputError(
-                f"{path}: is a device or a pipe", hint="save it to a file: it is read several times"
+                f"{path}: is a device or a pipe", hint="save it to a file, which can be read several times"
             )
-    elif glob.has_magic(given):
-        files = [p for p in map(Path, glob.glob(given, recursive=True)) if p.is_file()]  # noqa: PTH207 - `given` may be absolute
+    elif glob.has_magic(pattern):
+        files = [p for p in map(Path, glob.glob(pattern, recursive=True)) if p.is_file()]  # noqa: PTH207 - it may be absolute
     else:
-        begins = None if path.is_absolute() else f"relative paths begin in {Path.cwd()}"
-        raise InputError(f"{given}: no such file or directory", hint=begins)
+        hint = None if path.is_absolute() else f"relative paths begin in {Path.cwd()}"
+        raise InputError(f"{pattern}: no such file or directory", hint=hint)
     return {str(file.parent.resolve() / file.name): str(file) for file in files}, is_directory
 
 
-def _of_one_kind(given: str, files: Mapping[str, str]) -> dict[str, str]:
-    """Return those files of a directory that are input: Parquet files, or else those of one other kind.
+def _of_one_kind(directory: str, files: Mapping[str, str]) -> dict[str, str]:
+    """Return the files of a directory that are input: its Parquet files, or else the files of the only kind.
 
-    Beside Parquet files there may be descriptions in JSON, or a list in CSV: those are named in the log.
-    Raises InputError where there are several other kinds.
+    Beside Parquet files, descriptions in JSON or a list in CSV are common; the log names one of them. Raises
+    InputError for several other kinds.
     """
     kinds: dict[str, dict[str, str]] = {}
     for real, path in files.items():
-        if found := known_format(path):
-            kinds.setdefault(found.kind, {})[real] = path
+        if form := known_format(path):
+            kinds.setdefault(form.kind, {})[real] = path
     if len(kinds) < 2:  # noqa: PLR2004
         return next(iter(kinds.values()), {})
     if parquet := kinds.pop("Parquet", None):
-        others = sorted(path for kind in kinds.values() for path in kind.values())
-        if other := next((path for path in others if not holds_run(Path(path).parent)), None):
-            log.warning("%s: only its Parquet files are read; others, such as %s, are not", given, other)
+        ignored = sorted(path for kind in kinds.values() for path in kind.values())
+        if other := next((path for path in ignored if not holds_run(Path(path).parent)), None):
+            log.warning("%s: only its Parquet files are read; others, such as %s, are not", directory, other)
         return parquet
     example = next(ending for ending, kind in ENDINGS.items() if kind == min(kinds))
     raise InputError(
-        f"{given}: has {' and '.join(sorted(kinds))} files",
-        hint=f"name those of one kind, such as {given}/**/*{example}",
+        f"{directory}: has {' and '.join(sorted(kinds))} files",
+        hint=f"name those of one kind, such as {directory}/**/*{example}",
     )
 
 
@@ -214,8 +221,8 @@ def _remote_files(fs: pafs.FileSystem, path: str) -> tuple[dict[str, str], bool]
     if kind == pafs.FileType.File:
         files = [path]
     elif kind == pafs.FileType.Directory:
-        found = _files_below(fs, path)
-        files = [file for file in found if not _hidden(PurePosixPath(file.removeprefix(path)))]
+        below = _files_below(fs, path)
+        files = [file for file in below if not _hidden(PurePosixPath(file.removeprefix(path)))]
     elif "*" in path:  # the only magic character in a URI, where `?` begins the query
         pattern = re.escape(path).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*")
         top = path.partition("*")[0].rpartition("/")[0]
@@ -233,13 +240,13 @@ def _hidden(path: PurePath) -> bool:
 
 
 def hive_partitions(path: str) -> dict[str, str | None]:
-    """Return the partition columns in a file's path, from directories named `name=value`; None is null."""
+    """Return the values of partition columns in a path (directories named `name=value`); None is null."""
     pairs = (part.split("=", 1) for part in Path(path).parts[:-1] if "=" in part)
     return {unquote(key): None if value == HIVE_NULL else unquote(value) for key, value in pairs}
 
 
 def partition_types(partitions: Sequence[dict[str, str | None]]) -> dict[str, pa.DataType]:
-    """Return the type of each partition column that all files have: int64 for whole numbers, else string."""
+    """Return the type of each partition column that all paths have: int64 for whole numbers, else string."""
     types: dict[str, pa.DataType] = {}
     for name in sorted(set(partitions[0]).intersection(*partitions)):
         values = [value for of_file in partitions if (value := of_file[name]) is not None]
@@ -254,37 +261,37 @@ def join_paths(path: str | Sequence[str]) -> str:
 
 
 class SourceFile:
-    """A file of the input, as it was when it was found.
+    """A file of the input, with the content that it had when it was opened.
 
-    A file that is not Parquet is read from a Parquet copy of it. Another file under its path, or other
-    content in it, is an InputChangedError. The digest decides; where it does not cover the whole file, so
-    does the time of its last change.
+    A file that is not Parquet is read from a Parquet copy. Once its path has other content, reading raises
+    InputChangedError. The digest decides whether it has; if the digest does not cover the whole file, the
+    time of its last change does too.
     """
 
     def __init__(
         self, fs: pafs.FileSystem, path: str, copies: Path, source: InputSpec, is_batch: bool
     ) -> None:
-        """Find the columns and row groups; raises InputError where the file is missing or unreadable.
+        """Find the columns and row groups; raises InputError if the file is missing or unreadable.
 
-        `copies` is the directory of the Parquet copies, `source` says how texts are read; the lines of a
-        batch file are requests.
+        `copies` is the directory of the Parquet copies. `source` says how text is read. The lines of a batch
+        file are requests.
         """
         self._fs = fs
         self.path = path
         self.is_local = isinstance(fs, pafs.LocalFileSystem)
         """Whether it is on this machine."""
         self.read_errors = read_errors(fs)
-        """What reading it raises, see `files.read_errors`."""
+        """Errors of reading it, see the function `read_errors`."""
         self.format = _batch_format(path) if is_batch else format_of(path)
         self._copies, self._source, self._is_batch = copies, source, is_batch
         self.digest = ""
-        """Digest of its content; empty until it is known."""
+        """Digest of its content; empty until it has been computed."""
         self.notes: list[str] = []
-        """What a person should know of its records: which fail, and why a column is text."""
-        self._copy: Path | None = None  # what is read of a file that is not Parquet
+        """Sentences for users: which of its records fail, and why columns are text."""
+        self._copy: Path | None = None  # read in place of a file that is not Parquet
         try:
-            self._seen = self._look()
-            self._size = int(self._seen[0])
+            self._signature = self._current_signature()
+            self._size = int(self._signature[0])
             if self.format.kind == "Parquet":
                 self.digest = self._digest_of(self._size)
             else:
@@ -302,44 +309,44 @@ class SourceFile:
         self.has_problems = PROBLEM in schema.names
         """Whether some of its records cannot be read."""
         self.schema = pa.schema([field for field in schema if field.name != PROBLEM])
-        """Columns of the file, as they are stored."""
+        """Columns of the file, with the types in which they are stored."""
         self._group_rows = [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
         self.rows: int = sum(self._group_rows)
         self.grown_from: str | None = None
-        """Digest that it had when a run knew it, and that is its own no more: rows were appended since."""
+        """Digest in an earlier attempt, if rows were appended since then."""
         self.has_grown = False
-        """Whether rows were appended since it was found."""
+        """Whether rows were appended since it was opened."""
         self.partitions = hive_partitions(path)
-        """Values of Hive partition columns in the path (`year=2024/`); None is null."""
+        """Values of Hive partition columns in its path (`year=2024/`); None is null."""
         self.starts: list[int] = []
-        """Ordinals of the first row of each row group, and of the row after the last one."""
+        """Ordinal of the first row of each row group, and that after the last row."""
 
     def begin_at(self, row: int) -> None:
-        """Give the file's first row its ordinal in the whole input."""
+        """Give the first row of the file its ordinal in the whole input."""
         self.starts = [*accumulate(self._group_rows, initial=row)]
 
     @property
     def is_text(self) -> bool:
-        """Whether the types of its columns come from values, or from `input.types`."""
+        """Whether its columns get their types from values, or from `input.types`."""
         return self.format.kind in {"CSV", "JSON Lines"}
 
     def facts(self) -> dict[str, Any]:
-        """Return what a resumed run recognises it by."""
-        found = {"path": self.path, "rows": self.rows, "digest": self.digest, "size": self._size}
-        return found if self.grown_from is None else {**found, "grown_from": self.grown_from}
+        """Return the facts by which a resumed run recognizes it."""
+        facts = {"path": self.path, "rows": self.rows, "digest": self.digest, "size": self._size}
+        return facts if self.grown_from is None else {**facts, "grown_from": self.grown_from}
 
     def recognize(self, before: Mapping[str, Any]) -> None:
-        """Find out whether it is a file that had these `facts`, to which rows were appended since."""
+        """Find out whether it is the file with these earlier `facts`, to which rows were appended since."""
         size = before.get("size", self._size)
         if size < self._size and self._begins_with(size, before["digest"]):
             self.grown_from = before["digest"]
             log.info(
-                "%s grew: its first %d rows are those of this run, %d came after them",
+                "%s grew: its first %d rows are those of this run, %d rows were appended",
                 self.path, before["rows"], self.rows - before["rows"],
             )  # fmt: skip
 
     def _begins_with(self, size: int, digest: str) -> bool:
-        """Tell whether its first bytes, to the end of a line, are a whole file of this size and digest."""
+        """Tell whether it begins with a whole file of this size and digest, to the end of a line."""
         if not self._may_grow or self._digest_of(size) != digest:
             return False
         with Path(self.path).open("rb") as file:
@@ -348,7 +355,7 @@ class SourceFile:
 
     @property
     def _may_grow(self) -> bool:
-        """Whether lines can be appended to it and leave those before as they are."""
+        """Whether lines can be appended without a change of those before."""
         return self.is_local and self.is_text and self.format.compression is None
 
     def open(self) -> pq.ParquetFile:
@@ -358,38 +365,40 @@ class SourceFile:
         return opened
 
     def check_after_reading(self) -> None:
-        """Do as `check_unchanged`, for a file whose next bytes may be those of another one.
+        """Call `check_unchanged`, unless the bytes that were read cannot be those of another file.
 
-        A copy stays as it is, a store compares the e_tag with each request for bytes, and a commit of the Hub
-        never changes.
+        A Parquet copy stays as it is, an object store compares the ETag in each request, and a commit on the
+        Hub never changes.
         """
         if self._copy is None and not self._e_tag() and without_commit(self.path) == self.path:
             self.check_unchanged()
 
     def check_unchanged(self) -> None:
-        """Raise InputChangedError if the path has other content now; appended lines are none.
+        """Raise InputChangedError if the path has other content now, except for appended lines.
 
-        A file that is missing, or cannot be read at present, is not known to have changed.
+        A file that is missing, or cannot be read at present, does not count as changed.
         """
         try:
-            seen = self._look()
-            if seen == self._seen:
+            signature = self._current_signature()
+            if signature == self._signature:
                 return
-            known = seen[:2] == self._seen[:2] or not self._is_sampled  # an edit between blocks is not seen
-            self.has_grown = int(seen[0]) > self._size and self._begins_with(self._size, self.digest)
-            is_old = known and seen[0] == self._size and self._digest_of(self._size) == self.digest
+            self.has_grown = int(signature[0]) > self._size and self._begins_with(self._size, self.digest)
+            # a sampled digest does not show an edit between its blocks
+            digest_decides = signature[:2] == self._signature[:2] or not self._is_sampled
+            is_same_size = signature[0] == self._size
+            is_same = digest_decides and is_same_size and self._digest_of(self._size) == self.digest
         except self.read_errors:
             return
-        if not (is_old or self.has_grown):
+        if not (is_same or self.has_grown):
             raise InputChangedError(
                 f"the input file {self.path} changed during the run",
-                hint="put the old file back and run the same "
-                "command again, or take another output.path for the new one",
+                hint="put the old file back and run the same command again, or give another output.path for "
+                "the new file",
             )
-        self._seen = seen  # it was touched, or replaced by a copy of itself
+        self._signature = signature  # it was touched, or replaced by a copy of itself
 
     def _opened(self) -> pq.ParquetFile:
-        """Open the file or its copy, which is made again where another process has deleted it."""
+        """Open the file, or its copy, which is made again if another process has deleted it."""
         if self._copy is None:
             return _open_parquet(self._fs, self.path)
         try:
@@ -399,10 +408,10 @@ class SourceFile:
             self._copy = self._find_copy()
             return _open_parquet(pafs.LocalFileSystem(), str(self._copy))
 
-    def _look(self) -> tuple[int | str, ...]:
-        """Return what changes whenever the file is replaced or written to; raises OSError.
+    def _current_signature(self) -> tuple[int | str, ...]:
+        """Return values of which one changes whenever the file is replaced or written to; raises OSError.
 
-        The first two are its size and the time of its last change, or the e_tag that a store gives it.
+        The first two are its size and the time of its last change, or its ETag in an object store.
         """
         if self.is_local:
             stat = Path(self.path).stat()
@@ -413,17 +422,17 @@ class SourceFile:
         return info.size, self._e_tag() or info.mtime_ns or 0
 
     def _e_tag(self) -> str | None:
-        """Return what a store changes whenever an object is replaced, as it was seen last."""
+        """Return the ETag of an object when it was last looked up; None in a file system."""
         e_tags: dict[str, str] = getattr(getattr(self._fs, "handler", None), "e_tags", {})
         return e_tags.get(self.path)
 
     @property
     def _is_sampled(self) -> bool:
-        """Whether its digest reads blocks of it only."""
+        """Whether its digest covers some of its blocks only."""
         return self.format.kind == "Parquet" and self._size > SAMPLE_BLOCKS * SAMPLE_BYTES
 
     def _digest_of(self, size: int) -> str:
-        """Return the digest of its first bytes, as it is now; of another format than text it is of all."""
+        """Return the digest of its first `size` bytes, or of sampled blocks of them, as they are now."""
         digest = hashlib.sha256(str(size).encode())
         if e_tag := self._e_tag():
             digest.update(e_tag.encode())
@@ -436,12 +445,12 @@ class SourceFile:
         return digest.hexdigest()
 
     def _find_copy(self) -> Path:
-        """Return the Parquet copy of the file, which is made unless it is there.
+        """Return the Parquet copy of the file; make it if it does not exist.
 
-        Raises InputError or StorageError, and what reading raises.
+        Raises InputError or StorageError, and `read_errors`.
         """
         texts = self._source.types, self._source.delimiter, self._source.encoding
-        about = repr((self.path, self._seen, texts, self._is_batch))
+        about = repr((self.path, self._signature, texts, self._is_batch))
         copy = self._copies / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.parquet"
         tries = 0
         while not copy.exists():
@@ -449,25 +458,25 @@ class SourceFile:
             try:
                 self._make_copy(copy)
             except (FileNotFoundError, StorageError):
-                # a process that ends the run deletes the directory of the copies
+                # another process may have ended the run and deleted the directory of copies
                 was_deleted = not copy.parent.exists()
                 if tries == COPY_TRIES or not was_deleted:
                     raise
         return copy
 
     def _make_copy(self, copy: Path) -> None:
-        """Make the Parquet copy. One of several processes makes it, where the file system has locks."""
+        """Make the Parquet copy. On a file system with locks, one of several processes makes it."""
         with writing(copy):
             make_directory(copy.parent)
         with one_process_at_a_time(copy.with_suffix(".lock"), unfinished=f".{copy.name}*"):
             if not copy.exists():
-                self.digest = self.digest or self._digest_of(self._size)  # of what an earlier copy has
+                self.digest = self.digest or self._digest_of(self._size)  # an earlier copy has the digest too
                 with writing(copy), whole_file(copy, secrets.token_hex(4)) as temporary:
                     write_parquet(self._rows(), temporary, {_DIGEST: self.digest.encode()}, self.path)
-                    self.check_unchanged()  # it was read after its digest was made
+                    self.check_unchanged()  # it was read after its digest was computed
 
     def _rows(self) -> Iterator[pa.RecordBatch]:
-        """Read the file once, from its beginning to its end; raises InputError."""
+        """Yield all rows of a file that is not Parquet; raises InputError."""
         from batchrunner.input.text_files import batches_of_file  # noqa: PLC0415 - not for Parquet
 
         try:
@@ -487,22 +496,22 @@ class SourceFile:
         place, hint = self.path, None
         if isinstance(getattr(self._fs, "handler", None), pafs.FSSpecHandler):
             place = f"hf://{without_commit(self.path)}"
-            hint = "if its page on the Hub asks for it, ask for access there, and set HF_TOKEN"
+            hint = "if its page on the Hub requires it, request access there, and set HF_TOKEN"
         elif self.format.compression == "zstd" and "too much memory" in str(failure):
             hint = f"its window is too large; {unpacking(self.path, head_of(self._fs, self.path))}"
         elif self.format.kind == "Parquet":
-            others = f"a name with another ending than {', '.join(ENDINGS)} is read as Parquet"
+            other_ending = f"a name with another ending than {', '.join(ENDINGS)} is read as Parquet"
             hints = [unpacking(self.path, head_of(self._fs, self.path))]
-            hints += [] if known_format(self.path) else [others]
+            hints += [] if known_format(self.path) else [other_ending]
             hint = "; ".join(filter(None, hints)) or None
         elif self.format.kind == "JSON Lines" and isinstance(failure, pa.ArrowInvalid):
             hint = "give the column a type in input.types: string keeps its values as they are"
-        told = f"{place}: not a readable {self.format.kind} file: {first_line(failure)}"
-        return or_away(InputError(told, hint=hint), failure)
+        message = f"{place}: not a readable {self.format.kind} file: {first_line(failure)}"
+        return or_away(InputError(message, hint=hint), failure)
 
 
 def head_of(fs: pafs.FileSystem, path: str) -> bytes:
-    """Return the first bytes of a file; none where it cannot be read."""
+    """Return the first bytes of a file; none if it cannot be read."""
     try:
         with fs.open_input_file(path) as file:
             return bytes(file.read(HEAD_BYTES))
@@ -528,22 +537,22 @@ def _open_parquet(fs: pafs.FileSystem, path: str) -> pq.ParquetFile:
 
 
 def size_of(footer: pq.FileMetaData, columns: Iterable[str], group: int) -> int:
-    """Return the uncompressed bytes of these columns in a row group."""
+    """Return the uncompressed bytes of these columns in a row group of a Parquet file."""
     tops = tuple(f"{name}." for name in columns)  # leaf columns have paths such as `column.list.element`
     leaves = map(footer.row_group(group).column, range(footer.num_columns))
     return sum(leaf.total_uncompressed_size for leaf in leaves if f"{leaf.path_in_schema}.".startswith(tops))
 
 
 def _batch_format(path: str) -> FileFormat:
-    """Return the format of a batch file: it may have any name, but the ending of a compression counts."""
-    known = known_format(path)
-    if known is not None and known.kind != "JSON Lines":
-        raise InputError(f"{path}: is {known.kind}", hint="a batch file has a JSON object on each line")
-    return known or FileFormat("JSON Lines", "", COMPRESSIONS.get(PurePosixPath(path).suffix.lower()))
+    """Return the format of a batch file, whose name may be any; an ending such as .gz counts."""
+    form = known_format(path)
+    if form is not None and form.kind != "JSON Lines":
+        raise InputError(f"{path}: is {form.kind}", hint="a batch file has a JSON object on each line")
+    return form or FileFormat("JSON Lines", "", COMPRESSIONS.get(PurePosixPath(path).suffix.lower()))
 
 
 def _samples(source: pa.NativeFile, size: int) -> Iterator[bytes]:
-    """Yield blocks that are evenly spread; the last one is the end of the file, with the footer."""
+    """Yield evenly spread blocks of a file; the last one is its end, with the footer."""
     for block in spread_blocks(size, blocks=SAMPLE_BLOCKS, size=SAMPLE_BYTES):
         source.seek(block.start)
         yield source.read(SAMPLE_BYTES)

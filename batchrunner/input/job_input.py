@@ -1,6 +1,6 @@
-"""The input of a job: which rows it sends, as which requests, and how they are divided into leases.
+"""The input of a job: its rows, their requests, and their division into leases.
 
-A lease is a range of rows; the tasks of one run take lease after lease.
+A lease is a range of rows. The workers of a joined run take lease after lease.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
 
 MOST_LEASES, FEWEST_LEASES = 1000, 64
-"""Leases of a large run, each small beside the rows that a task has in flight; and of a small run, so that
-few tasks are idle."""
+"""Number of leases of a large run, so that each is small beside a worker's rows in flight, and of a small
+run, so that few workers are idle."""
 LEAST_LEASE_ROWS, MOST_LEASE_ROWS = 128, 8192
-"""Rows of a lease. With fewer rows, taking a lease would cost more than reading it; with more, tasks would
-end at very different times."""
+"""Bounds for the rows of a lease. With fewer rows, taking a lease costs more than reading it; with more,
+workers end at very different times."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobInput:
-    """A job whose input and templates were checked."""
+    """A job whose input and templates have been checked."""
 
     job: Job
     dataset: Dataset
     renderer: Renderer
     functions: HookPool | None
-    """The job's Python functions; None where it has none."""
+    """The job's Python functions; None if it has none."""
 
     @property
     def dedupes(self) -> bool:
-        """Whether equal rows at temperature 0 share an answer; not where they may need unlike ones."""
+        """Whether equal rows at temperature 0 share an answer: no function judges it by the row."""
         return self.job.dedupe and not judges_by_row(self.functions)
 
     def batches(
@@ -59,10 +59,10 @@ class JobInput:
     def selected(self, check_stop: Callable[[], None] = lambda: None) -> BitMap64:
         """Return the first `input.limit` rows for which `input.filter` is true.
 
-        A filter that fails on a null is false. A row on which it fails otherwise, or that cannot be read, is
-        selected too, and ends as a failed row with that error. Only the filter's columns are read, and no row
-        after the limit. `check_stop` is called before each row; what it raises ends the search. Raises
-        InputError where the filter is true for no row, or for fewer than it fails on, with its first error.
+        A filter that fails on a null is false. A row on which the filter fails otherwise, or that cannot be
+        read, is selected too and ends as a failed row. Only the filter's columns are read, and no row after
+        the limit. `check_stop` is called before each row; what it raises ends the search. Raises InputError
+        if the filter is true for no row, or fails on more rows than it is true for.
         """
         predicate, limit = self.renderer.predicate, self.job.input.limit
         total = self.dataset.total_rows
@@ -75,7 +75,7 @@ class JobInput:
         for row, values in chain.from_iterable(pairs):
             check_stop()
             try:
-                # a row that cannot be read is none to leave out: it ends as a failed row
+                # a row that cannot be read is selected, so that it ends as a failed row
                 if not (isinstance(values, str) or predicate(values)):
                     continue
             except RowRefusedError as failure:
@@ -102,6 +102,6 @@ def lease_rows(rows: int) -> int:
 
 
 def cut_into_leases(rows: BitMap64, end: int) -> list[int]:
-    """Return the ordinals that bound leases of as many `rows`, from 0 to the `end` of the input."""
+    """Return the ordinals that bound leases with equal numbers of these rows, from 0 to the input's `end`."""
     size = lease_rows(len(rows))
     return [0, *(rows[at] for at in range(size, len(rows), size)), end]

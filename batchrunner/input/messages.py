@@ -1,4 +1,4 @@
-"""Conversations and tools of a row: in the form of OpenAI or ShareGPT, also as JSON."""
+"""Conversations and tools in a column: in the form of OpenAI or ShareGPT, also as JSON."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from batchrunner.job.prompt import tool_problem
 
 ASSISTANT = "assistant"
 _OPENAI = ("system", "user", ASSISTANT, "tool", "function", "developer", "latest_reminder", "root")
-"""Roles of the chat endpoint; the last two are of some models, and SGLang 0.5.23 knows them."""
+"""Roles of the chat endpoint of SGLang 0.5.23; some models have the last two."""
 ROLES = {
     **{role: role for role in _OPENAI},
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), ASSISTANT),
@@ -23,9 +23,9 @@ ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-"""Roles of the chat endpoint, by the names that OpenAI's and ShareGPT's forms have for them."""
+"""Roles of the chat endpoint by their names in the forms of OpenAI and ShareGPT."""
 _TEXT_PARTS = {"text", "input_text"}
-"""Types of parts of a content that are texts."""
+"""Types of content parts that are texts."""
 
 
 def holds_messages(kind: pa.DataType) -> bool:
@@ -37,23 +37,23 @@ def holds_messages(kind: pa.DataType) -> bool:
 
 
 def messages_in(column: str, row: Mapping[str, Any], *, continues: bool) -> list[dict[str, Any]]:
-    """Return the messages in a column, see `conversation`; raises RowRefusedError where there are none."""
+    """Return the messages in a column, see `conversation`; raises RowRefusedError if there are none."""
     label, value = f"prompt: column {column!r}", row[column]
     if value is None:
         raise RowRefusedError(f"{label} is null")
     if isinstance(value, str) and value.strip():
         value = _parsed(label, value)
         if not isinstance(value, list):
-            raise RowRefusedError(f"{label}: its JSON is no list of messages")
+            raise RowRefusedError(f"{label}: its JSON is not a list of messages")
     if not value:
         raise RowRefusedError(f"{label} is empty")
     return conversation(label, value, continues=continues)
 
 
 def conversation(label: str, row_messages: Sequence[Any], *, continues: bool) -> list[dict[str, Any]]:
-    """Return messages of the chat endpoint; raises RowRefusedError, which begins with the label.
+    """Return messages for the chat endpoint; raises RowRefusedError, which begins with the label.
 
-    With `continues` the model goes on with an assistant's last message, which else is left out.
+    With `continues` the model continues the assistant's last message; without, that message is dropped.
     """
     messages = []
     for number, item in enumerate(row_messages, 1):
@@ -78,13 +78,13 @@ def _message(item: Any) -> dict[str, Any]:
     if not isinstance(role, str) or role.strip().lower() not in ROLES:
         raise ValueError(f"the unknown role {role!r}" if role else "no role")
     message["role"] = ROLES[role.strip().lower()]
-    if content is not None or not message.get("tool_calls"):  # an assistant that calls a tool says nothing
+    if content is not None or not message.get("tool_calls"):  # a tool call needs no content
         message["content"] = content if isinstance(content, str) else _joined(content)
     return message
 
 
 def _joined(content: Any) -> Any:
-    """Return a content; parts that are all texts are joined by spaces, as SGLang does for most models."""
+    """Return a content. Parts that are all texts are joined by spaces, as SGLang does for most models."""
     if not isinstance(content, list) or not content:
         raise ValueError("no text as its content")
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
@@ -99,7 +99,7 @@ def _joined(content: Any) -> Any:
 
 
 def tools_in(column: str, choice: Any, value: Any) -> Tools | None:
-    """Return the tools in a column, None where it has none; raises RowRefusedError where they are none."""
+    """Return the tools in a column, None if it is empty; raises RowRefusedError for an invalid list."""
     label = f"prompt.tools: column {column!r}"
     value = _parsed(label, value) if isinstance(value, str) else _without_nulls(value)
     if value is None or value == []:
@@ -118,12 +118,12 @@ def _parsed(label: str, text: str) -> Any:
 
 
 def _filled(struct: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a struct of Arrow without the fields that are null in this row."""
+    """Return a struct without the fields that are null in this row."""
     return {name: value for name, value in struct.items() if value is not None}
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value of Arrow without nulls anywhere in it."""
+    """Return a value without nulls at any depth of its structs."""
     if isinstance(value, Mapping):
         return {name: _without_nulls(inner) for name, inner in _filled(value).items()}
     return [*map(_without_nulls, value)] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Prompts that a Python function of the job makes, many rows at a time."""
+"""Prompts by a Python function of the job (`prompt.python`), for many rows at a time."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,9 +13,9 @@ from batchrunner.job.hook_loading import PROMPT
 
 
 def columns_given(facts: HookFacts, source: ColumnSource) -> list[str]:
-    """Return the columns that a function of rows gets: those that it names, else all that can be used.
+    """Return the columns that a function of a row receives: those that it declares, else all usable ones.
 
-    Raises InputError for one that the input lacks, or that cannot be used.
+    Raises InputError for a declared column that the input lacks, or that cannot be used.
     """
     if facts.reads is None:
         return [*usable_columns(source)]
@@ -35,10 +35,10 @@ def with_prompt(request: Request, label: str, kind: PromptKind, prompt: Any) -> 
 
 
 class PythonPrompts:
-    """Makes the prompts of requests whose `prompt` is the row."""
+    """Fills in the prompts of requests that have the row as their `prompt`."""
 
     def __init__(self, pool: HookPool, source: ColumnSource) -> None:
-        """Choose the columns that the function gets; raises as `columns_given`."""
+        """Choose the columns that the function receives; raises as `columns_given`."""
         self._pool = pool
         facts = pool.facts[PROMPT]
         self._label = f"{PROMPT}: {facts.name}"
@@ -47,9 +47,9 @@ class PythonPrompts:
     def fill(
         self, items: Sequence[Request | Outcome], is_stopped: Callable[[], object]
     ) -> list[Request | Outcome]:
-        """Return requests with their prompts, and outcomes as they are; a row may become an outcome.
+        """Return the requests with their prompts, or an outcome if there is none; outcomes stay as they are.
 
-        Once `is_stopped` the last rows may be missing. Raises HookLostError.
+        The last rows may be missing once `is_stopped` returns true. Raises HookLostError.
         """
         names = self.columns
         rows = [({n: item.prompt[n] for n in names},) for item in items if isinstance(item, Request)]
@@ -66,7 +66,7 @@ class PythonPrompts:
         return filled
 
     def _filled(self, request: Request, result: HookResult) -> Request | Outcome:
-        if result.error is not None or result.value is None:  # a row without an error is left out
+        if result.error is not None or result.value is None:  # no error: a row left out
             return Outcome.unsent(request.ref, result.error)
         try:
             return with_prompt(request, self._label, *result.value)

@@ -1,4 +1,4 @@
-"""Renders rows into requests: fills in templates, takes prompts and sampling parameters from columns."""
+"""Renders rows into requests: fills in templates, reads prompts and sampling parameters from columns."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ if TYPE_CHECKING:
     from batchrunner.input.python_prompts import PythonPrompts
 
 _WHOLE = {"max_new_tokens", "min_new_tokens", "top_k", "sampling_seed"}
-"""Names of sampling parameters that are whole numbers."""
+"""Sampling parameters that are whole numbers."""
 
 
 class Renderer:
-    """Renders the rows of a job: `columns` are the input columns that it reads, `kind` is its prompt kind.
+    """Renders the rows of a job; `columns` are the input columns that it reads.
 
-    The kind is None where a Python function makes prompts, which may be of any kind.
+    `kind` is the kind of its prompts, or None if a Python function returns them, whose kinds may differ.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Renderer:
     ) -> None:
         """Compile the templates and check the columns.
 
-        `functions` are the job's Python functions. Raises JobError for bad templates, InputError for missing
-        columns or those of a wrong type: for all of them in one go.
+        `functions` are the job's Python functions. Raises JobError for bad templates, InputError for columns
+        that are missing or have a wrong type; the error names all faults at once.
         """
         source, prompt = job.input, job.prompt
         faults = Faults()
@@ -78,7 +78,7 @@ class Renderer:
         self._sampling: dict[str, Any] = {}
         self._per_row: dict[str, str] = {}
         self._by_row: dict[str, ByColumn] = {}
-        """Fields of requests, besides prompt and sampling, that differ from row to row."""
+        """Fields of requests, besides prompt and sampling, that come from columns."""
         self._shared: dict[str, Any] = {
             "chat_template_kwargs": prompt.chat_template_kwargs, "continues": prompt.continues,
             "asks": answers.asks, "task": answers.task,
@@ -124,7 +124,7 @@ class Renderer:
             self._used = self.columns
 
     def _compile_expressions(self, job: Job, columns: Sequence[str], faults: Faults) -> None:
-        """Compile the filter, and find the columns that checks of answers read."""
+        """Compile the filter, and find the columns that the check of answers reads."""
         with faults.collect():
             if job.input.filter is not None:
                 self.predicate = Predicate(job.input.filter, where="input.filter", available=columns)
@@ -133,7 +133,7 @@ class Renderer:
                 self._for_check = AnswerExpression(job.accept.expression, columns).columns
 
     def _columns_used(self, prompts: PromptSource) -> list[str]:
-        """Return the columns that requests are made of, and that filter and checks read."""
+        """Return the columns that requests, the filter and the check of answers read."""
         used = {*prompts.columns, *self._per_row.values(), *self._for_check}
         used |= {value.column for value in self._by_row.values()}
         if self._media is not None:
@@ -152,10 +152,10 @@ class Renderer:
         is_stopped: Callable[[], object] = lambda: False,
         digests: list[bytes | None] | None = None,
     ) -> list[Request | Outcome]:
-        """Return a request for each row of a batch, in order, or an Outcome where it cannot be rendered.
+        """Return a request for each row of a batch, in order, or an Outcome if the row cannot be rendered.
 
-        `digests`, one for each row, takes those of the requests. Once `is_stopped`, which may raise, returns
-        true, the rest of the batch is left out.
+        `digests` has room for the digest of each request. Once `is_stopped` returns true, or raises, the rest
+        of the batch is dropped.
         """
         carried = self.carried(batch)
         items: list[Request | Outcome] = []
@@ -170,10 +170,10 @@ class Renderer:
         return items if self._python is None else self._python.fill(items, is_stopped)
 
     def _request(self, ref: RowRef, row: Row | str) -> Request:
-        if isinstance(row, str):  # why it cannot be read
+        if isinstance(row, str):  # the reason why it cannot be read
             raise RowRefusedError(row)
         if self.predicate is not None:
-            self.predicate(row)  # raises the error of a row on which the filter fails: such rows are selected
+            self.predicate(row)  # rows on which the filter fails are selected, and fail here
         media: tuple[PromptFile, ...] = ()
         if self._media is None:
             prompt = self._prompt_of(row)
@@ -198,7 +198,7 @@ class Renderer:
 
 
 def _sendable(name: str, value: Any) -> Any:
-    """Return a value from a column as it is sent; raises RowRefusedError for an unusable number."""
+    """Return a column's value as it is sent; raises RowRefusedError for an unusable number."""
     if not isinstance(value, float):
         return value
     if name in _WHOLE and value.is_integer() and abs(value) < 1 << 63:
@@ -209,21 +209,21 @@ def _sendable(name: str, value: Any) -> Any:
 
 
 class PromptSource(NamedTuple):
-    """Where prompts come from."""
+    """How prompts are made of rows."""
 
     kind: PromptKind | None
     prompt_of: Callable[[Row], Any]
     """Makes the prompt of a row."""
     columns: Sequence[str]
-    """Columns that it reads."""
+    """Columns that `prompt_of` reads."""
     printed: frozenset[str] = frozenset()
-    """Columns of them that a template shows as they are."""
+    """Those of the columns that a template prints."""
 
 
 def _carried_schema(source: InputSpec, dataset: ColumnSource, used: Sequence[str]) -> pa.Schema:
     """Return the schema of the carried columns, under their names in the results.
 
-    Raises InputError where one of them is missing, or one of the `used` columns.
+    Raises InputError if one of them, or of the `used` columns, is missing.
     """
     fields, faults = [], Faults()
     for name in used:
@@ -245,15 +245,15 @@ def _prompt_source(prompt: PromptSpec, dataset: ColumnSource, functions: HookPoo
     if isinstance(prompt.messages, str):
         column = prompt.messages
         expected = "lists of {role, content} or {from, value}, or JSON texts of such lists"
-        _check(dataset, column, "prompt.messages", holds_messages, expected)
+        _check(dataset, column, where="prompt.messages", fits=holds_messages, expected=expected)
         return PromptSource("messages", partial(messages_in, column, continues=prompt.continues), [column])
     if prompt.is_batch:
         return PromptSource("body", request_of, [URL, BODY])
     if prompt.input_ids is not None:
-        _check(dataset, prompt.input_ids, "prompt.input_ids", is_ids, "lists of integers")
+        _check(dataset, prompt.input_ids, where="prompt.input_ids", fits=is_ids, expected="lists of integers")
         return PromptSource("input_ids", partial(_prompt_in, prompt.input_ids), [prompt.input_ids])
     if prompt.text is not None and not prompt.fields and not is_template(prompt.text):
-        _check(dataset, prompt.text, "prompt.text", is_text, "texts")
+        _check(dataset, prompt.text, where="prompt.text", fits=is_text, expected="texts")
         return PromptSource("text", partial(_prompt_in, prompt.text), [prompt.text])
     return _from_templates(prompt, dataset)
 
@@ -299,7 +299,7 @@ def _from_templates(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
 
 
 def _refuse_single_braces(templates: str, dataset: ColumnSource) -> None:
-    """Raise JobError for `{text}` in templates that read no column: each row would get the same prompt."""
+    """Raise JobError for `{text}` in templates that read no column: all rows would have the same prompt."""
     for name in dataset.schema.names:
         if f"{{{name}}}" in templates:
             expression = f"{{{{ {template_of_column(name)} }}}}"
@@ -309,14 +309,14 @@ def _refuse_single_braces(templates: str, dataset: ColumnSource) -> None:
 def _with_fields(
     fields: list[str], dataset: ColumnSource, make: Callable[[Row], Any], columns: set[str]
 ) -> tuple[Callable[[Row], Any], set[str]]:
-    """Return what makes prompts by templates that show these fields, and the columns that it reads."""
+    """Return a function that adds these fields to the row before `make`, and the columns that it reads."""
     if FIELDS in dataset.schema.names:
         raise JobError(
-            f"prompt.fields: the input has a column {FIELDS!r}, which templates could not tell from it",
-            hint="give that column another name in the input",
+            f"prompt.fields: the input has a column {FIELDS!r} too, which templates could not distinguish",
+            hint="rename that column in the input",
         )
     if FIELDS not in columns:
-        raise JobError("prompt.fields: no template shows them", hint="write {{ fields }} into the prompt")
+        raise JobError("prompt.fields: no template shows them", hint="write {{ fields }} into a template")
     for name in fields:
         _refuse_bytes(dataset, name, "prompt.fields")
     return partial(with_fields, make, fields), columns - {FIELDS} | {*fields}
@@ -327,7 +327,7 @@ def _messages(templates: Sequence[tuple[str, Template]], row: Row) -> list[dict[
 
 
 def _refuse_bytes(dataset: ColumnSource, name: str, where: str) -> None:
-    """Raise InputError for a column of bytes, which would read "b'…'" in the prompt."""
+    """Raise InputError for a column with bytes, which would read "b'…'" in the prompt."""
     kind = dataset.field(name, where=where).type
     if holds_bytes(kind):
         raise InputError(
@@ -337,11 +337,11 @@ def _refuse_bytes(dataset: ColumnSource, name: str, where: str) -> None:
 
 
 def _check(
-    dataset: ColumnSource, name: str, where: str, fits: Callable[[pa.DataType], bool], expected: str
+    dataset: ColumnSource, name: str, *, where: str, fits: Callable[[pa.DataType], bool], expected: str
 ) -> None:
     """Raise InputError for a missing column, or one whose type does not fit.
 
-    Nulls and empty lists have no type that tells what their column holds: their rows are judged one by one.
+    A column of nulls or empty lists fits: its rows are checked one by one.
     """
     kind = dataset.field(name, where=where).type
     values = kind.value_type if is_list(kind) else kind
@@ -353,11 +353,11 @@ def _check(
 
 
 class ByColumn(NamedTuple):
-    """A field of requests that differs from row to row."""
+    """A field of requests whose value comes from a column."""
 
     column: str
     of: Callable[[Any], Any]
-    """Makes the field of the column's value; raises RowRefusedError."""
+    """Converts the column's value to that of the field; raises RowRefusedError."""
 
 
 def _other_fields(job: Job, dataset: ColumnSource) -> dict[str, Any]:
@@ -381,28 +381,40 @@ def _lora_path(sampling: SamplingSpec) -> ByColumn | str | None:
 
 
 def _tools(prompt: PromptSpec, sampling: SamplingSpec, dataset: ColumnSource) -> ByColumn | Tools | None:
-    """Return which tools the model may call in a chat."""
+    """Return the tools that the model may call in a chat."""
     choice = sampling.tool_choice
     if isinstance(prompt.tools, str):
         expected = "lists of tools, or JSON texts of such lists"
-        _check(dataset, prompt.tools, "prompt.tools", lambda kind: is_text(kind) or is_list(kind), expected)
+        _check(
+            dataset,
+            prompt.tools,
+            where="prompt.tools",
+            fits=lambda kind: is_text(kind) or is_list(kind),
+            expected=expected,
+        )
         return ByColumn(prompt.tools, partial(tools_in, prompt.tools, choice))
     has_tools = prompt.tools is not None or choice is not None
     return Tools(prompt.tools, choice) if has_tools else None
 
 
 def _items(prompt: PromptSpec, dataset: ColumnSource) -> ByColumn | tuple[str, ...]:
-    """Return the texts that go with a prompt one by one: its choices or documents."""
+    """Return the texts that are each combined with the prompt: its choices or documents."""
     field = "choices" if prompt.documents is None else "documents"
     value = getattr(prompt, field) or ()
     if not isinstance(value, str):
         return tuple(value)
-    _check(dataset, value, f"prompt.{field}", _is_text_or_texts, "texts or lists of texts")
+    _check(
+        dataset,
+        value,
+        where=f"prompt.{field}",
+        fits=_is_text_or_texts,
+        expected="texts or lists of texts",
+    )
     return ByColumn(value, partial(_items_in, f"prompt.{field}: column {value!r}"))
 
 
 def _items_in(label: str, value: str | list[Any] | None) -> tuple[str, ...]:
-    """Return the items in a column; raises RowRefusedError for none, a null and an empty one."""
+    """Return the items in a column; raises RowRefusedError for a null, and for an empty list or item."""
     items = (value,) if isinstance(value, str) else tuple(value or ())
     if not items or not all(items):
         raise RowRefusedError(f"{label} is null or empty, or has such an item")
@@ -423,20 +435,20 @@ _COLUMN_TYPES: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "stop_token_ids": (is_ids, "lists of integers"),
     "ignore_eos": (pt.is_boolean, "booleans"),
 }
-"""What columns of sampling parameters must hold; those of all others numbers."""
+"""Types that columns of sampling parameters must have, with their names; all others must hold numbers."""
 
 
 def _split_sampling(sampling: SamplingSpec, dataset: ColumnSource) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the parameters that all rows share, and the column of each other one."""
+    """Return the parameters that all rows share, and the columns of the other ones."""
     fixed: dict[str, Any] = {}
     per_row: dict[str, str] = {}
     faults = Faults()
     for name, field in type(sampling).model_fields.items():
         value = getattr(sampling, name)
         if isinstance(value, FromColumn):
-            kind = _COLUMN_TYPES.get(name, (_is_number, "numbers"))
+            fits, expected = _COLUMN_TYPES.get(name, (_is_number, "numbers"))
             with faults.collect():
-                _check(dataset, value.column, f"sampling.{name}", *kind)
+                _check(dataset, value.column, where=f"sampling.{name}", fits=fits, expected=expected)
         if name in {"lora_path", "tool_choice"}:  # no parameters of the sampler
             continue
         if isinstance(value, FromColumn):

@@ -1,9 +1,9 @@
-"""A sorted copy of rows: a Parquet file that holds them in the order in which they are sent.
+"""A sorted copy of rows: a Parquet file that holds them in sending order.
 
-It has the columns that the job reads, and last the ordinals. Its metadata says which order and which run it
-belongs to (`about`). A position is the index of a row in the copy, counted from 0. It is written in bounded
-memory: only the sort keys are sorted, by duckdb, which gives the position of each row. Then the rows are
-partitioned by position into buckets, and so pass, whatever their types, through Arrow and Parquet only.
+The file has the columns that the job reads, and the ordinals as its last column. Its metadata (`about`) names
+its order and its run. A position is the index of a row in the file, from 0. The file is written in bounded
+memory: DuckDB sorts only the sort keys, which gives the position of each row. The rows themselves are
+partitioned by position into buckets, so that values of any type pass through Arrow and Parquet only.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ABOUT = b"batchrunner"
-"""Key of `about` in the Parquet metadata."""
+"""Key of `about` in the metadata of the Parquet file."""
 
 
 class SortedCopy:
-    """Reads a sorted copy. Each of its row groups is a lease where tasks join."""
+    """Reads a sorted copy. In a joined run each of its row groups is a lease."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file; raises InputError where it is missing or damaged."""
+        """Open the file; raises InputError if it is missing or damaged."""
         self._path = path
         try:
             self._file = pq.ParquetFile(path, pre_buffer=False, buffer_size=READ_BUFFER_BYTES)
             self.about: dict[str, Any] = orjson.loads(self._file.schema_arrow.metadata[_ABOUT])
         except (OSError, pa.ArrowException, KeyError, TypeError, orjson.JSONDecodeError):
             raise InputError(
-                f"{path}: the rows in the order of this run are missing or damaged",
-                hint="put the file back, or run the command again (with --join, once no task is at work and "
-                f"{path.parent} is deleted): the rest is sorted again, and done rows are kept",
+                f"{path}: the sorted rows of this run are missing or damaged",
+                hint="put the file back, or run the command again (with --join, once no worker runs and "
+                f"{path.parent} is deleted): pending rows are sorted again, and finished rows are kept",
             ) from None
         groups = range(self._file.num_row_groups)
         counts = [self._file.metadata.row_group(group).num_rows for group in groups]
@@ -81,9 +81,9 @@ class SortedCopy:
         return rows
 
     def read(self, rows: BitMap64, positions: range | None = None) -> Iterator[RowBatch]:
-        """Yield the rows, which lie at these positions, in the order of the copy; raises InputError.
+        """Yield these rows in the order of the copy; raises InputError.
 
-        `positions` are whole row groups; None means all.
+        `positions` are whole row groups in which the rows lie; None means all.
         """
         try:
             for group in self._groups(positions or self.positions):
@@ -109,24 +109,24 @@ class SortedCopy:
 
 
 MEMORY = "128MB"
-"""Memory limit of duckdb. It takes more than that, but with Arrow's memory the process stays below 512 MB."""
+"""Memory limit of DuckDB, which exceeds it; with Arrow's memory the process stays below 512 MB."""
 CHUNK_ROWS = 16_384
-"""Keys that are passed to or from duckdb at once."""
+"""Rows that are passed to or from DuckDB at once."""
 MOST_OUTPUT_TOKENS = 1 << 30
 """Upper bound of `max_new_tokens` in a sort key, more than any model generates."""
 MOST_GROUP_BYTES = 32 << 20
-"""Approximate most bytes of a row group."""
+"""Approximate upper bound for the bytes of a row group."""
 BUCKET_BYTES = 48 << 20
-"""Approximate bytes of rows in a bucket; sorting one takes about three times as much memory."""
+"""Approximate bytes of the rows in a bucket; sorting a bucket takes about three times as much memory."""
 _KEYS = {"first": pa.int64(), "key": pa.binary(), "tail": pa.int64(), "row": pa.int64(), "size": pa.int64()}
-"""Columns of a sort key: rows are compared by the first four."""
+"""Columns of a sort key; the first four decide the order."""
 _POSITION, _ORDINAL = "\0position", "\0row"
-"""Names of columns, which no input column can have."""
+"""Names of columns of our own, which no input column can have."""
 
 
 @contextmanager
 def connect(work: Path) -> Iterator[DuckDBPyConnection]:
-    """Open a database in bounded memory, which spills into a directory; what it raises is an OSError."""
+    """Open a DuckDB database in bounded memory that spills to a directory; its errors become OSError."""
     import duckdb  # noqa: PLC0415 - 25 MB, for jobs that sort
 
     spilled = str(work / "spilled")
@@ -138,12 +138,12 @@ def connect(work: Path) -> Iterator[DuckDBPyConnection]:
 
 
 def write_sorted(
-    job_input: JobInput, rows: BitMap64, path: Path, about: dict[str, Any], check_stop: Callable[[], None]
+    job_input: JobInput, rows: BitMap64, path: Path, *, about: dict[str, Any], check_stop: Callable[[], None]
 ) -> None:
     """Write a sorted copy of these rows; `about["order"]` is "prefix" or "longest_first".
 
-    Each row is rendered once and read twice. `check_stop` is called before each row, and may raise to end
-    the sort. Raises OSError where the disk is full. Nothing is left of a sort that fails.
+    Each row is rendered once and read twice. `check_stop` is called before each row, and may raise to end the
+    sort. Raises OSError if the disk is full. A sort that fails leaves no files.
     """
     work = path.with_suffix(".work")
     work.mkdir()
@@ -171,7 +171,7 @@ def write_sorted(
 def insert(
     db: DuckDBPyConnection, table: str, kinds: Mapping[str, pa.DataType], rows: Iterator[tuple[Any, ...]]
 ) -> None:
-    """Make a table of rows with these columns, many of them at once."""
+    """Create a table with these columns and insert the rows, many at once."""
     db.from_arrow(pa.Table.from_batches([], pa.schema(kinds.items()))).create(table)
     while chunk := list(islice(rows, CHUNK_ROWS)):
         columns = zip(zip(*chunk, strict=True), kinds.values(), strict=True)
@@ -179,13 +179,13 @@ def insert(
 
 
 def _values(db: DuckDBPyConnection, query: str) -> Iterator[tuple[Any, ...]]:
-    """Yield the rows that a query gives, in bounded memory."""
+    """Yield the rows of a query's result, in bounded memory."""
     for batch in db.sql(query).to_arrow_reader(CHUNK_ROWS):
         yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
 
 def _write_copy(tables: Iterable[pa.Table], sizes: Iterable[int], path: Path, about: dict[str, Any]) -> None:
-    """Write tables of whole row groups of these sizes; their last columns are ordinal and position."""
+    """Write tables that consist of row groups of these sizes; their last columns are ordinal and position."""
     groups = iter(sizes)
     with ExitStack() as stack:
         writer = None
@@ -202,7 +202,7 @@ def _write_copy(tables: Iterable[pa.Table], sizes: Iterable[int], path: Path, ab
 def _keys(
     job_input: JobInput, rows: BitMap64, order: str, check_stop: Callable[[], None]
 ) -> Iterator[tuple[int, bytes, int, int, int]]:
-    """Yield the key of each row, see _KEYS, also of a row that cannot be sent."""
+    """Yield the sort key (_KEYS) of each row, even of a row that cannot be sent."""
     by_column = isinstance(job_input.job.sampling.max_new_tokens, FromColumn)
     for batch in job_input.dataset.read(rows, job_input.renderer.columns):
         size = batch.data.nbytes // len(batch.rows)  # of a row, without its prompt
@@ -219,9 +219,9 @@ def _keys(
 
 
 def cut_into_groups(sizes: Iterable[int], group_rows: int) -> Iterator[tuple[int, int]]:
-    """Yield the number of rows and of bytes of each row group, by the bytes of rows in order.
+    """Yield the rows and bytes of each row group; `sizes` are the bytes of the rows in order.
 
-    A group has as many rows as are wanted, unless it would have more than MOST_GROUP_BYTES.
+    A group has `group_rows` rows, or fewer if it would exceed MOST_GROUP_BYTES.
     """
     rows = total = 0
     for size in sizes:
@@ -234,7 +234,7 @@ def cut_into_groups(sizes: Iterable[int], group_rows: int) -> Iterator[tuple[int
 
 
 def _bucket_ends(groups: list[tuple[int, int]]) -> Iterator[int]:
-    """Yield the position after the last row of each bucket; a bucket holds whole row groups."""
+    """Yield the position behind the last row of each bucket; a bucket holds whole row groups."""
     position = bucket_bytes = 0
     for rows, size in groups:
         position += rows
@@ -248,7 +248,7 @@ def _bucket_ends(groups: list[tuple[int, int]]) -> Iterator[int]:
 def _with_positions(
     job_input: JobInput, rows: BitMap64, positions: Iterator[tuple[int]]
 ) -> Iterator[pa.Table]:
-    """Yield the rows in input order with their ordinals and positions; `positions` come in input order."""
+    """Yield the rows in input order with their ordinals and positions; `positions` have input order."""
     names = job_input.renderer.columns
     places = [pa.field(_ORDINAL, pa.int64()), pa.field(_POSITION, pa.int64())]
     schema = pa.schema([*job_input.dataset.schema_of(names), *places])
@@ -269,9 +269,9 @@ def prepare_order(
 ) -> tuple[Path | None, OrderDecision]:
     """Decide on the order of these rows and sort them; return the path of the sorted copy and the decision.
 
-    The path is None for input order. The copy is written to `directory`, with `token` in its name; with
-    `replace` earlier copies there are deleted. `check_stop` is called now and then, and may raise to end the
-    sort. Raises InputError, or OutputError where the disk has no space for it and `order` is not `auto`.
+    The path is None for input order. The copy is written to `directory` with `token` in its name; `replace`
+    deletes earlier copies there. `check_stop` is called regularly, and may raise to end the sort. Raises
+    InputError, or OutputError if the disk is full and `order` is not `auto`.
     """
     if replace:
         remove_sorted_copies(directory)
@@ -285,7 +285,7 @@ def prepare_order(
         "order": decision.order, "fingerprint": fingerprint(job_input.job, job_input.dataset.facts(), ""),
     }  # fmt: skip
     try:
-        write_sorted(job_input, rows, path, about, check_stop)
+        write_sorted(job_input, rows, path, about=about, check_stop=check_stop)
     except (OSError, pa.ArrowException) as failure:
         problem = f"{directory}: {len(rows)} rows could not be sorted: {first_line(failure)}"
         if job_input.job.order != "auto":
@@ -300,7 +300,7 @@ def prepare_order(
 def find_sorted_copy(
     job_input: JobInput, rows: BitMap64, directory: Path
 ) -> tuple[Path, OrderDecision] | None:
-    """Return an earlier attempt's sorted copy if it has the job's order and all these rows, else None."""
+    """Return an earlier attempt's sorted copy with the job's order and all these rows; None without one."""
     order = job_input.job.order
     for path in directory.glob("order-*.parquet"):
         try:

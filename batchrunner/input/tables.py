@@ -1,7 +1,7 @@
-"""Data as people have it in Python → Arrow: tables, data frames, data sets, texts and mappings.
+"""A program's data → Arrow: tables, data frames, datasets, texts and mappings.
 
-No package of these is imported: what speaks Arrow's PyCapsule interface (`__arrow_c_stream__`) is read
-through it, and the others are known by their methods.
+None of their packages is imported. Objects with Arrow's PyCapsule interface (`__arrow_c_stream__`) are read
+through it, and the others are recognized by their methods.
 """
 
 import contextlib
@@ -19,17 +19,17 @@ from batchrunner.input.files import find_files
 from batchrunner.input.parquet_copy import array_of, empty_batch, first_line, in_chunks
 
 TEXT = "text"
-"""Name of the column that texts become."""
+"""Name of the column with rows that are texts."""
 CHUNK_ROWS = 1024
-"""Most rows that are converted together: numbers in them may be many, and are not counted."""
+"""Most rows that are converted together. Their size is not known: numbers in them are not counted."""
 _PNG_MODES = {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}
 """Modes of Pillow's images that a PNG file can hold."""
 _SCALARS: dict[type, pa.DataType] = {
     str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_(), bytes: pa.binary(),
     type(None): pa.null(),
 }  # fmt: skip
-"""Arrow's types of values, which Arrow finds out more slowly."""
-_WANTED = (
+"""Arrow's types of plain values; a look-up is faster than asking Arrow."""
+_EXPECTED = (
     "rows: give a list of texts or mappings, a table or data frame (pyarrow, pandas, polars, duckdb, "
     "datasets), or the path of files"
 )
@@ -43,21 +43,21 @@ class SupportsArrow(Protocol):
 
 
 class SupportsBatches(Protocol):
-    """A data set of pyarrow, which is read batch by batch."""
+    """A dataset of pyarrow, which is read batch by batch."""
 
     def to_batches(self) -> Iterable[pa.RecordBatch]:
-        """Read the data set."""
+        """Read the dataset."""
 
 
 Row: TypeAlias = str | Mapping[str, Any] | None
 Data: TypeAlias = str | os.PathLike[str] | SupportsArrow | SupportsBatches | pa.Table | Iterable[Row]
-"""What rows may come as."""
+"""Data of a program: a table, rows, or the path of files."""
 
 
 def paths_of(data: object) -> list[str] | None:
-    """Return the files, directories or globs that the data names; None where it is no path.
+    """Return the paths or globs that the data consists of; None if it is no path.
 
-    Raises InputError where a text names nothing.
+    Raises InputError if a text names no file.
     """
     items: Any = data if isinstance(data, (list, tuple)) else [data]
     if items and all(isinstance(item, os.PathLike) for item in items):
@@ -74,7 +74,7 @@ def paths_of(data: object) -> list[str] | None:
 
 
 def batches_of(data: object, on_each: Callable[[Any], Any]) -> Iterator[pa.RecordBatch]:
-    """Yield data as Arrow batches, at least one; those of an iterator may differ in their columns and types.
+    """Yield data as Arrow batches, at least one. Batches of an iterator may differ in columns and types.
 
     `on_each` is called with each batch, or each row, and returns it. Raises InputError, and what an iterator
     or `on_each` raises.
@@ -87,34 +87,34 @@ def batches_of(data: object, on_each: Callable[[Any], Any]) -> Iterator[pa.Recor
 
 
 def as_batches(data: Any) -> Iterator[pa.RecordBatch] | None:
-    """Return the batches of a table, a data frame or a data set; None where it is none; raises InputError."""
-    if hasattr(data, "with_format"):  # a data set of Hugging Face
+    """Return the batches of a table, data frame or dataset; None for other data. Raises InputError."""
+    if hasattr(data, "with_format"):  # a dataset of Hugging Face
         tables = data.with_format("arrow").iter(batch_size=CHUNK_ROWS)
         return chain.from_iterable(table.to_batches() for table in tables)
-    stream = data.scanner().to_reader() if hasattr(data, "scanner") else data  # a data set of pyarrow
+    stream = data.scanner().to_reader() if hasattr(data, "scanner") else data  # a dataset of pyarrow
     if not hasattr(stream, "__arrow_c_stream__"):
         return None
     try:
         return _from_reader(pa.RecordBatchReader.from_stream(stream))
-    except pa.ArrowInvalid:  # a column, which has values and no columns
+    except pa.ArrowInvalid:  # a single column
         return None
     except ValueError as failure:  # a frame of pandas with two columns of one name
         raise InputError(f"rows: {first_line(failure)}") from None
 
 
 def as_rows(data: Any) -> Iterator[Any]:
-    """Return the rows of data that has no columns; raises InputError where it is none."""
+    """Return the rows of data without columns; raises InputError if it has no rows either."""
     if hasattr(data, "__arrow_c_stream__"):
         return chain.from_iterable(chunk.to_pylist() for chunk in pa.chunked_array(data).chunks)
     if hasattr(data, "__arrow_c_array__"):
         return iter(pa.array(data).to_pylist())
     if not isinstance(data, Iterable) or isinstance(data, (bytes, Mapping)):
-        raise InputError(f"{_WANTED} (got {type(data).__name__})")
+        raise InputError(f"{_EXPECTED} (got {type(data).__name__})")
     return iter(data)
 
 
 def rows_known(data: Any) -> int:
-    """Return the number of rows where it costs nothing (a relation of duckdb runs its query), else 0."""
+    """Return the number of rows if it is known without work (a relation of DuckDB runs its query), else 0."""
     return len(data) if isinstance(data, (list, tuple)) else getattr(data, "num_rows", 0)
 
 
@@ -135,7 +135,7 @@ def _of_rows(rows: Iterator[Row]) -> Iterator[pa.RecordBatch]:
 
 
 def bytes_of(value: Any) -> int:
-    """Return the bytes of the texts and bytes in a row or a value; those of numbers are not counted."""
+    """Return the size of all texts and bytes in a row or a value; numbers are not counted."""
     if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, Mapping):
@@ -144,23 +144,23 @@ def bytes_of(value: Any) -> int:
 
 
 def as_mapping(row: object, number: int) -> Mapping[str, Any]:
-    """Return a row as a mapping: a text is the column `text`; raises InputError, naming its number."""
+    """Return a row as a mapping; a text is the column `text`. Raises InputError, which names the row."""
     if isinstance(row, str):
         return {TEXT: row}
     if row is None:
         return {}
     if not isinstance(row, Mapping):
-        raise InputError(f"{_WANTED} (got a row of type {type(row).__name__}: row {number})")
+        raise InputError(f"{_EXPECTED} (got a row of type {type(row).__name__}: row {number})")
     return {name: _plain(value) for name, value in row.items()}
 
 
 def _is_list(value: object) -> bool:
-    """Tell whether a value is a list of others than numbers, of which there may be many."""
+    """Tell whether a value is a list whose first item is not a number: lists of numbers may be long."""
     return isinstance(value, (list, tuple)) and bool(value) and not isinstance(value[0], (int, float))
 
 
 def _plain(value: Any) -> Any:
-    """Return images of Pillow as the bytes of PNG files, and paths as texts; anything else as it is."""
+    """Return images of Pillow as PNG files, paths as texts, and anything else as it is."""
     if isinstance(value, str):
         return value
     if _is_list(value):
@@ -178,17 +178,17 @@ def _plain(value: Any) -> Any:
 
 
 def rows_of_like_types(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """Yield rows in lists, in order; the rows of a list have the same columns with the same types.
+    """Yield rows in order, in lists whose rows have the same columns with the same types.
 
-    A batch of them leaves each value as it is alone. In a column of several types 1 beside 2.5 becomes 1.0, a
-    text beside bytes becomes bytes, and an object gets the keys of the others.
+    A batch of such rows leaves each value as it is. In a column of several types, 1 beside 2.5 becomes 1.0,
+    a text beside bytes becomes bytes, and an object gets the keys of the others.
     """
-    for _, alike in groupby(rows, _types_of):
-        yield [*alike]
+    for _, group in groupby(rows, _types_of):
+        yield [*group]
 
 
 def _types_of(row: Mapping[str, Any]) -> list[tuple[Any, pa.DataType | None]]:
-    """Return the type that Arrow gives each value of a row by itself; None for what it cannot hold."""
+    """Return the type that Arrow gives each value of a row alone; None for a value that it cannot hold."""
     types = []
     for name, value in row.items():
         kind = _SCALARS.get(type(value))
@@ -202,9 +202,9 @@ def _types_of(row: Mapping[str, Any]) -> list[tuple[Any, pa.DataType | None]]:
 def batches_of_rows(
     rows: Sequence[Mapping[str, Any]], first: int, to_array: Callable[[list[Any]], pa.Array] = pa.array
 ) -> list[pa.RecordBatch]:
-    """Return mappings as batches; `first` is the number of the first one; raises InputError.
+    """Return mappings as batches; raises InputError.
 
-    `to_array` makes a column of values.
+    `first` is the number of the first row, and `to_array` converts the values of a column.
     """
     columns = {}
     for name in dict.fromkeys(chain.from_iterable(rows)):  # a row may have more than the first one

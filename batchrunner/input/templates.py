@@ -1,7 +1,7 @@
 """Jinja2 templates and filter expressions over the columns of a row, in Jinja2's immutable sandbox.
 
-Whoever writes the job may compute what they like. What is refused is a prompt that nobody means: one with a
-null or bytes in it, which would read "None" or "b'…'".
+The author of a job may compute anything. Only prompts that nobody means are refused: those with a null or
+bytes in them, which would read "None" or "b'…'".
 """
 
 import difflib
@@ -26,54 +26,54 @@ from batchrunner.core.errors import BatchrunError, JobError, RowRefusedError
 Error = TypeVar("Error", bound=BatchrunError)
 
 LONGEST_PROMPT = 64 << 20
-"""Most characters that a template makes: far more than any model reads."""
+"""Most characters of a prompt: far more than any model reads."""
 LINE_SHOWN = 100
-"""Characters of a template's line, or of a value, that an error shows at most."""
+"""Most characters of a template's line, or of a value, in an error."""
 ANSWER_NAMES = ("output", "parsed", "reasoning", "finish_reason")
-"""Names of what `accept.expression` knows of an answer; it cannot read a column of such a name."""
+"""Names of an answer's parts in `accept.expression`, where they hide columns of the same name."""
 FILTERS_TO_TEXT = (
     "string", "upper", "lower", "trim", "title", "capitalize", "replace", "center", "truncate", "wordwrap",
     "indent", "striptags", "escape", "e", "forceescape", "urlize", "wordcount",
 )  # fmt: skip
 """Filters of jinja2 that would turn a null into the text "None", and bytes into "b'…'"."""
 PRINTING = frozenset({*FILTERS_TO_TEXT, "default", "d", "safe", "tojson"})
-"""Filters whose result shows the value that they are given."""
+"""Filters whose result shows their input."""
 ROW = "row"
 """Name of the mapping of all columns in a template."""
 _TAKEN = {ROW, "self", "true", "false", "none", "not", "and", "or", "in", "is", "if", "else"}
-"""Words of templates, which do not read columns of these names."""
+"""Words that mean something else than a column in a template."""
 _METHODS = {"items", "keys", "values", "get"}
-"""Methods of a mapping, by which a template may read any column."""
+"""Methods of a mapping by which a template may read any column."""
 _ABOUT_NULL = re.compile(r"\bNone(Type)?\b")
-"""What Python's and jinja2's errors about a null have in common."""
+"""Pattern of Python's and jinja2's errors about a null."""
 _RESULT = "batchrunner_value"
-"""Variable in which a compiled expression leaves its value."""
+"""Variable to which a compiled expression assigns its value."""
 
 
 FIELDS = "fields"
-"""Name by which templates show the columns of `prompt.fields`."""
+"""Name of the lines of `prompt.fields` in templates."""
 _PLAIN = (str, int, float, Decimal, date, time)
-"""Types of values that stand in a line of these as Python writes them; others stand there as JSON."""
+"""Types of values that a line of `prompt.fields` shows as Python prints them; others are JSON."""
 
 
 def field_line(name: str, value: Any) -> str:
-    """Return the line of a field; a null is `null`, and a list or a struct is JSON."""
+    """Return the line `name: value` of a field; a null is `null`, a list or a struct is JSON."""
     is_plain = isinstance(value, _PLAIN) and not isinstance(value, bool)
     return f"{name}: {value if is_plain else json.dumps(value, ensure_ascii=False, default=str)}"
 
 
 def with_fields(make: Callable[[dict[str, Any]], Any], columns: Sequence[str], row: dict[str, Any]) -> Any:
-    """Return the prompt that templates make of a row and the lines of these columns."""
+    """Return the prompt of a row whose templates show the lines of these columns."""
     return make({**row, FIELDS: "\n".join(field_line(name, row[name]) for name in columns)})
 
 
 def is_template(text: str) -> bool:
-    """Return whether a text is a template and not a column name."""
+    """Tell whether a text is a template and not a column name."""
     return "{{" in text or "{%" in text
 
 
-class _OfColumns:
-    """What a job says over the columns of a row; `columns` are those that it reads."""
+class _ColumnCode:
+    """Compiled template or expression over the columns of a row; `columns` are those that it reads."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class _OfColumns:
             tree = parse(source)
             columns, self._reads_row = _columns_read(tree, available)
             self._template = _environment().from_string(tree)
-        except Exception as failure:  # noqa: BLE001 - of jinja2, and of Python, which compiles what jinja2 writes
+        except Exception as failure:  # noqa: BLE001 - jinja2 raises errors of its own and of Python's compiler
             problem = (str(failure).partition("\n")[0] or type(failure).__name__).removesuffix(".")
             line = failure.lineno if isinstance(failure, jinja2.TemplateSyntaxError) else 1
             text = "".join(source.splitlines()[line - 1 : line]).strip()
@@ -103,15 +103,15 @@ class _OfColumns:
             raise unknown_column(JobError, where, name, available, in_template=True)
         self.columns = sorted(columns)
         self.printed = sorted(columns.intersection(_printed(tree)))
-        """Columns that are shown as they are, or through filters that do."""
+        """Columns that are printed, directly or through filters of PRINTING."""
 
     def _variables(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what stands for its names: the columns, and the mapping of them where it is read."""
+        """Return the values of its names: the columns, and their mapping if it is read."""
         return {**row, ROW: row} if self._reads_row else row
 
 
-class Template(_OfColumns):
-    """A template of a text."""
+class Template(_ColumnCode):
+    """A compiled template."""
 
     def __init__(self, source: str, *, where: str, available: Collection[str]) -> None:
         """Compile `source`; raises JobError, naming `where`, on bad syntax or an unknown column."""
@@ -120,16 +120,16 @@ class Template(_OfColumns):
         self._new_context, self._parts = self._template.new_context, self._template.root_render_func
 
     def render(self, row: Mapping[str, Any]) -> str:
-        """Return the text for a row; raises RowRefusedError where the template fails on its values."""
+        """Return the text for a row; raises RowRefusedError if the template fails on its values."""
         try:
-            # like jinja2's render, which merges the globals again for each row and takes twice as long
+            # jinja2's own render merges the globals anew for each row, which takes twice as long
             context = self._new_context({**self._globals, **self._variables(row)}, shared=True)
             text = "".join(self._parts(context))
         except NotTextError as failure:
             failing = self._failing(row, failure.kind) or "a value"
             raise RowRefusedError(f"template: {failing} {failure.what}") from None
         except Exception as failure:  # noqa: BLE001 - templates run user data through any operator
-            message = _told(failure, self.columns, row)
+            message = _error_text(failure, self.columns, row)
             if _ABOUT_NULL.search(message) and (failing := self._failing(row, type(None))):
                 message += f" (in {failing})"
             raise RowRefusedError(f"template: {message}") from None
@@ -138,10 +138,10 @@ class Template(_OfColumns):
         return text
 
     def _failing(self, row: Mapping[str, Any], kind: type) -> str:
-        """Return what of a row the template fails on, as far as it is known.
+        """Return the part of a row on which the template fails, as far as it can be found.
 
-        That is the field that it prints, or those columns of the expression, or of the whole template, that
-        hold a value of this kind.
+        It is the printed field, or the columns of the expression (else of the whole template) that hold a
+        value of this kind.
         """
         expression = ""
         try:
@@ -152,17 +152,17 @@ class Template(_OfColumns):
         return ", ".join(name for name in names if isinstance(row.get(name, names), kind)) or expression
 
 
-class Predicate(_OfColumns):
-    """A boolean expression."""
+class Predicate(_ColumnCode):
+    """A compiled boolean expression."""
 
     def __init__(self, source: str, *, where: str, available: Collection[str]) -> None:
         """Compile `source`; raises JobError, naming `where`, on bad syntax or an unknown column."""
         super().__init__(_expression_tree, source, where=where, available=available)
 
     def __call__(self, row: Mapping[str, Any]) -> bool:
-        """Return the expression's truth for a row; one that fails on a null is false.
+        """Return whether the expression is true for a row; it is false if it fails on a null.
 
-        Raises RowRefusedError where it fails otherwise.
+        Raises RowRefusedError if it fails for another reason.
         """
         try:
             context = self._template.new_context(dict(self._variables(row)))
@@ -172,11 +172,11 @@ class Predicate(_OfColumns):
         except Exception as failure:  # noqa: BLE001 - expressions run user data through any operator
             if _ABOUT_NULL.search(str(failure)):
                 return False
-            raise RowRefusedError(f"filter: {_told(failure, self.columns, row)}") from None
+            raise RowRefusedError(f"filter: {_error_text(failure, self.columns, row)}") from None
 
 
 class AnswerExpression:
-    """The job's `accept.expression` over an answer and its row; `columns` are the row's that it reads."""
+    """The job's `accept.expression` over an answer and its row; `columns` are the columns that it reads."""
 
     def __init__(self, source: str, columns: Collection[str]) -> None:
         """Compile the expression for rows with these columns; raises JobError."""
@@ -190,7 +190,7 @@ class AnswerExpression:
         return name in self._predicate.columns
 
     def complaint(self, values: Mapping[str, Any]) -> str | None:
-        """Say what is wrong with an answer, in a sentence; None for nothing."""
+        """Return what is wrong with an answer, in a sentence; None if nothing is."""
         try:
             is_good = self._predicate(values)
         except RowRefusedError as failure:
@@ -208,7 +208,7 @@ class NotTextError(ValueError):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, in which a struct's field goes before a method of the same name, such as `items`."""
+    """The sandbox, in which a struct's field hides a method of the same name, such as `items`."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Return the field, else what jinja2 returns."""
@@ -217,11 +217,11 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def joined(self, *values: Any) -> str:
-        """Return what `~` makes of its operands."""
+        """Return the text of `~` with these operands."""
         return "".join([str(as_text(value)) for value in values])
 
     def named(self, expression: str, text: Callable[[], str]) -> str:
-        """Return the text of what is printed; an error gets a note of what it is."""
+        """Return a printed text; add the expression to an error as a note."""
         try:
             return text()
         except Exception as failure:
@@ -229,7 +229,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             raise
 
     def unless_null(self, operand: Callable[[], Any]) -> Any:
-        """Return the value of an operand; None where it fails on a null."""
+        """Return the value of an operand; None if it fails on a null."""
         try:
             return operand()
         except Exception as failure:
@@ -239,7 +239,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Code(CodeGenerator):
-    """Compiles `~` so that it refuses nulls, and `or` so that its left side may fail on one."""
+    """Compiles `~` so that it refuses nulls, and `or` so that its left side may fail on a null."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 - jinja2 calls it so
         """Write the call that joins the operands."""
@@ -259,7 +259,7 @@ class _Code(CodeGenerator):
 
 
 class _NamingCode(_Code):
-    """Compiles templates that tell what failed; they are slower."""
+    """Compiles slower templates, whose errors name the expression that failed."""
 
     def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
         self.write(f"environment.named({_shown(node)!r}, lambda: ")
@@ -271,7 +271,7 @@ class _NamingCode(_Code):
 
 
 def _shown(node: nodes.Node) -> str:
-    """Return the field that an expression shows, such as `author.name`, or the names in it."""
+    """Return the field that an expression prints, such as `author.name`, else the names in it."""
     match node:
         case nodes.Name(name=name):
             return str(name)
@@ -313,7 +313,7 @@ def _tojson(value: Any, indent: int | None = None) -> str:
 
 
 def _fromjson(value: Any) -> Any:
-    """Return what a JSON text holds; what is no text, such as a struct, as it is."""
+    """Return the value of a JSON text; a value that is no text, such as a struct, as it is."""
     if not isinstance(value, str):
         return value
     try:
@@ -324,7 +324,7 @@ def _fromjson(value: Any) -> Any:
 
 
 def as_text(value: Any) -> Any:
-    """Return a value that stands in a text; raises NotTextError for a null, bytes and what holds bytes."""
+    """Return a value that can be printed; raises NotTextError for a null, bytes, and values with bytes."""
     if isinstance(value, str):
         return value
     if value is None or isinstance(value, bytes):
@@ -336,13 +336,13 @@ def as_text(value: Any) -> Any:
     return value
 
 
-def _told(failure: Exception, columns: Sequence[str], row: Mapping[str, Any]) -> str:
-    """Return an error in words; where a text stands beside something else, with what to write."""
-    told = f"{type(failure).__name__}: {failure}"
+def _error_text(failure: Exception, columns: Sequence[str], row: Mapping[str, Any]) -> str:
+    """Return an error in words, with a hint if it is about text beside a value of another type."""
+    message = f"{type(failure).__name__}: {failure}"
     texts = [template_of_column(name) for name in columns if isinstance(row.get(name), str)]
     if not texts or not isinstance(failure, TypeError) or "str" not in str(failure):
-        return told
-    return f"{told}: text is in {', '.join(texts)}: write a text beside it, or NAME | float"
+        return message
+    return f"{message} (text is in {', '.join(texts)}: compare it with a text, or write NAME | float)"
 
 
 def _expression_tree(source: str) -> nodes.Template:
@@ -381,7 +381,7 @@ def _field_of_row(node: nodes.Node) -> str | None:
 
 
 def _printed(tree: nodes.Template) -> Iterator[str | None]:
-    """Yield the names of what a template prints."""
+    """Yield the names of the columns that a template prints."""
     for output in tree.find_all(nodes.Output):
         for node in output.nodes:
             expression: nodes.Expr = node
@@ -391,10 +391,10 @@ def _printed(tree: nodes.Template) -> Iterator[str | None]:
 
 
 def _free_names(tree: nodes.Template, available: Collection[str]) -> set[str]:
-    """Return the names that are neither the template's own nor jinja2's: a column wins over the latter.
+    """Return the names that neither the template nor jinja2 defines; a column hides a name of jinja2.
 
-    jinja2 reports a variable that only one branch of an `if` sets as undeclared. It is the template's own all
-    the same, except for `row`, which may mean the mapping of all columns in the other branch.
+    jinja2 reports a variable as undeclared if only one branch of an `if` sets it. It counts as defined here,
+    except for `row`, which may mean the mapping of all columns in the other branch.
     """
     environment = _environment()
     bare = environment.overlay()
@@ -411,7 +411,7 @@ def _free_names(tree: nodes.Template, available: Collection[str]) -> set[str]:
 def unknown_column(
     kind: type[Error], where: str, name: str, available: Collection[str], *, in_template: bool = False
 ) -> Error:
-    """Return the error of this kind for a missing column; its hint names the most similar one."""
+    """Return an error for a missing column; its hint names the most similar column."""
     near = difflib.get_close_matches(name, available, n=1, cutoff=0.5)
     near = near or [column for column in available if name in column.split() or column.startswith(name)][:1]
     hint = None

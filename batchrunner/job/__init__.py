@@ -1,4 +1,4 @@
-"""The job that a user describes: its fields, their checks and their descriptions, and how it is read.
+"""The job that a user describes: its fields with their checks and descriptions, and how a job is read.
 
 Fields: spec (`Job`, `InputSpec`, `AcceptSpec`), and its parts prompt (with images, audio, videos and PDF
 documents), sampling, output (with storage) and engine; fields has the base class and common types. Reading:

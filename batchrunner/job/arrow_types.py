@@ -1,8 +1,8 @@
-"""Types of columns that answers and Python functions make: from JSON Schemas, pydantic's too, to Arrow's.
+"""Column types of answers and Python functions: from JSON Schema, also pydantic's, to Arrow.
 
-A ColumnKind is the name of a plain type (PLAIN_TYPES), ("list", kind), or ("struct", ((name, kind), …)). What
-Arrow has no type for is of the kind "json", a JSON text: values of several types, objects without named
-properties, schemas that contain themselves.
+A ColumnKind is the name of a plain type (PLAIN_TYPES), ("list", kind), or ("struct", ((name, kind), …)). The
+kind "json", a JSON text, holds values for which Arrow has no type: values of several types, objects without
+named properties, recursive schemas.
 """
 
 import datetime as dt
@@ -25,9 +25,9 @@ PLAIN_TYPES: dict[str, pa.DataType] = {
 }  # fmt: skip
 _NAMES = {str(kind): name for name, kind in reversed(PLAIN_TYPES.items())}
 _WORDS = {"string": "string", "boolean": "bool", "integer": "int64", "number": "float64"}
-"""Kinds by the words of JSON Schema for scalars."""
+"""Kinds by JSON Schema's names of scalar types."""
 _FORMATS = {"date": "date", "date-time": "timestamp", "binary": "binary"}
-"""Kinds by pydantic's formats of texts."""
+"""Kinds by pydantic's formats of strings."""
 _KINDS_OF_VALUES: dict[type, str] = {bool: "bool", str: "string", int: "int64", float: "float64"}
 
 
@@ -48,7 +48,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def type_name(kind: pa.DataType) -> str:
-    """Return the name of a type as a job has it, also within lists and structs; others as Arrow has them."""
+    """Return the name of a type as a job file writes it, also within lists and structs, else Arrow's name."""
     words = " ".join(str(kind).split())
     return re.sub(r"\b[a-z]+\d*\b(\[\w+\])?(?!:)", lambda word: _NAMES.get(word[0], word[0]), words)
 
@@ -56,7 +56,7 @@ def type_name(kind: pa.DataType) -> str:
 def kind_of_schema(schema: Any, *, formats: bool = False) -> ColumnKind:
     """Return the kind of column for the values of a JSON Schema.
 
-    With `formats` texts that pydantic calls a date, a time or bytes are of these types; else they stay texts.
+    With `formats`, strings that pydantic declares as dates, times or bytes get these types.
     """
     return _SchemaReader(schema, formats).kind_of(schema)
 
@@ -65,7 +65,7 @@ class _SchemaReader:
     def __init__(self, root: Any, formats: bool) -> None:
         self._root = root
         self._formats = _FORMATS if formats else {}
-        self._open: set[str] = set()  # references that lead to what is read
+        self._open: set[str] = set()  # references that are being resolved
 
     def kind_of(self, schema: Any) -> ColumnKind:
         if not isinstance(schema, dict):
@@ -115,7 +115,7 @@ class _SchemaReader:
 
 
 def part_at(root: Any, reference: str) -> Any:
-    """Return the part of a schema that a reference such as `#/$defs/a` leads to; raises LookupError."""
+    """Return the part of a schema that a reference such as `#/$defs/a` names; raises LookupError."""
     try:
         return functools.reduce(operator.getitem, reference.split("/")[1:], root)
     except TypeError:  # it leads through a list or a text
@@ -123,7 +123,7 @@ def part_at(root: Any, reference: str) -> Any:
 
 
 def kinds_of_value(value: Any) -> list[ColumnKind]:
-    """Return the kinds of column that could hold a value of JSON: a list's by its items; none for a null."""
+    """Return the column kinds for a JSON value: of a list, one for each item; of a null, none."""
     if isinstance(value, list):
         return [("list", kind) for item in value for kind in kinds_of_value(item)]
     is_small = not isinstance(value, int) or -(1 << 63) <= value < 1 << 63
@@ -131,7 +131,7 @@ def kinds_of_value(value: Any) -> list[ColumnKind]:
 
 
 def common_kind(kinds: Iterable[ColumnKind]) -> ColumnKind:
-    """Return the kind that holds values of all these."""
+    """Return the kind that holds the values of all these kinds."""
     distinct = set(kinds)
     if distinct and all(kind[0] == "list" for kind in distinct):
         return "list", common_kind(kind[1] for kind in distinct)
@@ -141,9 +141,9 @@ def common_kind(kinds: Iterable[ColumnKind]) -> ColumnKind:
 
 
 def fit(value: Any, kind: ColumnKind) -> Any:
-    """Return a value as a column of a kind holds it, None as null; raises ValueError, in words.
+    """Return a value in the form that a column of this kind holds; None is null. Raises ValueError, in words.
 
-    An object's properties that are no fields are left out. Dates and times may be ISO texts.
+    Properties of an object without a field are dropped. Dates and times may be ISO texts.
     """
     if value is None:
         return None
@@ -170,7 +170,7 @@ def _json_text(value: Any) -> str:
 
 
 def _whole_number(value: Any) -> int:
-    """Return a whole number, such as 1.0."""
+    """Return a whole number, which may be written as 1.0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
         raise ValueError(f"{value!r} is no whole number")
     if not -(1 << 63) <= value < 1 << 63:

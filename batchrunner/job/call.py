@@ -1,4 +1,4 @@
-"""The job of a call of the library, or of `batchrun batch`, from its arguments."""
+"""Jobs made from the arguments of a library call, or of `batchrun batch`."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -18,14 +18,14 @@ from batchrunner.job.spec import Job, LimitsSpec, OnLength
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName
 
 Prompt: TypeAlias = str | Mapping[str, Any] | Callable[..., Any]
-"""A template, the `prompt` part of a job, or a function that makes the prompt of a row."""
+"""A template, the `prompt` section of a job, or a function that returns the prompt of a row."""
 
 _INDEX = "__index_level_"
-"""Beginning of the name of a column that pandas makes of an index."""
+"""Beginning of the name of a column in which pandas stores an index."""
 
 
 class CallOptions(TypedDict, total=False):
-    """Arguments of `generate` that `stream` and a stage of Ray Data have too, and the task."""
+    """Arguments that `generate` shares with `stream` and with a stage of Ray Data, and the task."""
 
     prompt: Prompt | None
     rollout: str | Callable[..., Any] | None
@@ -41,17 +41,17 @@ class CallOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraryCall:
-    """A call of the library, without its rows; the fields are its arguments."""
+    """A library call without its rows; the fields are its arguments."""
 
     engine: EngineSpec
     prompt: Prompt | None = None
-    """A text is the template of the user message; of a task without decoding that of the text, or its column.
-    None for the only text column."""
+    """A text is the template of the user message; for a task without decoding it is the template of the text,
+    or the text's column. None means the only text column."""
     columns: Sequence[str] = ()
     limits: Mapping[str, Any] | LimitsSpec | None = None
     task: TaskName = GENERATE
     task_options: Mapping[str, Any] | None = None
-    """The fields that the task has and generating lacks, by the last parts of their names: `dtype`."""
+    """Job fields of a task without decoding, by the last parts of their names, such as `dtype`."""
     rollout: str | Callable[..., Any] | None = None
     parse: str | Callable[..., Any] | None = None
     sampling: Mapping[str, Any] | None = None
@@ -59,12 +59,12 @@ class LibraryCall:
     accept: Mapping[str, Any] | None = None
     on_length: OnLength | None = None
     own_rows: bool = False
-    """Whether rows are the program's own, whose files of images, audio and videos may be anywhere."""
+    """Whether rows come from the program, whose files (images, audio, videos) may lie anywhere."""
 
     def job(self, schema: pa.Schema, paths: Sequence[str], output: Path) -> Job:
-        """Return the job that reads `paths`, with these columns, and writes into the directory `output`.
+        """Return the job that reads `paths` and writes to the directory `output`; `schema` has its columns.
 
-        Raises JobError, and InputError where there is no prompt.
+        Raises JobError, and InputError if the call has no prompt.
         """
         prompt = self.prompt
         if prompt is None:
@@ -100,7 +100,7 @@ class LibraryCall:
 
 
 def default_prompt(schema: pa.Schema) -> str:
-    """Return the template of the only text column; raises InputError where there is none, or more."""
+    """Return the template of the only text column; raises InputError unless there is exactly one."""
     names = [column.name for column in schema if is_text(column.type) and not column.name.startswith(_INDEX)]
     if len(names) != 1:
         columns = ", ".join(f"{column.name} ({type_name(column.type)})" for column in schema)
@@ -113,7 +113,7 @@ def default_prompt(schema: pa.Schema) -> str:
 
 
 def _anywhere(name: str, part: Any) -> Any:
-    """Return a part of a prompt so that paths of files may lead anywhere, unless it names a folder."""
+    """Return a field of `prompt`; unless it names a folder, its files may lie anywhere."""
     expanded = media_part(name, part) if name in KIND_OF_FIELD else None
     return {"folder": "/", **expanded} if isinstance(expanded, Mapping) else part
 
@@ -122,21 +122,21 @@ _OF_BASE = {
     "engine", "limits", "order", "window", "dedupe", "bundle", "storage", "output.part_rows",
     "output.durable", "input.limit",
 }  # fmt: skip
-"""Parts of a job that hold for a batch file, from a base job or `--set`."""
+"""Job fields that a batch takes from a base job or `--set`."""
 CUSTOM_ID = "custom_id"
-"""The column that the results name their requests by."""
+"""Column that identifies the request of a result."""
 
 
 def job_of_batch(requests: str, run: str, *, engine: Sequence[str], overrides: Sequence[str]) -> Job:
     """Return the job that sends the lines of the file `requests`; its run directory is `run`.
 
-    The `engine` is a model, addresses of servers, or that of a job file, whose limits, order and window hold
-    too. By default any number of lines may fail. Raises JobError.
+    `engine` is a model, the addresses of servers, or a job file, whose engine, limits, order and window are
+    used. By default any number of lines may fail. Raises JobError.
     """
     for override in overrides:
         name = override.partition("=")[0].strip()
         if not {name, name.partition(".")[0]} & _OF_BASE:
-            raise JobError(f"--set {override}: no part of a batch", hint="leave it out")
+            raise JobError(f"--set {override}: a batch does not have this field", hint="leave it out")
     first, *more = engine
     base = first if not more and first.endswith((".yaml", ".yml")) else "batch"
     source = engine if more else first

@@ -1,4 +1,4 @@
-"""The `engine` part of a job: one class for each `kind` of engine."""
+"""The section `engine` of a job: one class for each `kind` of engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RunningServers(Spec):
     api_key_file: UserPath | None = None
     """File with the API key instead, such as a mounted secret."""
     background: bool = False
-    """The servers serve others, whose requests go first: rows take what these leave of them."""
+    """The servers have other users, whose requests go first: rows use the spare capacity."""
 
 
 class AttachEngine(RunningServers):
@@ -51,7 +51,7 @@ class GatewayEngine(RunningServers):
 
 
 RESERVED = ("model-path", "model", "host", "port", "api-key", "device", "nnodes", "node-rank")
-"""Arguments of SGLang that the run sets itself."""
+"""Arguments of SGLang that batchrunner sets."""
 
 
 class ServerEngine(Spec):
@@ -83,8 +83,8 @@ class ServerEngine(Spec):
     heal: bool = True
     """Restart a server that ran out of memory with safer arguments, and begin later runs with them."""
     adapt: Literal["auto"] | Off = "auto"
-    """Change flags that the job does not name while the run goes on, where the time left is worth a restart.
-    Later runs of such a job begin with the best."""
+    """Tune flags that the job does not name during the run, if the remaining time is worth a restart. Later
+    runs of the same kind of job begin with the best flags."""
 
     @field_validator("args")
     @classmethod
@@ -101,9 +101,9 @@ class ServerEngine(Spec):
     def _agree(self) -> Self:
         for name in ("tp", "tp-size", "tensor-parallel-size"):
             if self.tp is not None and name in self.args:
-                raise ValueError(f"engine.tp and --{name} say the same: leave out one of them")
+                raise ValueError(f"engine.tp and --{name} set the same value: leave out one of them")
         if self.nodes > 1 and self.replicas != 1:
-            raise ValueError("a server on several `nodes` is one: leave out `replicas`")
+            raise ValueError("a server on several `nodes` has one replica: leave out `replicas`")
         return self
 
     @field_validator("env")
@@ -113,7 +113,7 @@ class ServerEngine(Spec):
 
 
 class SimulatedEngine(Spec):
-    """No engine: made-up answers at a made-up speed, for trials and tests. Results are marked."""
+    """No engine: invented answers at a simulated speed, for trials and tests. Results are marked."""
 
     kind: Literal["simulated"]
     """`simulated`: the answers are invented."""

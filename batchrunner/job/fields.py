@@ -1,4 +1,4 @@
-"""What all parts of a job have in common: the base class, and fields for durations and fractions."""
+"""Base class of all sections of a job, and the types of its fields: durations, shares, paths, models."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def user_path(path: str) -> str:
 
 
 def user_paths(value: Any) -> Any:
-    """Return the value of an argument with the paths in it, also in lists, as `user_path`."""
+    """Return the value of an argument after `user_path` was applied to its texts, also in lists."""
     if isinstance(value, list):
         return [user_paths(item) for item in value]
     return user_path(value) if isinstance(value, str) else value
@@ -96,7 +96,7 @@ REFERENCE = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"
 
 
 def name_of(function: str | Callable[..., Any]) -> str:
-    """Return the name of a function, `module:function`; of one that a program gives too."""
+    """Return the name `module:function` of a function, which may be the function itself."""
     if isinstance(function, str):
         return function
     inner = getattr(function, "func", function)  # of a functools.partial
@@ -116,33 +116,33 @@ PythonFunction: TypeAlias = Annotated[
     PlainSerializer(name_of, when_used="json"),
     WithJsonSchema({"type": "string", "pattern": f"^{REFERENCE}$"}),
 ]
-"""A Python function as `module:function`; a program may give the function itself."""
+"""A Python function as `module:function`; a program may pass the function itself."""
 
 
 def refuse(faults: Iterable[str]) -> None:
-    """Raise ValueError with a line for each fault, where there are any."""
+    """Raise ValueError with a line for each fault, if there are any."""
     if lines := "\n".join(faults):
         raise ValueError(lines)
 
 
 class Spec(BaseModel):
-    """Base class of all parts of a job: immutable, no unknown keys, values that JSON can hold."""
+    """Base class of all sections of a job: immutable, no unknown keys, values that JSON can hold."""
 
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
         use_attribute_docstrings=True,
         allow_inf_nan=False,
-        serialize_by_alias=True,  # a key may be a word of Python's
+        serialize_by_alias=True,  # a key may be a keyword of Python
     )
 
     @field_validator("*")
     @classmethod
     def _as_json(cls, value: Any) -> Any:
-        """Return a value as JSON represents it: run.json keeps it, and the engine receives it."""
+        """Return a value in its JSON form, which run.json stores and the engine receives."""
         parts = value if isinstance(value, list) and value else [value]
         if all(isinstance(part, BaseModel) or callable(part) for part in parts):
-            return value  # they were validated on their own
+            return value  # sections and functions are validated elsewhere
         try:
             if not isinstance(value, dict):
                 orjson.dumps(value)  # refuses integers over 64 bits and texts that are not UTF-8
@@ -150,35 +150,35 @@ class Spec(BaseModel):
             json.dumps(value, allow_nan=False, default=str)  # orjson turns NaN into null
             return orjson.loads(orjson.dumps(value))
         except (TypeError, ValueError, RecursionError) as failure:
-            raise ValueError(f"no JSON can hold it: {failure}") from None
+            raise ValueError(f"cannot be written as JSON: {failure}") from None
 
 
 _NAME = r"(?![.-])(?!.*(?:--|\.\.))[\w.-]+(?<![.-])"
 _HUB_NAME = re.compile(rf"{_NAME}|{_NAME}/{_NAME}(?::[\w.-]+)?|{_NAME}/{_NAME}/.+\.gguf")
-"""A name as huggingface_hub takes it; SGLang also takes OWNER/NAME:QUANTIZATION and OWNER/NAME/FILE.gguf."""
+"""Names of huggingface_hub, and SGLang's OWNER/NAME:QUANTIZATION and OWNER/NAME/FILE.gguf."""
 
 
 def is_hub_name(text: str) -> bool:
-    """Tell whether a text can be the name of a model, or of a GGUF file, on the Hub."""
+    """Tell whether a text may name a model, or a GGUF file, on the Hub."""
     return _HUB_NAME.fullmatch(text) is not None
 
 
 def as_folder(path: os.PathLike[str]) -> str:
-    """Return a path as a text that is not taken for a name on the Hub where nothing is at the path."""
+    """Return a path as a text that cannot be taken for a name on the Hub, even if the path does not exist."""
     text = os.fspath(path)
     return text if Path(text).exists() or text.startswith(("/", ".", "~")) else f"./{text}"
 
 
 def _checked_model(model: str) -> str:
-    """Return a model as it is; raises ValueError for what is no model, wherever one would look.
+    """Return a model as it is; raises ValueError for a text that cannot name a model.
 
-    Whether a folder is there is not asked: it may be on another machine.
+    A folder need not exist: it may be on another machine.
     """
     looks_like_path = model.startswith(("/", ".", "~")) or (model != "" and Path(model).exists())
     if looks_like_path or is_hub_name(model):
         return model
     raise ValueError(
-        "no model is named so: give a folder (./NAME), a name on the Hub (OWNER/NAME), or the address of a "
+        "no model has this name: give a folder (./NAME), a name on the Hub (OWNER/NAME), or the address of a "
         "server, http://HOST:PORT, as `urls` of an engine of `kind: attach`"
     )
 

@@ -1,4 +1,4 @@
-"""Loads a job's Python functions in the process that calls them, and makes plain values of what they give."""
+"""Loads a job's Python functions in the process that calls them, and makes their results plain values."""
 
 import dataclasses
 import datetime as dt
@@ -19,34 +19,34 @@ from batchrunner.core.hook_worker import ROLLOUT, HookFacts, HookLoadError, Unus
 from batchrunner.core.types import ColumnKind, PromptKind
 
 PROMPT, PARSE, CHECK = "prompt.python", "parse", "accept.python"
-"""Places of functions in a job, by which the pool knows them: a row becomes a prompt, an answer becomes
-columns, an answer is judged."""
+"""Job fields with functions, by which the pool knows them: they turn a row into a prompt, turn an answer into
+columns, and check an answer."""
 MEDIA = "prompt"
-"""Place of our own function that prepares the files of a row, and is run as those of the job are."""
+"""Name for our own function that prepares the files of a row; it runs like those of the job."""
 Columns = tuple[tuple[str, ColumnKind], ...]
 _read_mapping = msgspec.json.Decoder(dict)
 
 
 class Annotations(NamedTuple):
-    """What the annotations of a function say."""
+    """The annotations of a function."""
 
     columns: Columns = ()
-    """Columns of what it returns; empty where it does not say."""
+    """Columns that it returns; empty if they are not declared."""
     may_be_none: bool = False
     """Whether it may return None."""
     reads: tuple[str, ...] | None = None
-    """Columns of its first argument; None where it does not say."""
+    """Columns of its first argument; None if they are not declared."""
 
 
 class HookFunction(NamedTuple):
     """A function as a job names it."""
 
     where: str
-    """Its place in the job, such as `prompt.python`."""
+    """Job field that names it, such as `prompt.python`."""
     name: str
     """Its name in messages, `module:function`."""
     target: str | bytes
-    """`module:function`; or a function that a program gave, and its Annotations, as cloudpickle's bytes."""
+    """`module:function`; or the function of a program and its Annotations, pickled by cloudpickle."""
 
 
 def load_functions(
@@ -72,7 +72,13 @@ def _load(function: HookFunction) -> tuple[HookFacts, Callable[..., Any]]:
     except HookLoadError as failure:
         raise HookLoadError(f"{name} {failure}") from None
     columns = annotations.columns if function.where in {PARSE, ROLLOUT} else ()
-    facts = HookFacts(function.where, function.name, columns, takes_row, annotations.reads)
+    facts = HookFacts(
+        where=function.where,
+        name=function.name,
+        columns=columns,
+        takes_row=takes_row,
+        reads=annotations.reads,
+    )
     convert: dict[str, Callable[[Any], Any]] = {
         PROMPT: _prompt,
         PARSE: functools.partial(row_value, annotations=annotations),
@@ -95,7 +101,7 @@ def _call(function: Callable[..., Any], convert: Callable[[Any], Any], name: str
 async def _solve(
     function: Callable[..., Any], annotations: Annotations, name: str, *args: Any
 ) -> list[dict[str, Any]]:
-    """Run a rollout; return the values of each row that it makes."""
+    """Run a rollout; return the values of each row that it returned."""
     value = await function(*args)
     rows = value if isinstance(value, (list, tuple)) and not hasattr(value, "_fields") else [value]
     try:
@@ -105,12 +111,12 @@ async def _solve(
 
 
 def _takes_row(function: Any, where: str) -> bool:
-    """Check that a function can be called, and tell whether it wants the row as its second argument."""
+    """Check that a function can be called; tell whether it takes the row as its second argument."""
     if not callable(function):
-        raise HookLoadError("is no function")
+        raise HookLoadError("is not a function")
     if where == ROLLOUT:
         if not any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
-            raise HookLoadError("is no asynchronous function: write async def")
+            raise HookLoadError("is not asynchronous: write async def")
         if not _binds(inspect.signature(function), "row", "generate"):
             raise HookLoadError("is called with two arguments, the row and generate")
         return True
@@ -136,9 +142,9 @@ def _binds(signature: inspect.Signature, *args: str) -> bool:
 
 
 def known_of(function: Any, where: str) -> Annotations:
-    """Return what the annotations of a function say.
+    """Return the annotations of a function.
 
-    Raises HookLoadError where `parse` has no columns, or where a returned type cannot be that of columns.
+    Raises HookLoadError if `parse` declares no columns, or a type that no column can have.
     """
     if where not in {PROMPT, PARSE, ROLLOUT}:
         return Annotations()
@@ -150,8 +156,8 @@ def known_of(function: Any, where: str) -> Annotations:
         return Annotations()
     if where == PARSE and not annotations.columns:
         raise HookLoadError(
-            "does not say its columns: let it return a TypedDict, a dataclass or a pydantic model by its "
-            "annotation"
+            "does not declare its columns: let the annotation of its result be a TypedDict, a dataclass or a "
+            "pydantic model"
         )
     return annotations
 
@@ -179,9 +185,9 @@ def annotations_of(function: Any) -> Annotations:
 
 
 def _type_hints(function: Any) -> dict[str, Any]:
-    """Return the types of arguments and result; of the result only where those of arguments cannot be read.
+    """Return the types of arguments and result, or only that of the result.
 
-    Such types are often imported for type checkers only.
+    The types of arguments cannot be read if they are imported for type checkers only.
     """
     try:
         return typing.get_type_hints(function, include_extras=True)
@@ -224,10 +230,11 @@ def columns_of(kind: Any) -> Columns:
 
 
 def row_value(value: Any, annotations: Annotations) -> dict[str, Any]:
-    """Return what a function returned as a value for each column; a missing one is None.
+    """Return the value of each column in the result of a function; a missing one is None.
 
-    Without columns, which only a rollout may lack, it is a dict as JSON has it. Raises ValueError, whose text
-    follows the function's name, or TypeError, for one that does not fit, or a key that is no column.
+    Without declared columns, which only a rollout may lack, the result is a dict of JSON values. Raises
+    ValueError, whose text follows the function's name, or TypeError, for a value that does not fit and for a
+    key that is no column.
     """
     if value is None and annotations.may_be_none:
         value = {}
@@ -252,7 +259,7 @@ def row_value(value: Any, annotations: Annotations) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as dicts, lists and scalars; raises TypeError for what has no such form."""
+    """Return a value as dicts, lists and scalars; raises TypeError for a value without such a form."""
     return msgspec.to_builtins(value, builtin_types=(bytes, dt.datetime, dt.date), enc_hook=_plain_object)
 
 
@@ -265,16 +272,16 @@ def _plain_object(value: Any) -> Any:
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value)
-    raise TypeError(f"{_a(value)} is neither a scalar nor a list or dict of such")
+    raise TypeError(f"{_a(value)} is neither a scalar nor a list or dict of scalars")
 
 
 def _prompt(value: Any) -> tuple[PromptKind, Any] | None:
-    """Return a prompt's kind and its value; None for a row that is left out."""
+    """Return the kind and the value of a prompt; None for a row that is left out."""
     return None if value is None else kind_of_prompt(msgspec.to_builtins(value, enc_hook=_plain_object))
 
 
 def kind_of_prompt(value: Any) -> tuple[PromptKind, Any]:
-    """Return a prompt's kind and its value; raises ValueError for what is none."""
+    """Return the kind and the value of a prompt; raises ValueError for a value that is no prompt."""
     if isinstance(value, str) and value:
         return "text", value
     if isinstance(value, (list, tuple)) and value:
@@ -286,7 +293,7 @@ def kind_of_prompt(value: Any) -> tuple[PromptKind, Any]:
 
 
 def _judgement(value: Any) -> bool | str:
-    """Return true for a good answer, false, or a text that says what is wrong."""
+    """Return True for a good answer, False or a text about what is wrong for a bad one."""
     judgement = plain(value)
     if isinstance(judgement, str):
         return judgement or True
@@ -296,6 +303,6 @@ def _judgement(value: Any) -> bool | str:
 
 
 def _a(value: object) -> str:
-    """Return what a value is, in words."""
+    """Return the type of a value with its article."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

@@ -1,4 +1,4 @@
-"""Reads a job from YAML and `--set`, with errors that say what to change."""
+"""Reads a job from YAML and `--set`; its errors say what to change."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from batchrunner.job.fields import as_folder
 from batchrunner.job.spec import Job
 
 EngineLike: TypeAlias = EngineSpec | Mapping[str, Any] | str | Path | Sequence[str]
-"""What an engine may be given as: the `engine` part of a job, or a short form of it."""
+"""The `engine` section of a job, or a short form of it."""
 KINDS = ("attach", "server", "gateway", "simulated")
 """Kinds of engines."""
 _YAML_MARKS = tuple("\"'|>!&*")
@@ -31,7 +31,7 @@ EXAMPLES = {
     "output": "output: {path: out/run}",
     "engine": "engine: Qwen/Qwen3-8B, to start a server, or engine: http://HOST:PORT of one that runs",
 }
-"""Sections that every job has, as they may be written."""
+"""An example of each section that a job must have."""
 _TAB_HINT = "indent with spaces: YAML takes no tabs there"
 _YAML_HINT = (
     "put quotes around a text that begins with {{, % or *, or that has a colon and a space in it; the keys "
@@ -49,8 +49,8 @@ def load_job(
 ) -> Job:
     """Return the job from a YAML file (`-`: standard input), a mapping or a Job, with overrides applied.
 
-    `overrides` are texts `a.b=c`, where c is YAML or a plain text. `engine` is used if the job has none;
-    `name` stands for the source in errors, `rollout` is the function of `prompt.rollout`. Raises JobError.
+    `overrides` are texts `a.b=c`, where c is YAML or plain text. `engine` is used if the job has none. `name`
+    names the source in errors. `rollout` is the function of `prompt.rollout`. Raises JobError.
     """
     if isinstance(source, Job) and not overrides and rollout is None:
         return source
@@ -81,10 +81,10 @@ def load_job(
 
 
 def parse_engine(source: EngineLike | None) -> EngineSpec:
-    """Return the engine from the `engine` part of a job, or from a short form of it; raises JobError.
+    """Return the engine of an `engine` section, or of a short form of it; raises JobError.
 
-    The short forms: a model's name or directory (a server is started), the address of a server or a list of
-    addresses (attached), the file of an engine that another process shares, `simulated`.
+    Short forms are the name or directory of a model (starts a server), the address of a server or a list of
+    addresses (attaches to them), the file of an engine that another process shares, and `simulated`.
     """
     if isinstance(source, BaseModel):
         return source
@@ -100,13 +100,13 @@ def parse_engine(source: EngineLike | None) -> EngineSpec:
 
 
 def _engine_tree(source: Any) -> Any:
-    """Return the `engine` part of a job that a short form stands for; anything else as it is."""
+    """Return the `engine` section that a short form stands for; anything else as it is."""
     if isinstance(source, (list, tuple)):
         return {"kind": "attach", "urls": list(source)}
     if isinstance(source, (str, Path)) and str(source).endswith(".json"):  # of `open_engine(…, share=…)`
         if not _job_path(source).exists():
             raise JobError(
-                f"engine: {source}: no such file", hint="the program that shares it must be at work"
+                f"engine: {source}: no such file", hint="the program that shares the engine must be running"
             )
         return read_job_file(source)
     if isinstance(source, os.PathLike):
@@ -117,12 +117,12 @@ def _engine_tree(source: Any) -> Any:
         return {"kind": "simulated"}
     near = [] if "://" in source else get_close_matches(source, KINDS, n=1, cutoff=0.75)
     if near and not os.path.exists(source):  # noqa: PTH110 - takes names that are too long
-        raise JobError(f"engine: {source}: no model is named so", hint=f"did you mean kind: {near[0]}?")
+        raise JobError(f"engine: {source}: no model has this name", hint=f"did you mean kind: {near[0]}?")
     return {"kind": "attach", "urls": [source]} if "://" in source else {"kind": "server", "model": source}
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a repeated key, where YAML would keep the last value."""
+    """SafeLoader that refuses a repeated key, instead of keeping its last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys: list[Any] = []
@@ -143,7 +143,7 @@ def parse(text: str, where: str) -> Any:
     try:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as failure:
-        # those that are not of PyYAML's own are its constructors': a date with month 13, `!!int x`
+        # errors that are not PyYAML's own come from its constructors: a date with month 13, `!!int x`
         mark = getattr(failure, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
         problem = getattr(failure, "problem", None) or str(failure).splitlines()[0]
@@ -158,11 +158,11 @@ def _job_path(source: str | Path) -> Path:
 
 
 def read_job_file(source: str | Path) -> dict[str, Any]:
-    """Return a job in a YAML file (`-`: standard input), parts of which may be missing; raises JobError."""
+    """Return the tree of a YAML file (`-`: standard input), which may lack sections; raises JobError."""
     path = _job_path(source)
     if known_format(path.name) is not None and path.suffix != ".json" and path.is_file():
         raise JobError(
-            f"{path}: is a data file and no job",
+            f"{path}: is a data file, not a job",
             hint=f"this writes a job for it: batchrun init {quote(str(path))}",
         )
     name = "standard input" if source == "-" else str(path)
@@ -198,8 +198,8 @@ def _override(tree: dict[str, Any], override: str) -> None:
 def _value_of(text: str, where: str) -> Any:
     """Return an override's value, read as YAML.
 
-    It is taken as a plain text if it is not valid YAML (a template, an expression), or if YAML would change
-    it, because it joins lines and drops what follows ` #`.
+    It is plain text if it is not valid YAML (a template, an expression), or if YAML would change the text,
+    since YAML joins lines and drops the rest of a line behind ` #`.
     """
     try:
         value = parse(text, where)
@@ -214,7 +214,7 @@ def _value_of(text: str, where: str) -> Any:
 
 
 def _deep_copy(value: Any) -> Any:
-    """Copy mappings and lists, but not their other values, which may be any objects."""
+    """Copy mappings and lists, but not the objects in them."""
     if isinstance(value, Mapping):
         return {key: _deep_copy(below) for key, below in value.items()}
     if isinstance(value, list):
@@ -223,7 +223,7 @@ def _deep_copy(value: Any) -> Any:
 
 
 def validated(kind: Any, tree: dict[str, Any], name: str) -> Any:
-    """Return a part of a job, or a request, of a kind; raises JobError, which begins with `name`."""
+    """Return a validated section of a job, or a request; raises JobError, which begins with `name`."""
     try:
         return TypeAdapter(kind).validate_python(tree)
     except ValidationError as failure:
@@ -234,27 +234,27 @@ def validated(kind: Any, tree: dict[str, Any], name: str) -> Any:
 
 
 class _Place(NamedTuple):
-    """Where pydantic found a problem."""
+    """Place of a problem that pydantic found."""
 
     path: tuple[str, ...]
     """Path in the user's job."""
     branches: dict[tuple[str, ...], str]
-    """Paths at which a union is, and the branch of the union that has the problem."""
+    """Paths of unions, each with the branch that has the problem."""
 
 
 def _explain(failure: ValidationError, kind: Any, tree: object) -> Iterator[tuple[str, str | None]]:
-    """Yield what is wrong, by pydantic's list of errors: a line for the user, and a hint or None."""
+    """Yield the faults in pydantic's list of errors: a line for the user, and a hint or None."""
     problems = [(_place_of(tree, problem), problem) for problem in failure.errors(include_url=False)]
     unions = {union for place, _ in problems for union in place.branches}
     for union in sorted(unions, key=len):
-        # pydantic reports every branch: the one that got furthest is the one that the user meant
+        # pydantic reports every branch of a union: the user meant the branch that got furthest
         rivals = [candidate for candidate in problems if union in candidate[0].branches]
         best, _ = max(
             rivals,
             key=lambda candidate: (candidate[1]["type"] == "extra_forbidden", len(candidate[1]["loc"])),
             default=(_Place(union, {}), None),
         )
-        if best.path == union:  # no branch got further: together they say what is allowed
+        if best.path == union:  # no branch got further: their messages together say what is allowed
             losers = [candidate for candidate in rivals if candidate[0].path != union]
         else:
             losers = [
@@ -271,10 +271,12 @@ def _explain(failure: ValidationError, kind: Any, tree: object) -> Iterator[tupl
     }
     for path, of_path in faults.items():
         if of_path[0]["type"] != "missing" or path not in likely_paths:
-            yield from _told(path, of_path, kind)
+            yield from _faults_at(path, of_path, kind)
 
 
-def _told(path: Sequence[str], problems: list[ErrorDetails], kind: Any) -> Iterator[tuple[str, str | None]]:
+def _faults_at(
+    path: Sequence[str], problems: list[ErrorDetails], kind: Any
+) -> Iterator[tuple[str, str | None]]:
     """Yield the faults at a path of the user's job, each with a hint or None."""
     problem, where = problems[0], ".".join(path)
     if problem["type"] == "union_tag_invalid":
@@ -318,7 +320,7 @@ def _place_of(tree: object, problem: ErrorDetails) -> _Place:
         elif isinstance(tree, (list, tuple)) and isinstance(step, int):
             path = (*path, str(step))
             tree = tree[step] if step < len(tree) else None
-        elif not (isinstance(tree, Mapping) and step == tree.get("kind")):  # which chose the branch
+        elif not (isinstance(tree, Mapping) and step == tree.get("kind")):  # the step that chose the branch
             branches.setdefault(path, str(step))
     if is_missing:
         path = (*path, str(problem["loc"][-1]))
@@ -326,29 +328,29 @@ def _place_of(tree: object, problem: ErrorDetails) -> _Place:
 
 
 def _nearest(path: Sequence[str], kind: Any) -> str:
-    """Return what may be meant by an unknown key of a job, or of another `kind` of part."""
+    """Return the hint for an unknown key of a job, or of a section of this kind."""
     keys = _keys(kind, path[:-1])
     if path[-1] in keys:
-        return "another kind has it: leave it out, or change the kind"
+        return "another kind has this key: leave it out, or change the kind"
     hint = _near(path[-1], sorted(keys))
     return f"{hint} (arguments of SGLang go into engine.args)" if [*path[:-1]] == ["engine"] else hint
 
 
 def _near(word: str, words: Sequence[str]) -> str:
-    """Return which of the known words may be meant, or all of them."""
+    """Return the word that the user probably meant as a hint, else all words."""
     near = _closest(word, words)
     return f"did you mean {near!r}?" if near else f"known: {', '.join(words)}"
 
 
 def _closest(word: str, words: Collection[str]) -> str | None:
-    """Return the known word that may be meant."""
+    """Return the word that the user probably meant; None if none is similar."""
     near = get_close_matches(word, words, n=1)
     near = near or [name for name in words if word in name.split("_")]  # seed: sampling_seed
     return near[0] if near else None
 
 
 def _keys(kind: Any, path: Sequence[str]) -> set[str]:
-    """Return the keys that stand below a path in a part of a job: a class, a list or a union of classes."""
+    """Return the keys below a path in a section of a job; `kind` is its class, or a list or union."""
     if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
         return {key for member in get_args(kind) for key in _keys(member, path)}
     fields = {field.alias or name: field.annotation for name, field in kind.model_fields.items()}

@@ -1,4 +1,4 @@
-"""The `output` and `storage` parts of a job: where results are written, how object stores are reached."""
+"""The sections `output` and `storage` of a job: where results are written, how object stores are reached."""
 
 from __future__ import annotations
 
@@ -15,55 +15,54 @@ from batchrunner.job.tasks import Dtype
 RESULT_COLUMNS = {
     "row": "Position in the input, from 0.",
     "output": "The generated text; null if the row failed, unless its answer was the reason.",
-    "finish_reason": "Why the output ended: `stop`, `length` (cut at `max_new_tokens`, or the context is "
-    "full), `tool_calls`, another of SGLang's reasons, or `left_out` by `prompt.python`.",
-    "prompt_tokens": "Tokens of the prompt, as the engine counts them.",
-    "cached_tokens": "Those of them that came from the prefix cache.",
+    "finish_reason": "Why the output ended: `stop`, `length` (truncated at `max_new_tokens`, or by a full "
+    "context), `tool_calls`, another of SGLang's reasons, or `left_out` by `prompt.python`.",
+    "prompt_tokens": "Tokens of the prompt, counted by the engine.",
+    "cached_tokens": "Prompt tokens that came from the prefix cache.",
     "completion_tokens": "Tokens of the output, reasoning included.",
-    "latency_s": "Seconds from sending to the answer, the engine's queue included.",
-    "attempts": "How often the row was sent; 0 if it has the answer of another one.",
+    "latency_s": "Seconds from sending to the answer, including the engine's queue.",
+    "attempts": "How often the row was sent; 0 if it shares the answer of an equal row.",
     "error": "Why the row failed; null if it did not.",
 }
 """Columns of a result besides the carried ones, with their meanings: `row` comes first, the others after the
 carried columns."""
 OF_TEXTS = frozenset({"output", "finish_reason", "completion_tokens"})
-"""Columns of RESULT_COLUMNS that a task without decoding lacks."""
+"""Columns of RESULT_COLUMNS that tasks without decoding lack."""
 REASONING = "reasoning"
 TOOL_CALLS = "tool_calls"
 ANSWER_COLUMNS = {
-    REASONING: "What the model thought first, else null. Always there for chats.",
-    TOOL_CALLS: "Calls that the server's `--tool-call-parser` found, in OpenAI's form, else null. Always "
-    "there with `prompt.tools`.",
+    REASONING: "The model's reasoning before the answer, else null. Chats always have this column.",
+    TOOL_CALLS: "Tool calls in OpenAI's form, by the server's `--tool-call-parser`, else null. Jobs with "
+    "`prompt.tools` always have this column.",
     "output_ids": "Token ids of the output.",
     "logprobs": "Each token of the output, with the logarithm of its probability.",
     "top_logprobs": "The likeliest tokens at each position, `output.top_logprobs` of them.",
     "prompt_logprobs": "Each token of the prompt; the first has no `logprob`.",
     "matched_stop": "Stop text, or id of the end token, that ended the output, else null.",
-    "parsed": "The output as JSON: of the schema's type, else JSON text; null if it is none. Always there "
-    "with a schema.",
+    "parsed": "The output as JSON: with the schema's type, else JSON text; null if it is not JSON. Jobs with "
+    "a schema always have this column.",
 }
-"""Columns that a job can ask for, with their meanings. They come after those of every result."""
+"""Columns that a job can ask for, with their meanings. They come behind those of every result."""
 PARSED = "parsed"
 CUT = "length"
-"""The finish reason of an output that was cut at `max_new_tokens`."""
+"""Finish reason of an output that was truncated at `max_new_tokens`."""
 RESPONSE = "response"
-"""Column of a result, the last one, where the input is a batch file: the whole answer of the endpoint, as
-JSON."""
+"""Last column of a result whose input is a batch file: the whole answer of the endpoint, as JSON."""
 REQUEST_DIGEST = "request_digest"
-"""Column of a part, the last one: by it `output.reuse` of another run finds equal requests. Merged results
-lack it."""
+"""Last column of a part, by which `output.reuse` of another run finds equal requests. Merged results lack
+it."""
 TURNS, CONVERSATION, RETURNED = "turns", "conversation", "returned"
 ROLLOUT_COLUMNS = {
-    "rollout": "Number among the rows that the function returned for an input row, from 0.",
-    TURNS: "How often the function was answered.",
-    CONVERSATION: "Of a row that failed: what was asked last, as JSON. Its last answer is `output`.",
-    RETURNED: "What a function without annotation returned, as JSON; columns of their own once merged.",
+    "rollout": "Number of the row among those that the function returned for one input row, from 0.",
+    TURNS: "Number of answers that the function got.",
+    CONVERSATION: "For a row that failed: its last request, as JSON. The last answer is `output`.",
+    RETURNED: "Result of a function without an annotation, as JSON; merging makes columns of it.",
 }
-"""Columns of rows that `prompt.rollout` made, with their meanings."""
+"""Columns of the results of `prompt.rollout`, with their meanings."""
 MADE_ROWS = "made_rows"
-"""Name under which the answer of a rollout brings what its function returned; no column of a result."""
+"""Name of the function's result in the answer of a rollout; no column of a result."""
 OF_TOKENS = frozenset({"logprobs", "top_logprobs", "prompt_logprobs"})
-"""Columns for which the engine is asked for probabilities."""
+"""Columns for which the engine computes log probabilities."""
 
 AnswerColumn: TypeAlias = Literal[
     "reasoning", "tool_calls", "output_ids", "logprobs", "top_logprobs", "prompt_logprobs", "matched_stop",
@@ -76,7 +75,7 @@ STORE_DURABLE_S = 10.0
 
 
 class OutputSpec(Spec):
-    """Where results are written, and what they have besides the usual columns."""
+    """Where results are written, and their columns."""
 
     path: UserPath
     """Directory of the run, also a URI of an object store (`s3://`, `gs://`, `az://`)."""
@@ -84,7 +83,7 @@ class OutputSpec(Spec):
     """Further columns: `reasoning`, `tool_calls`, `output_ids`, `logprobs`, `top_logprobs`,
     `prompt_logprobs`, `matched_stop`, `parsed`; the usual ones may be named too."""
     reuse: UserPath | None = None
-    """Path of another run, whose good answers are taken for rows with an equal request."""
+    """Path of another run, whose good answers are reused for rows with an equal request."""
     top_logprobs: Annotated[int, Field(ge=1, le=MOST_TOP_LOGPROBS)] = 5
     """Tokens for each position in the column `top_logprobs`."""
     part_rows: Annotated[int, Field(ge=1)] = 10_000
@@ -146,7 +145,7 @@ class StorageSpec(Spec):
     @model_validator(mode="after")
     def _one_way(self) -> StorageSpec:
         if self.anonymous and self.secrets:
-            raise ValueError("`anonymous` goes without credentials, and `secrets` names some")
+            raise ValueError("`anonymous` sends no credentials, but `secrets` names some: leave one out")
         return self
 
     def secret_values(self) -> dict[str, str]:

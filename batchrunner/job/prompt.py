@@ -1,4 +1,4 @@
-"""The `prompt` part of a job: how a row becomes a prompt."""
+"""The section `prompt` of a job: how a row becomes a prompt."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from batchrunner.job.fields import PythonFunction, Spec, UserPath, refuse
 from batchrunner.job.sampling import FromColumn
 
 DEFAULT_DPI = 150.0
-"""Dots an inch of a page, unless the job says otherwise: the small print of a letter can be read."""
+"""Default resolution of a page in dots per inch, at which the small print of a letter is legible."""
 
 MaxPixels: TypeAlias = Annotated[int, Field(ge=28 * 28)]
-"""At least one token of the models that are most used."""
+"""Pixels of an image: at least one token of the most common models."""
 
 
 class MediaFiles(Spec):
-    """Where files may be."""
+    """Where files of rows may lie."""
 
     folder: UserPath | None = None
     """Folder of the files: relative paths begin there, and a path that leads out of it fails its row. By
@@ -46,11 +46,11 @@ class MediaSpec(MediaFiles):
 
 
 class ImagesSpec(MediaSpec):
-    """Columns with images, and how these are sent."""
+    """Columns with images, and how images are sent."""
 
     max_pixels: MaxPixels | None = None
-    """Most pixels of an image (width times height); a larger one is made smaller, with its proportions. By
-    default images keep their size, and the model's own processor decides."""
+    """Most pixels of an image (width times height); a larger image is scaled down. By default images keep
+    their size, and the model's own processor decides."""
 
 
 class PdfSpec(MediaFiles):
@@ -62,9 +62,9 @@ class PdfSpec(MediaFiles):
     """Pages of a document, counted from 1: `all`, a number, or ranges such as `1-3,7`, of which a shorter
     document has fewer; or `{column: NAME}`, whose values are such: with page numbers each row is a page."""
     dpi: Annotated[float, Field(gt=0, le=1200)] = DEFAULT_DPI
-    """Dots an inch of an image; a page of 8.5 by 11 inches at 150 has 2.1 million pixels."""
+    """Dots per inch of an image; a page of 8.5 by 11 inches at 150 has 2.1 million pixels."""
     max_pixels: MaxPixels | None = None
-    """Most pixels of an image; a larger page gets fewer dots an inch."""
+    """Most pixels of an image; a larger page gets fewer dots per inch."""
 
     @field_validator("pages")
     @classmethod
@@ -80,17 +80,17 @@ class PdfSpec(MediaFiles):
 
     @property
     def page_column(self) -> str | None:
-        """Column that says which pages."""
+        """Column with the page numbers; None if all rows use the same pages."""
         return self.pages.column if isinstance(self.pages, FromColumn) else None
 
 
 class MessageTemplate(Spec):
-    """A message of each prompt."""
+    """A message of the prompt."""
 
     role: Literal["system", "user", "assistant"]
-    """Who speaks."""
+    """Role of the speaker."""
     content: str
-    """Jinja2 template of what is said, over the columns of a row."""
+    """Jinja2 template of the message, over the columns of a row."""
 
 
 class FieldsSpec(Spec):
@@ -129,12 +129,12 @@ class PromptSpec(Spec):
     @model_validator(mode="after")
     def _one_meaning(self) -> PromptSpec:
         if len({*self.media_columns}) < len(self.media_columns):
-            raise ValueError("a column with files is named twice")
+            raise ValueError("a column with files is given twice")
         return self
 
     @property
     def media(self) -> dict[str, MediaSpec | PdfSpec]:
-        """The fields that bring files, by their names."""
+        """The fields with files that the job gives, by name."""
         specs = {field: getattr(self, field) for field in KIND_OF_FIELD}
         return {field: spec for field, spec in specs.items() if spec is not None}
 
@@ -170,9 +170,9 @@ class PromptSpec(Spec):
     """`columns` that templates show as `{{ fields }}`, a line `name: value` each. `order: auto` is the order
     in which rows share most; `order: written` that of `columns`."""
     truncate: Literal["head", "tail", "middle"] | None = None
-    """Part to cut where a prompt leaves no room for `max_new_tokens`; of messages only the last user's.
-    Unset: the row fails. Not cut: messages with tools, names, other roles, a `structural_tag` or a begun
-    answer."""
+    """Part to truncate if a prompt leaves no room for `max_new_tokens`; of messages only that of the last
+    user. Unset: the row fails. Not truncated: messages with tools, names, other roles, a `structural_tag` or
+    a begun answer."""
     choices: str | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
     """With `task: score`: texts that may follow `text`, for all rows or a column with a list for each."""
     documents: str | None = None
@@ -182,7 +182,7 @@ class PromptSpec(Spec):
 
     @property
     def continues(self) -> bool:
-        """Whether a last message of the assistant is the beginning of the answer."""
+        """Whether the assistant's last message is the beginning of the answer."""
         return isinstance(self.messages, list) or self.python is not None or self.continue_ is True
 
     @property
@@ -233,7 +233,7 @@ class PromptSpec(Spec):
 
 
 def media_part(field: str, value: Any) -> Any:
-    """Return the part of a job for a field that brings files, which may be given by its columns alone."""
+    """Return the section of a field with files, which a job may write as its columns alone."""
     if not isinstance(value, (str, list, tuple)):
         return value
     return {"column" if field == PDF_FIELD else "columns": value}
@@ -250,9 +250,9 @@ class BatchPrompts(PromptSpec):
 
 
 def tool_problem(tools: Any) -> str | None:
-    """Say what is wrong with a list of tools; None where it is one."""
+    """Return what is wrong with a list of tools; None if nothing is."""
     if not isinstance(tools, list):
-        return "no list of tools"
+        return "not a list of tools"
     names = set()
     for number, tool in enumerate(tools, 1):
         function = tool.get("function") if isinstance(tool, dict) else None

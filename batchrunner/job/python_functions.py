@@ -1,4 +1,4 @@
-"""The Python functions of a job, and the processes that run them."""
+"""Python functions of a job: opens the processes that run them."""
 
 import functools
 import importlib.util
@@ -23,13 +23,13 @@ from batchrunner.job.spec import Job
 
 _PREPARE = "batchrunner.input.media.prepare:prepare"
 _PACKAGES = {IMAGE.field: ("PIL",), PDF_FIELD: ("PIL", "pypdfium2")}
-"""Packages of an extra that a field of the prompt needs; audio and videos need none."""
+"""Packages that a field of the prompt needs from an extra; audio and videos need none."""
 
 
 def open_functions(job: Job) -> HookPool | None:
-    """Start the processes of a job's Python functions, and load these; None where it has none.
+    """Start the processes of a job's Python functions, which load them; None if the job has none.
 
-    Raises JobError for one that cannot be called.
+    Raises JobError for a function that cannot be loaded or called.
     """
     by_place = {
         PROMPT: job.prompt.python,
@@ -46,11 +46,11 @@ def open_functions(job: Job) -> HookPool | None:
     limits = job.limits
     directories = [str(Path(path).absolute()) for path in dict.fromkeys([*job.python_path, str(Path.cwd())])]
     setup = WorkerSetup(
-        functools.partial(load_functions, functions),
-        ", ".join(function.name for function in functions),
-        tuple(directories),
-        limits.python,
-        int(limits.python_memory_gb * (1 << 30)),
+        load=functools.partial(load_functions, functions),
+        names=", ".join(function.name for function in functions),
+        directories=tuple(directories),
+        limit_s=limits.python,
+        memory_bytes=int(limits.python_memory_gb * (1 << 30)),
     )
     pool = HookPool(setup, limits.python_processes)
     pool.open()
@@ -76,7 +76,7 @@ def _function(where: str, function: PythonFunction) -> HookFunction:
         return HookFunction(where, name, function)
     import cloudpickle  # noqa: PLC0415 - only where a program gives a function
 
-    try:  # the names in its annotations are known only here
+    try:  # the names in its annotations can be resolved only in this process
         return HookFunction(where, name, cloudpickle.dumps((function, known_of(function, where))))
     except HookLoadError as failure:
         raise JobError(f"{where}: {name} {failure}") from None
@@ -86,7 +86,7 @@ def _function(where: str, function: PythonFunction) -> HookFunction:
 
 
 def _check_columns(job: Job, facts: HookFacts) -> None:
-    """Raise JobError where a column has a name that results have already."""
+    """Raise JobError if a column has a name that results use already."""
     used_names = {*RESULT_COLUMNS, REQUEST_DIGEST, *job.output.asked, *job.input.carried_names}
     if facts.where == ROLLOUT:
         used_names |= {*ROLLOUT_COLUMNS} - {TURNS}
@@ -94,5 +94,5 @@ def _check_columns(job: Job, facts: HookFacts) -> None:
         if name in used_names:
             raise JobError(
                 f"{facts.where}: a result has a column {name!r} already",
-                hint=f"let {facts.name} name its own otherwise, or rename yours by input.rename",
+                hint=f"rename the column that {facts.name} returns, or that of the input by input.rename",
             )

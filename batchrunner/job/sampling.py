@@ -1,4 +1,4 @@
-"""The `sampling` part of a job: SGLang's sampling parameters, fixed or from a column of each row."""
+"""The section `sampling` of a job: SGLang's sampling parameters, fixed or from a column."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from batchrunner.job.fields import Spec
 
 
 class FromColumn(Spec):
-    """A value that differs by row, taken from a column."""
+    """A value from a column, which may differ from row to row."""
 
     column: str
-    """Input column that holds the value; a null stands for the default."""
+    """Input column with the values; a null means the default."""
 
 
 Value = TypeVar("Value")
 PerRow: TypeAlias = Value | FromColumn
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
-"""Parameters that bind an output to a grammar; an output has one of them at most."""
+"""Parameters that constrain an output to a grammar, of which a job may give one."""
 
 
 ToolChoice: TypeAlias = Literal["auto", "none", "required"] | dict[str, Any]
 
 
 def check_regex(pattern: Any) -> Any:
-    r"""Return a pattern; raises ValueError for an invalid one, but not for `\p{…}` and `(?<name>…)`.
+    r"""Return a pattern; raises ValueError if it is invalid.
 
-    These two are valid in the engine's dialect, and unknown to Python.
+    `\p{…}` and `(?<name>…)`, which only the engine's dialect knows, are valid.
     """
     try:
         if isinstance(pattern, str):
@@ -50,7 +50,7 @@ class SamplingSpec(Spec):
     min_new_tokens: PerRow[Annotated[int, Field(ge=0)]] | None = None
     """Fewest tokens of an output."""
     n: Annotated[int, Field(ge=1)] = 1
-    """Outputs a row. Above 1, `output`, `finish_reason` and `completion_tokens` are lists."""
+    """Completions of a row. Above 1, `output`, `finish_reason` and `completion_tokens` are lists."""
     temperature: PerRow[Annotated[float, Field(ge=0)]] | None = None
     """0 is greedy decoding. Unset: the engine's default."""
     top_p: PerRow[Annotated[float, Field(gt=0, le=1)]] | None = None
@@ -60,9 +60,9 @@ class SamplingSpec(Spec):
     min_p: PerRow[Annotated[float, Field(ge=0, le=1)]] | None = None
     """Least probability of a token, relative to the likeliest."""
     frequency_penalty: PerRow[Annotated[float, Field(ge=-2, le=2)]] | None = None
-    """Penalty for each time that a token was generated."""
+    """Penalty on a token for each time that it was generated."""
     presence_penalty: PerRow[Annotated[float, Field(ge=-2, le=2)]] | None = None
-    """Penalty on tokens generated before."""
+    """Penalty on tokens that were generated before."""
     repetition_penalty: PerRow[Annotated[float, Field(gt=0, le=2)]] | None = None
     """Factor against tokens of the prompt or output; 1 is none."""
     stop: PerRow[str | Annotated[list[str], Field(max_length=32)]] | None = None
@@ -74,7 +74,7 @@ class SamplingSpec(Spec):
     no_stop_trim: bool | None = None
     """Keep the stop text in the output."""
     ignore_eos: PerRow[bool] | None = None
-    """Go on to `max_new_tokens`, past the model's end token."""
+    """Generate up to `max_new_tokens`, past the model's end token."""
     skip_special_tokens: bool | None = None
     """Leave special tokens out of the output."""
     spaces_between_special_tokens: bool | None = None
@@ -88,13 +88,13 @@ class SamplingSpec(Spec):
     ebnf: PerRow[str] | None = None
     """EBNF grammar that the output follows."""
     structural_tag: PerRow[str] | None = None
-    """SGLang's structural tag, as JSON text: a form for parts of the output."""
+    """SGLang's structural tag, as JSON text: a grammar for parts of the output."""
     logit_bias: dict[Annotated[str, Field(pattern=r"^\d+$")], float] | None = None
     """Bias of logits, by token id."""
     custom_params: dict[str, Any] | None = None
     """Parameters of the engine's custom logit processor."""
     tool_choice: ToolChoice | None = None
-    """Whether a chat calls `prompt.tools`; `{type: function, function: {name: NAME}}` demands this one.
+    """Whether a chat calls `prompt.tools`; `{type: function, function: {name: NAME}}` demands that tool.
     Unset: `auto`."""
     lora_path: PerRow[str] | None = None
     """Name of a LoRA adapter that the engine has loaded."""

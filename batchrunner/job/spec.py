@@ -1,4 +1,4 @@
-"""The job: which rows, as which prompts, on which engine. `batchrun schema` prints its JSON Schema.
+"""The job: rows, prompts, engine and results. `batchrun schema` prints its JSON Schema.
 
 The docstring under each field becomes its description in the schema. Relative paths are relative to the
 current directory; a leading `~`, `~user` or `$HOME` is a home directory.
@@ -46,13 +46,13 @@ OF_GENERATING = (
     "prompt.user", "prompt.system", "prompt.messages", "prompt.continue", "prompt.chat_template_kwargs",
     "prompt.tools", "prompt.rollout", *(f"prompt.{field}" for field in KIND_OF_FIELD),
 )  # fmt: skip
-"""Fields, and whole sections, that tasks without decoding do not take, but for sampling.lora_path."""
+"""Fields and sections that tasks without decoding do not have, except sampling.lora_path."""
 WHOLE_PROMPTS = ("prompt.input_ids", "prompt.python", "prompt.truncate")
-"""Fields that do not go with choices or documents, which are tokenized together with a text."""
+"""Fields that exclude choices and documents, which are tokenized together with a text."""
 
 
 def given_fields(job: BaseModel) -> list[str]:
-    """Return the fields that a job gives and that are not as without them, such as `sampling.n`."""
+    """Return the fields that a job sets to another value than the default, such as `sampling.n`."""
     names = []
     for name, field in type(job).model_fields.items():
         value = getattr(job, name)
@@ -62,24 +62,24 @@ def given_fields(job: BaseModel) -> list[str]:
     return names
 
 
-def task_faults(task: TaskName, given: Collection[str]) -> Iterator[str]:
-    """Yield what is wrong where a field does not go with the task, or one that it needs is missing."""
+def task_faults(task: TaskName, fields: Collection[str]) -> Iterator[str]:
+    """Yield a fault for each field that the task does not have, and for required fields that are missing."""
     refused = [] if task == GENERATE else [*OF_GENERATING]
-    if CHOICES in given:
+    if CHOICES in fields:
         refused += [*WHOLE_PROMPTS, "output.softmax"]
     if task == RerankTask.name:
         refused += [*WHOLE_PROMPTS, "tokenize"]
-    for field in given:
+    for field in fields:
         owners = [name for name, kind in TASKS.items() if field in kind.takes]
         if owners and task not in owners:
             yield f"{field}: goes with task: {' or '.join(owners)}"
         is_refused = any(f"{field}.".startswith(f"{other}.") for other in refused)
         if is_refused and not field.startswith("sampling.lora_path"):
-            beside = f" with {CHOICES}" if CHOICES in given else ""
+            beside = f" with {CHOICES}" if CHOICES in fields else ""
             yield f"{field}: does not go with task: {task}{beside}"
-    if task == RerankTask.name and DOCUMENTS not in given:
+    if task == RerankTask.name and DOCUMENTS not in fields:
         yield f"task: rerank: {DOCUMENTS} is missing: name the column with documents of each query"
-    if task == ScoreTask.name and ("labels" in given) == (CHOICES in given):
+    if task == ScoreTask.name and ("labels" in fields) == (CHOICES in fields):
         yield f"task: score: takes either labels, which are single tokens, or {CHOICES}"
 
 
@@ -87,7 +87,7 @@ OnLength: TypeAlias = Literal["keep", "fail", "longer"]
 
 
 class AcceptSpec(Spec):
-    """When an answer is good. Bad ones are asked for again; then the row fails, and keeps the last."""
+    """When an answer is good. A row with a bad answer is sent again; in the end it fails with that answer."""
 
     json_: Annotated[bool | dict[str, Any] | None, Field(alias="json")] = None
     """`true`: an answer must be JSON. Or a JSON Schema that it must satisfy. `sampling.json_schema` is
@@ -101,20 +101,20 @@ class AcceptSpec(Spec):
     """Function of the answer, or of the answer and a dict of `input.columns`. Returns true, false, or what is
     wrong."""
     tries: Annotated[int, Field(ge=1, le=100)] | None = None
-    """Most answers asked for, the first included. Default 3; 1 without a section `accept`. The second has a
-    temperature of at least 0.4, the others of 0.8."""
+    """Most answers of a row, including the first. Default 3; 1 without a section `accept`. The second has a
+    temperature of at least 0.4, later ones of at least 0.8."""
     feedback: bool = False
-    """Show a chat its answer and the complaint in the next try."""
+    """Show a chat its bad answer and what is wrong with it in the next try."""
 
     @property
     def has_condition(self) -> bool:
-        """Whether the section itself says what an answer must be."""
+        """Whether the section itself has a condition on answers."""
         conditions = (self.regex, self.expression, self.python)
         return bool(self.json_) or any(condition is not None for condition in conditions)
 
 
 TRIES = 3
-"""Answers of a row that are checked unless the job says otherwise."""
+"""Default of `accept.tries`."""
 
 ColumnType: TypeAlias = Literal["string", "bool", "int32", "int64", "float32", "float64", "date", "timestamp"]
 
@@ -129,7 +129,9 @@ def _known_encoding(name: str) -> str:
     try:
         "".encode(name)
     except LookupError:
-        raise ValueError(f"{name!r} is none: utf-8, cp1252, latin-1 and utf-16, for example, are") from None
+        raise ValueError(
+            f"{name!r} is not an encoding of Python: give utf-8, cp1252, latin-1 or utf-16, for example"
+        ) from None
     return name
 
 
@@ -173,7 +175,7 @@ class LimitsSpec(Spec):
     """Stop (exit code 1) when more than this share of the rows sent failed, of at least 100; rows that cannot
     be sent do not count."""
     max_attempts: Annotated[int, Field(ge=1)] = 5
-    """Most tries of a row that may itself be the reason of its failures."""
+    """Most attempts of a row that may itself be the cause of its failures."""
     python: Duration = 30.0
     """Longest call of a Python function (of `prompt.rollout`: between two awaits), or reading of a row's
     files."""
@@ -182,13 +184,13 @@ class LimitsSpec(Spec):
     python_processes: Annotated[int, Field(ge=1)] | None = None
     """Most processes for Python functions and files. Default: one a core, up to 8."""
     rollout: Duration = 3600.0
-    """Longest call of `prompt.rollout`, its answers included."""
+    """Longest call of `prompt.rollout`, including its answers."""
     turns: Annotated[int, Field(ge=1)] = 100
     """Most answers of one row of `prompt.rollout`."""
     request_timeout: Duration = 3600.0
     """Longest wait for one answer."""
     engine_wait: Duration = 300.0
-    """Stop (exit code 1) when the engine takes no row for so long."""
+    """Stop (exit code 1) when the engine accepts no row for this long."""
     hang: Duration = 60.0
     """An engine that has rows and makes no progress for this time is hung; longer for a slow engine, five
     times before its first progress."""
@@ -196,7 +198,7 @@ class LimitsSpec(Spec):
     """Time that rows in flight have after SIGUSR1 (SIGTERM: 15 s; Ctrl-C: no limit). The next start does the
     rest. `batchrun slurm --grace` sets it."""
     disk_wait: Duration = 600.0
-    """Stop (exit code 1) when results cannot be written, or an object store is away, for so long."""
+    """Stop (exit code 1) when results cannot be written, or an object store is unreachable, for this long."""
 
 
 Label: TypeAlias = Annotated[str, Field(min_length=1)] | Annotated[int, Field(ge=0, strict=True)]
@@ -229,13 +231,13 @@ class Job(Spec):
     storage: StorageSpec = StorageSpec()
     """How object stores (`s3://`, `gs://`, `az://`) are reached."""
     engine: EngineSpec
-    """What answers: `kind` is attach, server, gateway or simulated."""
+    """The engine: `kind` is attach, server, gateway or simulated."""
     accept: AcceptSpec = AcceptSpec()
-    """When an answer is good. Bad ones are asked for again; then the row fails, and keeps the last."""
+    """When an answer is good. A row with a bad answer is sent again; in the end it fails with that answer."""
     on_length: OnLength | None = None
-    """What becomes of an answer cut at `max_new_tokens`. `keep` it; `fail`: it is not good; `longer`: ask
-    again with twice the tokens, three times at most. Default: `fail` where a JSON Schema is checked, else
-    `keep`."""
+    """What happens to an answer that was truncated at `max_new_tokens`. `keep` accepts it; `fail` rejects it;
+    `longer` sends the row again with twice the tokens, at most three times. Default: `fail` if a JSON Schema
+    is checked, else `keep`."""
     limits: LimitsSpec = LimitsSpec()
     """When a run gives up, and when it counts as failed."""
     order: Literal["auto", "input", "prefix", "longest_first"] = "auto"
@@ -243,7 +245,7 @@ class Job(Spec):
     the largest `max_new_tokens` (a column), else the longest prompts, first. `input`: as in the files.
     `auto`: `prefix` or `input`, by a sample."""
     dedupe: bool = True
-    """Send equal rows once, at temperature 0, and give all the answer."""
+    """At temperature 0, send equal rows once and share the answer."""
     window: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Requests in flight over all replicas. `auto` follows the load of each."""
     bundle: Literal["auto"] | Off | Annotated[int, Field(ge=1, le=64)] = "auto"
@@ -258,7 +260,7 @@ class Job(Spec):
 
     @property
     def forward(self) -> ForwardTask | None:
-        """The task, if it is one without decoding."""
+        """The task, if it is one without decoding; None for generating."""
         if self.task == GENERATE:
             return None
         kind = TASKS[self.task] if self.prompt.choices is None else ChoiceTask
@@ -283,7 +285,7 @@ class Job(Spec):
         return self
 
     def _rule_faults(self) -> Iterator[str]:
-        """Yield what is wrong between fields of several sections."""
+        """Yield a fault for each rule between sections that the job breaks."""
         prompt, sampling, accept, answer_columns = self.prompt, self.sampling, self.accept, self.output.asked
         fails_cut = self.on_length in {"fail", "longer"}
         has_schema = sampling.json_schema is not None and accept.json_ is not False
@@ -334,7 +336,7 @@ class Job(Spec):
         return self.accept != AcceptSpec()
 
     def _name_faults(self) -> Iterator[str]:
-        """Yield what is wrong with the names of carried columns in the results."""
+        """Yield the faults of the names of carried columns in the results."""
         carried = dict(zip(self.input.carried_names, self.input.columns, strict=True))
         for name in self.input.rename:
             if name not in self.input.columns:

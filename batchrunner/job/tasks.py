@@ -1,15 +1,15 @@
-"""The tasks without decoding, by their names: what is asked of an engine, and how its replies become columns.
+"""The tasks without decoding: the requests that they send, and how replies become columns.
 
-Scores come from SGLang's own endpoints `/generate` and `/encode`: each prompt has a result with a `meta_info`
-of its own; several prompts have a list of them, in order. They are requests of their own for the scheduler:
-prefixes are shared through its cache, as with texts. `/v1/score` of SGLang 0.5.23 does the same inside (no
-new token, `token_ids_logprob`), but its reply lacks the tokens of each prompt, computed and cached, and the
-version of the weights.
+Scores come from SGLang's native endpoints `/generate` and `/encode`. Each prompt has a result with its own
+`meta_info`; several prompts have a list of results, in order. The scheduler handles each prompt as a request,
+so prefixes are shared through its cache. `/v1/score` of SGLang 0.5.23 does the same internally (no new token,
+`token_ids_logprob`), but its reply lacks the computed and cached tokens of each prompt and the version of the
+weights.
 
 Vectors come from `/v1/embeddings`, which takes a text, token ids, or a list of either, as `/encode` does. It
 writes a vector as Base64 of its 32-bit numbers, 5.3 bytes a number; `/encode` writes 18 to 22 bytes a number,
-each by way of a Python float. It tells the prompt tokens of all rows together: those of a row are known where
-its prompt is token ids, or where it is alone.
+each by way of a Python float. It reports the prompt tokens of all rows together: those of a single row are
+known only if its prompt is token ids, or if it was sent alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BUSY = {429, 503}
 
 TokenCount = Annotated[int, msgspec.Meta(ge=0, le=_COUNT_MOST)]
 TokenScore = tuple[float | None, int, Any]
-"""Log probability (null where it is no number), token id, and the token's text, where that is asked for."""
+"""Log probability (null if it is NaN), token id, and the token's text if it was requested."""
 
 
 class NativeMeta(msgspec.Struct):
@@ -59,7 +59,7 @@ class NativeMeta(msgspec.Struct):
 
 
 class NativeResult(msgspec.Struct):
-    """What came of one prompt."""
+    """The result of one prompt."""
 
     meta_info: NativeMeta
     embedding: list[float | None] | float | None = None
@@ -67,11 +67,11 @@ class NativeResult(msgspec.Struct):
 
 _read_results = msgspec.json.Decoder(NativeResult | list[NativeResult])
 _KINDS: dict[str, ColumnKind] = {SCORE: "float64", LABEL: "string"}
-"""Types of columns that are not a list of numbers."""
+"""Types of the columns that are not a list of numbers."""
 
 
 def _raise_abort(results: Sequence[NativeResult]) -> None:
-    """Raise what the first abort among the results of a row means for it."""
+    """Raise the error of a row whose results include an abort."""
     for result in results:
         reason = result.meta_info.finish_reason
         if isinstance(reason, dict) and reason.get("type") == "abort":
@@ -84,18 +84,18 @@ def _raise_abort(results: Sequence[NativeResult]) -> None:
 
 
 Score: TypeAlias = float | None
-"""A score of a result: None where the model made NaN; minus infinity is the logarithm of nothing."""
+"""A score: None if the model returned NaN; minus infinity is the logarithm of zero."""
 
 
 def _scores(numbers: Sequence[float | None], what: str) -> list[Score]:
-    """Return the numbers of a row; raises AttemptFailedError where none is known."""
+    """Return the scores of a row; raises AttemptFailedError if all of them are NaN."""
     if all(number is None for number in numbers):
         raise AttemptFailedError(f"{what} is not a number")
     return [-math.inf if number == LOWEST else number for number in numbers]
 
 
 def _probabilities(numbers: Sequence[Score], what: str) -> list[float]:
-    """Return the probabilities among the scores of a row; raises AttemptFailedError without one of them."""
+    """Return the softmax of the scores of a row; raises AttemptFailedError if one of them is NaN."""
     scores = [number for number in numbers if number is not None]
     if len(scores) < len(numbers) or max(scores) == -math.inf:
         raise AttemptFailedError(f"output.softmax: {what} is not a number")
@@ -108,13 +108,13 @@ def _total(counts: Sequence[int | None]) -> int | None:
 
 
 def _with_adapters(requests: Sequence[Request], body: dict[str, Any]) -> dict[str, Any]:
-    """Return a body with the LoRA adapter of each of its prompts, which these requests are for."""
+    """Return a body with the LoRA adapters of its prompts; `requests` has the request of each prompt."""
     adapters = [request.lora_path for request in requests]
     return {**body, "lora_path": adapters} if any(adapters) else body
 
 
 def softmax(numbers: Sequence[float]) -> list[float]:
-    """Return probabilities, whose sum is 1, of logits or of logarithms of weights."""
+    """Return probabilities, whose sum is 1, for logits or log probabilities."""
     most = max(numbers)
     weights = [math.exp(number - most) for number in numbers]
     total = sum(weights)
@@ -123,14 +123,14 @@ def softmax(numbers: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class NativeTask(ForwardTask):
-    """Reads numbers that a model with a head for them makes of each prompt."""
+    """A task whose model has a head that makes numbers of each prompt."""
 
     path: ClassVar[str] = "/encode"
     architectures: ClassVar[str] = "SequenceClassification|Reward|Classification"
 
     @property
     def columns(self) -> tuple[tuple[str, ColumnKind], ...]:
-        """Those that `meanings` names: a list of numbers, a number, or the name of a class."""
+        """The columns of `meanings`: lists of numbers, numbers, or names of classes."""
         return tuple((name, _KINDS.get(name, ("list", "float64"))) for name in self.meanings)
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
@@ -141,7 +141,7 @@ class NativeTask(ForwardTask):
     def answers(
         self, requests: Sequence[Request], replies: Sequence[bytes]
     ) -> list[Completion | RequestError]:
-        """Return the numbers of each row; a row with one that is no number has an error."""
+        """Return the numbers of each row, or the error of a row without usable numbers."""
         parsed = [decode_reply(_read_results, reply) for reply in replies]
         results: list[NativeResult] = []
         for one_or_more in parsed:
@@ -155,12 +155,12 @@ class NativeTask(ForwardTask):
         ]
 
     def _by_row(self, results: Sequence[NativeResult], counts: Sequence[int]) -> list[list[NativeResult]]:
-        """Return the results of each row, which has so many."""
+        """Return the results of each row; `counts` has the number of its prompts."""
         rest = iter(results)
         return [[*islice(rest, count)] for count in counts]
 
     def _answer(self, request: Request, results: Sequence[NativeResult]) -> Completion | RequestError:
-        """Return the answer of a row; tokens are those of all its prompts."""
+        """Return the answer of a row, with the tokens of all its prompts."""
         try:
             _raise_abort(results)
             columns = self._columns_of(request, results)
@@ -169,12 +169,14 @@ class NativeTask(ForwardTask):
         metas = [result.meta_info for result in results]
         version = metas[0].weight_version
         return Completion(
-            [], [], [],
-            _total([meta.prompt_tokens for meta in metas]),
-            _total([meta.cached_tokens for meta in metas]),
+            texts=[],
+            finish_reasons=[],
+            completion_tokens=[],
+            prompt_tokens=_total([meta.prompt_tokens for meta in metas]),
+            cached_tokens=_total([meta.cached_tokens for meta in metas]),
             weights=version if isinstance(version, str) else None,
             columns={name: [value] for name, value in columns.items()},
-        )  # fmt: skip
+        )
 
     def _columns_of(self, request: Request, results: Sequence[NativeResult]) -> dict[str, Any]:  # noqa: ARG002
         """Return the columns of a row from the results of its prompts; raises RequestError."""
@@ -189,7 +191,7 @@ class NativeTask(ForwardTask):
         return {SCORES: _scores([self._only(numbers) for numbers in by_prompt], A_SCORE)}
 
     def _only(self, numbers: Sequence[float | None]) -> float | None:
-        """Return the one number of a prompt; raises RowRefusedError where the model makes several."""
+        """Return the only number of a prompt; raises RowRefusedError if the model returned several."""
         if len(numbers) != 1:
             raise RowRefusedError(
                 f"the model gives {len(numbers)} numbers, and task: {self.name} takes a single one"
@@ -199,13 +201,13 @@ class NativeTask(ForwardTask):
 
 @dataclass(frozen=True, slots=True)
 class ScoreTask(NativeTask):
-    """Tells how probable each label is as the next token after a prompt, by `/generate`."""
+    """Probability of each label as the next token after a prompt, by `/generate`."""
 
     labels: tuple[str | int, ...] = ()
     softmax: bool = False
-    """Whether the probabilities are those among the labels."""
+    """Whether probabilities are normalized over the labels."""
     label_ids: tuple[int, ...] = ()
-    """Token ids of the labels, once they are known."""
+    """Token ids of the labels, set once they have been tokenized."""
 
     name = "score"
     path = "/generate"
@@ -217,7 +219,7 @@ class ScoreTask(NativeTask):
     }
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return one body: a list of prompts, for each of which the same tokens are asked for."""
+        """Return one body: a list of prompts, with the same token ids for each."""
         logprob_request = {
             "sampling_params": WITHOUT_TOKENS,
             "return_logprob": True,
@@ -240,7 +242,7 @@ class ScoreTask(NativeTask):
 
 @dataclass(frozen=True, slots=True)
 class ChoiceTask(ScoreTask):
-    """Tells how likely each choice is to go on after a prompt."""
+    """Likelihood of each choice as the continuation of a prompt."""
 
     meanings = {
         SCORES: "Logarithm of each choice's probability, the sum over its tokens.",
@@ -249,9 +251,9 @@ class ChoiceTask(ScoreTask):
     }
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return a body with the first choice of each row, and one with all others if there are any.
+        """Return a body with the first choice of each row, and one with the other choices, if any.
 
-        The others find their prompt in the cache; in one body all would compute it.
+        The other choices find their prompt in the cache. In a single body each would compute it.
         """
         firsts = [(request, request.item_ids[0]) for request in requests]
         later = [(request, ids) for request in requests for ids in request.item_ids[1:]]
@@ -303,7 +305,7 @@ def _body_of(pairs: Sequence[tuple[Request, list[int]]]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class RerankTask(NativeTask):
-    """Tells how relevant each document is to a query, by a cross-encoder."""
+    """Relevance of each document to a query, by a cross-encoder."""
 
     name = "rerank"
     takes = ("prompt.documents",)
@@ -321,7 +323,7 @@ class RerankTask(NativeTask):
 
 @dataclass(frozen=True, slots=True)
 class RewardTask(NativeTask):
-    """Tells the reward of a text, by a reward model."""
+    """Reward of a text, by a reward model."""
 
     name = "reward"
     meanings = {
@@ -335,12 +337,12 @@ class RewardTask(NativeTask):
 
 @dataclass(frozen=True, slots=True)
 class ClassifyTask(NativeTask):
-    """Tells the classes of a text, by a classification model."""
+    """Classes of a text, by a classification model."""
 
     softmax: bool = False
     """Whether the scores are probabilities."""
     names: tuple[str, ...] = ()
-    """Names of the classes; those of transformers, such as LABEL_0, where they are not known."""
+    """Names of the classes; without them the names are those of transformers, such as LABEL_0."""
 
     name = "classify"
     takes = ("output.softmax",)
@@ -357,49 +359,49 @@ class ClassifyTask(NativeTask):
 
 
 CPU_ROWS = 256
-"""Rows of a forward pass at most on a CPU: short ones would leave it far below its tokens."""
+"""Most rows of a forward pass on a CPU."""
 _ENCODER = re.compile("bert", re.IGNORECASE)
-"""In the names of encoders: BERT, RoBERTa, ModernBERT, …"""
+"""Pattern in the names of encoders: BERT, RoBERTa, ModernBERT, …"""
 _DECODER = re.compile("ForCausalLM|Classification|Reward")
-"""In the names of decoders, which generate text or have a head for scores instead."""
+"""Pattern in the names of decoders, with a head for text or for scores."""
 
 
 def pooling_args(config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:
-    """Return the arguments for a model with this config.json; an encoder computes prompts whole, uncached.
+    """Return server arguments for a model with this config.json.
 
-    A model that is not known to be a decoder counts as an encoder, whose tokens attend to later ones: a
-    decoder that is taken for one is only slower, while an encoder whose prompts are computed in pieces gives
-    wrong numbers.
+    An encoder, whose tokens attend to later ones, must compute prompts whole and uncached: in chunks its
+    numbers are wrong. A model that is not known to be a decoder counts as an encoder; a mistake only makes it
+    slower.
     """
     args: dict[str, Any] = {"is-embedding": True}
     names = " ".join(map(str, config.get("architectures") or ()))
     if _ENCODER.search(names) is not None or _DECODER.search(names) is None:
         args |= {"disable-radix-cache": True, "chunked-prefill-size": -1}
-    if cpu:  # by itself SGLang finds no memory for the cache; and these models have short contexts
+    if cpu:  # SGLang's own default leaves no memory for the cache; and these models have short contexts
         args |= {"mem-fraction-static": 0.3, "context-length": None, "max-running-requests": CPU_ROWS}
     return args
 
 
 EMBEDDING = "embedding"
 MODEL = "default"
-"""Name by which SGLang serves its model, whatever that is called."""
+"""Name under which SGLang serves any model."""
 Dtype: TypeAlias = Literal["float32", "float16"]
 """Type of the numbers of a vector."""
 NUMBER_BYTES: dict[Dtype, int] = {"float32": 4, "float16": 2}
 UNIT = 1e-6
-"""A vector whose length differs from 1 by less is left as it is: that is the precision of 32-bit numbers."""
+"""Precision of 32-bit numbers: a vector whose length differs from 1 by less stays as it is."""
 
 
 class EmbeddingItem(msgspec.Struct):
     """A vector of a reply: Base64 of little-endian 32-bit numbers, or a list of numbers."""
 
     embedding: msgspec.Raw
-    """Read by itself, so that one that is no vector leaves the others readable."""
+    """Decoded on its own, so that one bad vector does not spoil the others."""
     index: TokenCount | None = None
 
 
 class EmbeddingUsage(msgspec.Struct):
-    """The tokens of all rows."""
+    """Tokens of all rows together."""
 
     prompt_tokens: TokenCount | None = None
 
@@ -417,13 +419,13 @@ _read_vector = msgspec.json.Decoder(str | list[float | None])
 
 @dataclass(frozen=True, slots=True)
 class EmbedTask(ForwardTask):
-    """Makes a vector of each prompt."""
+    """Vector of each prompt."""
 
     dtype: Dtype = "float32"
     normalize: bool = False
     """Whether each vector is divided by its length."""
     dimensions: int | None = None
-    """Length of the vectors, for a model that makes them of several lengths; None for its own."""
+    """Length of the vectors of a model that supports several lengths; None for its default."""
 
     name = "embed"
     path = "/v1/embeddings"
@@ -452,7 +454,7 @@ class EmbedTask(ForwardTask):
     def answers(
         self, requests: Sequence[Request], replies: Sequence[bytes]
     ) -> list[Completion | RequestError]:
-        """Return the vectors as bytes of `dtype`; a row whose vector has no use has an error."""
+        """Return the vectors as bytes of `dtype`, or the error of a row without a usable vector."""
         parsed = decode_reply(_read_vectors, replies[0])
         items = sorted(parsed.data, key=lambda item: item.index or 0)
         if [item.index or 0 for item in items] != list(range(len(requests))):
@@ -467,10 +469,17 @@ class EmbedTask(ForwardTask):
             vector = self.stored(_numbers(item))
         except RequestError as failure:
             return failure
-        return Completion([], [], [], prompt_tokens, None, columns={EMBEDDING: [vector]})
+        return Completion(
+            texts=[],
+            finish_reasons=[],
+            completion_tokens=[],
+            prompt_tokens=prompt_tokens,
+            cached_tokens=None,
+            columns={EMBEDDING: [vector]},
+        )
 
     def stored(self, vector: array[float]) -> bytes:
-        """Return a vector as the results have it; raises RowRefusedError for one without use."""
+        """Return a vector as bytes of `dtype`; raises RowRefusedError for an unusable vector."""
         if not vector:
             raise RowRefusedError("the vector is empty")
         if not any(vector):
@@ -494,10 +503,10 @@ class EmbedTask(ForwardTask):
 
 
 class VectorLength:
-    """The length of a model's vectors: that of two rows at least, until then that of the first one."""
+    """Length of a model's vectors: the length that two rows share, until then that of the first row."""
 
     def __init__(self) -> None:
-        """Know nothing yet."""
+        """Begin without a known length."""
         self._numbers: int | None = None
         self._rows: defaultdict[int, set[int]] = defaultdict(set)
         """Rows by the lengths of their vectors, until two have the same."""
@@ -505,7 +514,7 @@ class VectorLength:
     def without_others(
         self, requests: Sequence[Request], results: Sequence[Completion | RequestError]
     ) -> list[Completion | RequestError]:
-        """Return results of one task in which a vector of another length is an AttemptFailedError."""
+        """Return the results, with an AttemptFailedError in place of each vector of another length."""
         task = requests[0].task
         if not isinstance(task, EmbedTask) or task.dimensions is not None:
             return [*results]
@@ -533,7 +542,7 @@ class VectorLength:
 
 
 def numbers_of(vector: bytes, dtype: str) -> list[float]:
-    """Return the numbers of a vector that stands as the results have it."""
+    """Return the numbers of a vector that is stored as bytes of `dtype`."""
     return [number for (number,) in struct.iter_unpack("<f" if dtype == "float32" else "<e", vector)]
 
 
@@ -552,9 +561,9 @@ def reply_of(vectors: Sequence[bytes], prompt_tokens: int, model: str, *, as_tex
 
 
 def check_embeddings(reply: bytes, rows: int | None) -> int | None:
-    """Check a reply of `/v1/embeddings` to so many prompts (None: not known); return their tokens, if told.
+    """Check a reply of `/v1/embeddings` to `rows` prompts (None: unknown); return their tokens, if reported.
 
-    Raises RequestError where vectors are missing or have no use, or what msgspec raises where it is no reply.
+    Raises RequestError for missing or unusable vectors, and errors of msgspec for another kind of reply.
     """
     parsed: EmbeddingReply = _read_vectors.decode(reply)
     if rows is not None and len(parsed.data) != rows:
@@ -567,7 +576,7 @@ def check_embeddings(reply: bytes, rows: int | None) -> int | None:
 
 
 def _numbers(item: EmbeddingItem) -> array[float]:
-    """Return the numbers of a vector; raises RequestError where they are none."""
+    """Return the numbers of a vector; raises RequestError if it has none."""
     try:
         vector = decode_reply(_read_vector, bytes(item.embedding))
         if isinstance(vector, str):
@@ -580,7 +589,7 @@ def _numbers(item: EmbeddingItem) -> array[float]:
 
 
 def _tokens_of(requests: Sequence[Request], total: int | None) -> list[int | None]:
-    """Return the tokens of each prompt; a server that cut some of them tells only the `total`."""
+    """Return the tokens of each prompt, if known: a server that truncated some reports only the `total`."""
     if len(requests) == 1:
         return [total]
     counts = [len(request.prompt) if request.kind == "input_ids" else None for request in requests]
@@ -597,13 +606,13 @@ TASKS: dict[str, type[ForwardTask]] = {
 """The tasks without decoding."""
 
 _CLASSES = 3
-"""Classes of the model of the simulated engine."""
+"""Number of classes of the simulated engine's model."""
 
 
 def made_up_columns(task: ForwardTask, request: Request, seed: int, size: int) -> dict[str, list[Any]]:
-    """Return invented values of a task's columns, the same for the same seed, for the simulated engine.
+    """Return invented values of a task's columns for the simulated engine; equal seeds give equal values.
 
-    Vectors have `size` numbers, unless the task says how many.
+    Vectors have `size` numbers, unless the task has `dimensions`.
     """
     random = Random(seed)  # noqa: S311 - no secret
     if isinstance(task, EmbedTask):

@@ -281,7 +281,7 @@ def test_an_engine_that_another_process_shares(
         assert file.with_suffix(".key").stat().st_mode & 0o077 == 0
     assert not list(tmp_path.glob("engine.*"))
     with pytest.raises(
-        JobError, match=r"engine.json: no such file: the program that shares it must be at work"
+        JobError, match=r"engine.json: no such file: the program that shares the engine must be running"
     ):
         batchrunner.generate(["a"], engine=file)
     with pytest.raises(JobError, match="share"), batchrunner.open_engine(INSTANT, share=file):
@@ -297,7 +297,7 @@ def test_an_engine_that_another_process_shares(
         ([], "urls"),
         ({"kind": "attached"}, "attached"),
         ("/no/such-model", "no/such-model"),
-        ("Qwen/Qwen3 8B", "engine: model: no model is named so: give a folder (./NAME), a name on the Hub"),
+        ("Qwen/Qwen3 8B", "engine: model: no model has this name: give a folder (./NAME), a name on the Hub"),
         (7, "engine: give an open engine (`with open_engine(…) as engine`)"),
     ],
 )

@@ -156,7 +156,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt": {**CHAT, "tools": [TOOL]}, "tokenize": "client"}, "the server tokenizes prompts with tools"),
     (
         {"prompt": {**CHAT, "tools": [TOOL]}, "sampling": {"tool_choice": "required", "regex": "a"}},
-        "regex does not go with a tool_choice that wants a call",
+        "regex excludes a tool_choice that demands a tool call",
     ),
     # images, audio, documents
     ({"prompt": {"user": "x", "audio": "id"}}, "prompt.audio: column 'id'"),
@@ -335,7 +335,7 @@ def test_a_quoted_value_whose_end_is_too_far(tmp_path: Path, record: bytes) -> N
         (
             "a.csv",
             {"encoding": "utf-99"},
-            "input.encoding: 'utf-99' is none: utf-8, cp1252, latin-1 and utf-16,",
+            "input.encoding: 'utf-99' is not an encoding of Python: give utf-8, cp1252,",
         ),
         ("a.csv", {"encoding": "utf-16"}, "line 1 is not UTF-16: write input.encoding"),
         ("a.csv", {"delimiter": "\\t"}, "input.delimiter: give one character, such as"),

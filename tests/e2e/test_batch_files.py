@@ -431,7 +431,7 @@ def test_files_that_are_not_ours(tmp_path: Path) -> None:
         (["*.jsonl", "-o", "out.jsonl", "--engine", "simulated"], "these are 2 batch files"),
         (
             ["r.jsonl", "-o", "o.jsonl", "--engine", "simulated", "--set", "sampling.n=2"],
-            "--set sampling.n=2: no part of a batch",
+            "--set sampling.n=2: a batch does not have this field",
         ),
     ],
 )

@@ -211,7 +211,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("import os; os._exit(4)", {"prompt": PROMPT}, "the import ended its process (exit code 4)"),
     ("", {"prompt": {"python": "hooks.prompt"}}, "should be a Python function: write it as module:function"),
     (ROW, {"prompt": PROMPT}, "unknown column 'txt'; did you mean 'text'?"),
-    ("def parse(answer): pass", PARSE, "hooks:parse does not say its columns"),
+    ("def parse(answer): pass", PARSE, "hooks:parse does not declare its columns"),
     (COLUMN.format("id: str"), PARSE, "a result has a column 'id' already"),
 ]
 

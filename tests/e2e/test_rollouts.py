@@ -665,7 +665,7 @@ def test_functions_of_a_program(tmp_path: Path) -> None:
 
 TYPED = "from typing import TypedDict\nclass A(TypedDict):\n  error: str\n"
 REFUSED = [
-    ("def solve(row, generate): pass", {}, "hooks:solve is no asynchronous function: write async def"),
+    ("def solve(row, generate): pass", {}, "hooks:solve is not asynchronous: write async def"),
     (
         TURNS,
         {"sampling": {"n": 2}},

@@ -204,7 +204,7 @@ BAD = [
     (said(("assistant", "a")), "only the assistant speaks in it"),
     ([None, "Hi"], "message 1 has no role"),
     ([], "is empty"),
-    ({"role": "user", "content": "a"}, "its JSON is no list of messages"),
+    ({"role": "user", "content": "a"}, "its JSON is not a list of messages"),
 ]
 
 

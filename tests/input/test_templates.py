@@ -25,7 +25,11 @@ def test_a_template_of_a_text_that_was_meant_as_a_number(tmp_path: Path) -> None
     job = job_of(tmp_path, prompt={"text": "{% if size < 30 %}{{ text }}{% endif %}"})
     assert batchrunner.run(job).rows_failed == 2
     (said,) = {row["error"] for row in results_of(job)}
-    told(said, "template: TypeError: ", "text is in size, text: write a text beside it, or NAME | float")
+    told(
+        said,
+        "template: TypeError: ",
+        "(text is in size, text: compare it with a text, or write NAME | float)",
+    )
     job["prompt"]["text"] = "{% if size | float < 30 %}{{ text }}{% endif %}"
     assert batchrunner.run(job, fresh=True).rows_failed == 0
 

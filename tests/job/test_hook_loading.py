@@ -134,7 +134,7 @@ def test_values_that_do_not_fit(value: Any, says: str) -> None:
         ("import sys; sys.exit(4)", "c:prompt", "cannot be imported: refused_c.py:1: SystemExit: 4"),
         ("def prompt(): pass", "d:prompt", r"takes \(\): it is called with one argument, the row"),
         ("async def prompt(row): pass", "e:prompt", "is asynchronous or a generator: give"),
-        ("prompt = 3", "g:prompt", "is no function"),
+        ("prompt = 3", "g:prompt", "is not a function"),
     ],
 )
 def test_functions_that_cannot_be_called(

@@ -123,7 +123,7 @@ def test_overrides_that_are_no_yaml(text: str) -> None:
         ("sampling.max_tokens=1", "did you mean 'max_new_tokens'?"),
         ("sampling.top_p.colum=1", "did you mean 'column'?"),
         ("engine={kind: server, model: m, ep: 2}", "(arguments of SGLang go into engine.args)"),
-        ("engine={kind: gateway, url: 'http://a', model: m}", "'engine.model': another kind has it: leave"),
+        ("engine={kind: gateway, url: 'http://a', model: m}", "'engine.model': another kind has this key"),
         ("labels=[]", "labels: list should have at least 1 item (got [])"),
         ("limits.max_failed_rows=1 percent", "such as 1%, or a number such as 0.01 (got '1 percent')"),
         ("input.columns=[a, b, a]", "input.columns, as renamed, has 'a' twice"),
@@ -132,14 +132,14 @@ def test_overrides_that_are_no_yaml(text: str) -> None:
         ("output={}", "output.path is missing"),
         ("sampling.temperature=hot", "{column: NAME} (got 'hot')"),
         ("engine.kind=attached", "engine.kind: no kind of engine is 'attached': did you mean 'attach'?"),
-        ("engine=simulted", "engine: simulted: no model is named so: did you mean kind: simulated?"),
+        ("engine=simulted", "engine: simulted: no model has this name: did you mean kind: simulated?"),
         ("engine.urls=[ftp://a]", "an address is http://HOST:PORT"),
         ("prompt={text: a, system: b}", "`system` has no effect beside `text`"),
         ("limits.deadline=3 weeks", "limits.deadline: a duration is seconds"),
         ("sampling.json_schema={not json", "--set sampling.json_schema: line 1: not valid YAML"),
         ("sampling.json_schema='{not json'", "sampling.json_schema: not JSON:"),
         ("sampling.regex=(a", "sampling.regex: not a regular expression"),
-        ("sampling.json_schema={properties: {on: {}}}", "no JSON can hold it: Dict key must be str"),
+        ("sampling.json_schema={properties: {on: {}}}", "cannot be written as JSON: Dict key must be str"),
         (f"sampling.sampling_seed={10**23}", "Integer exceeds 64-bit range (got 1"),
         ("engine=[]", "engine.urls: list should have at least 1 item"),
         ("output.path.deep=3", "--set output.path.deep: 'path' is '"),
@@ -267,7 +267,7 @@ def test_data_instead_of_a_job(tmp_path: Path, name: str, content: bytes) -> Non
     """Who gives a data file learns how to make a job for it."""
     told = file_refusal(tmp_path / name, content)
     assert (
-        f"is a data file and no job: this writes a job for it: batchrun init {quote(str(tmp_path / name))}"
+        f"is a data file, not a job: this writes a job for it: batchrun init {quote(str(tmp_path / name))}"
         in told
     )
 

@@ -1,1 +1,1 @@
-"""Images, audio and videos of prompts: `prompts` places them, `prepare` makes what is sent of each."""
+"""Images, audio and videos of prompts: `prompts` places them, `prepare` reads and converts them."""

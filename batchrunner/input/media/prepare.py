@@ -1,7 +1,7 @@
-"""Files of a row → what is sent of them: read, checked and, for images, converted.
+"""Reads and checks the files of a row, and converts images, before they are sent.
 
-This runs in the processes of a job's Python functions: a broken file ends none but such a process. Audio
-and videos are sent as they are: the server has a decoder.
+This runs in the worker processes of a job's Python functions: a broken file kills no other process. Audio and
+videos are sent as they are, because the server decodes them.
 """
 
 import io
@@ -17,24 +17,24 @@ from batchrunner.input.media.download import download
 MOST_FILE_BYTES = 256 << 20
 """Most bytes of a file."""
 MOST_FILES, MOST_SENT_BYTES = 1000, 60 << 20
-"""Most files of one row, and the bytes of them as they are sent."""
+"""Most files of one row, and most bytes of them as they are sent."""
 PIXELS_PER_TOKEN = 28 * 28
-"""Pixels of an image for each token, as of the Qwen-VL and InternVL families; others are near it."""
+"""Pixels of an image per token of the Qwen-VL and InternVL families; other models are close."""
 MOST_TOKENS = 16_384
-"""Most tokens that a file is expected to take: more than the processors of models let through."""
+"""Upper bound for the estimated tokens of a file, above what the processors of models allow."""
 FILE_BYTES_PER_TOKEN = {"audio": 640, "video": 500}
-"""Bytes of a file for each token, at 25 tokens and 128 kbit a second of audio, 250 and 1 Mbit of video."""
+"""Bytes of a file per token, for audio of 25 tokens and 128 kbit/s, video of 250 tokens and 1 Mbit/s."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def prepare(files: tuple[PromptFile, ...]) -> list[tuple[tuple[bytes, ...], int]] | str:
-    """Return for each file of a row the files that are sent and their tokens, or why it cannot be sent."""
+    """Return the contents to send for each file of a row and their tokens, or why the row cannot be sent."""
     results: list[tuple[tuple[bytes, ...], int]] = []
     count = size = 0
     for file in files:
         ready: list[bytes] = []
         try:
-            for content in _made(file):
+            for content in _contents(file):
                 ready.append(content)
                 count, size = count + 1, size + len(content)
                 if count > MOST_FILES or size > MOST_SENT_BYTES:
@@ -47,7 +47,7 @@ def prepare(files: tuple[PromptFile, ...]) -> list[tuple[tuple[bytes, ...], int]
 
 
 def _tokens_of(content: bytes, kind: KindName) -> int:
-    """Return about how many tokens a file takes, as it is sent."""
+    """Return the estimated tokens of a file as it is sent."""
     if kind in FILE_BYTES_PER_TOKEN:
         tokens = len(content) / FILE_BYTES_PER_TOKEN[kind]
     else:
@@ -58,8 +58,8 @@ def _tokens_of(content: bytes, kind: KindName) -> int:
     return max(1, min(MOST_TOKENS, round(tokens)))
 
 
-def _made(file: PromptFile) -> Iterator[bytes]:
-    """Yield what is sent of a file: itself, an image in a form that models take, or a document's pages."""
+def _contents(file: PromptFile) -> Iterator[bytes]:
+    """Yield the contents to send for a file: the file, an image that models accept, or the pages of a PDF."""
     content, rules = file.content or _read(file.place, file.rules), file.rules
     if rules.kind != "image":
         yield content
@@ -82,7 +82,7 @@ def _read(place: str, rules: MediaRules) -> bytes:
             raise BadFileError("is a URL: set allow_urls: true to download it")
         return download(place, MOST_FILE_BYTES)
     if scheme != "file":
-        raise BadFileError(f"{scheme}:// is not known here: give a path, or an http(s) URL")
+        raise BadFileError(f"{scheme}:// is not supported: give a path, or an http(s) URL")
     try:
         path = Path(rules.folder, unquote(urlsplit(place).path) if match else place).resolve()
         if rules.confined and not path.is_relative_to(Path(rules.folder).resolve()):
@@ -90,7 +90,7 @@ def _read(place: str, rules: MediaRules) -> bytes:
                 f"leads out of {rules.folder}: name the folder of the files in `folder`, or set it to /"
             )
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe would wait for ever
-            raise BadFileError("is no file")
+            raise BadFileError("is not a file")
         if path.stat().st_size > MOST_FILE_BYTES:
             raise BadFileError(f"has more than {MOST_FILE_BYTES >> 20} MiB")
         return path.read_bytes()

@@ -1,4 +1,4 @@
-"""Files of a row: which ones its columns name, and where they stand in its prompt."""
+"""Files of a row: those that its columns name, and their places in the prompt."""
 
 import re
 import secrets
@@ -20,13 +20,13 @@ from batchrunner.job.arrow_types import is_text, type_name
 from batchrunner.job.prompt import ImagesSpec, MediaSpec, PdfSpec, PromptSpec
 
 USUAL_TOKENS = 1024
-"""Tokens that a file is expected to take before it is opened."""
+"""Estimated tokens of a file that has not been opened yet."""
 _LONGEST_NAME = 120
 _USER = "user"
 
 
 class Marks(list[str]):
-    """What stands for the files of a column while a template is rendered; printed, one after the other."""
+    """Marks of the files of a column while a template is rendered; printed, they follow one another."""
 
     def __str__(self) -> str:
         return "".join(self)
@@ -36,7 +36,7 @@ class FileColumn:
     """A column with images, audio, videos or PDF documents."""
 
     def __init__(self, name: str, field: str, spec: MediaSpec | PdfSpec, source: ColumnSource) -> None:
-        """Check the type of the column, which this field of the prompt names; raises InputError."""
+        """Check the type of the column, which `prompt.FIELD` names; raises InputError."""
         self.name, self.field = name, field
         self._spec, self._source = spec, source
         self._rules_in = cache(partial(_rules, spec, field))
@@ -49,9 +49,9 @@ class FileColumn:
             )
 
     def files(self, row: int, value: Any, pages: Any = None) -> list[PromptFile]:
-        """Return the files of a value of the row with this ordinal; raises RowRefusedError.
+        """Return the files of a value in the row with this ordinal; raises RowRefusedError.
 
-        `pages` are those of a PDF document, where a column says them.
+        `pages` are the pages of a PDF document, if they come from a column.
         """
         folder = self._source.directory_of(row) if self._spec.folder is None else self._spec.folder
         rules, label = self._rules_in(folder), f"column {self.name!r}"
@@ -76,7 +76,15 @@ class FileColumn:
             raise RowRefusedError(f"{rules.field}: {label} is empty")
         key = blake2b(content or f"{rules.folder}\0{place}".encode("utf-8", "surrogatepass"), digest_size=16)
         key.update(pages.encode())
-        return PromptFile(key.digest(), USUAL_TOKENS, label, content, place, pages, rules)
+        return PromptFile(
+            key=key.digest(),
+            tokens=USUAL_TOKENS,
+            label=label,
+            content=content,
+            place=place,
+            pages=pages,
+            rules=rules,
+        )
 
     def _pages(self, of_row: Any) -> str:
         """Return the pages of a document as a text; empty for other files."""
@@ -93,7 +101,7 @@ class FileColumn:
 
 
 def _rules(spec: MediaSpec | PdfSpec, field: str, folder: str | None) -> MediaRules:
-    """Return how files of this field are read, in a folder or, for rows of no file, in the current one."""
+    """Return the rules for files of this field in a folder, or in the current one for rows of a program."""
     is_confined = folder is None or Path(folder) != Path("/")
     return MediaRules(
         folder=str(Path(folder or "").absolute() if is_confined else Path.cwd()),
@@ -122,13 +130,13 @@ def _holds_files(kind: pa.DataType) -> bool:
 
 
 def _part(file: PromptFile, placed: list[PromptFile]) -> dict[str, Any]:
-    """Return the part of a content for a file, which comes after those that were placed before."""
+    """Return the content part of a file, and append the file to those that are placed."""
     placed.append(file)
     return {"type": file.kind.name, file.kind.name: len(placed) - 1}
 
 
 class MediaPrompts:
-    """Makes the prompts of rows with files."""
+    """Renders the prompts of rows with files."""
 
     def __init__(
         self,
@@ -137,7 +145,7 @@ class MediaPrompts:
         prompt_of: Callable[[dict[str, Any]], Any],
         printed: Collection[str],
     ) -> None:
-        """`prompt_of` makes prompts whose templates print these columns. Raises JobError or InputError."""
+        """`prompt_of` renders templates, which print the columns `printed`. Raises JobError or InputError."""
         self._prompt_of = prompt_of
         self._printed = printed
         self._is_text = prompt.text is not None
@@ -147,12 +155,12 @@ class MediaPrompts:
         for field, spec in prompt.media.items():
             self._columns += [FileColumn(name, field, spec, source) for name in spec.columns]
             if isinstance(spec, PdfSpec):
-                continue  # it goes with chats, in which nothing stands for files
+                continue  # only chats have documents, and chats need no placeholder
             self._placeholders[KIND_OF_FIELD[field].name] = spec.placeholder or ""
             printed_columns = sorted({*spec.columns} & {*printed})
             if self._is_text and printed_columns and not spec.placeholder:
                 raise JobError(
-                    f"prompt.text: nothing is known to stand for the {field} of {printed_columns[0]!r}",
+                    f"prompt.text: no placeholder is known for the {field} of {printed_columns[0]!r}",
                     hint=f"give {field}.placeholder, the model's own token, or leave the column out",
                 )
         self._page_column = None if prompt.pdf is None else prompt.pdf.page_column
@@ -165,12 +173,12 @@ class MediaPrompts:
     def prompt(self, ordinal: int, row: dict[str, Any]) -> tuple[Any, tuple[PromptFile, ...]]:
         """Return the prompt of a row and its files; raises RowRefusedError."""
         files: list[PromptFile] = []
-        before: list[int] = []  # those that no template places
+        before: list[int] = []  # numbers of the files that no template places
         marked = dict(row)
         for column in self._columns:
             value, is_printed = row[column.name], column.name in self._printed
             if value is None and is_printed:
-                continue  # the template may do without
+                continue  # the template decides what it prints for a null
             start = len(files)
             files += column.files(ordinal, value, row[self._page_column] if self._page_column else None)
             marks = Marks(f"\ue000{self._secret}:{number}\ue001" for number in range(start, len(files)))
@@ -205,7 +213,7 @@ class MediaPrompts:
 def _conversation(
     messages: list[dict[str, Any]], files: Sequence[PromptFile], placed: list[PromptFile]
 ) -> list[dict[str, Any]]:
-    """Put files into a conversation, of each kind where it has parts or marks for it, or before its text."""
+    """Put files into a conversation: where it has parts or marks for their kind, else before its text."""
     contents = [message.get("content") for message in messages]
     bare = Counter(_bare_kind(part) for content in contents if isinstance(content, list) for part in content)
     texts = [message["content"] for message in messages if _is_users_text(message)]
@@ -248,7 +256,7 @@ def _conversation(
 
 
 def _bare_kind(part: Any) -> str | None:
-    """Return which kind of file a part stands for that is elsewhere, as in the chats of Hugging Face."""
+    """Return the kind of file that a part without a file stands for, as in chats of Hugging Face."""
     values = [name for name, value in part.items() if name != "type" and value]
     return part["type"] if part["type"] in KINDS and not values else None
 
