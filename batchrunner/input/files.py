@@ -8,11 +8,12 @@ import logging
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Any
+from typing import IO, Any
 from urllib.parse import unquote
 
 import msgspec
@@ -28,6 +29,7 @@ from batchrunner.core.errors import (
     or_away,
 )
 from batchrunner.core.files import COMPRESSIONS, ENDINGS, FileFormat, format_of, is_special, known_format
+from batchrunner.core.timing import TIMING
 from batchrunner.input.compression import (
     DECOMPRESSION_ERRORS,
     HEAD_BYTES,
@@ -147,7 +149,7 @@ def results_of(given: str, storage: StorageSpec) -> str:
             hint=f"run it again, or take what is there: {given}/parts",
         )
     if merged_rows(run_dir) < total:
-        with _only_one(run_dir.path / ".merging"):
+        with _only_one(run_dir.path / ".merging", unfinished=".merge-*/**/*"):
             if merged_rows(run_dir) < total > merge(run_dir).rows:
                 raise InputError(f"{given}: this run is still at work", hint="try again when it has ended")
     return f"{given}/merged"
@@ -481,7 +483,7 @@ class SourceFile:
         """Make the Parquet copy. One of several processes makes it, where the file system has locks."""
         with writing(copy):
             make_directory(copy.parent)
-        with _only_one(copy.with_suffix(".lock")):
+        with _only_one(copy.with_suffix(".lock"), unfinished=f".{copy.name}*"):
             if not copy.exists():
                 self.digest = self.digest or self._digest_of(self._size)  # of what an earlier copy has
                 with writing(copy), whole_file(copy, secrets.token_hex(4)) as temporary:
@@ -550,12 +552,40 @@ def _open_parquet(fs: pafs.FileSystem, path: str) -> pq.ParquetFile:
 
 
 @contextlib.contextmanager
-def _only_one(path: Path) -> Iterator[None]:
-    """Wait until no other process is in this block with the same path; a killed one is in none."""
-    with writing(path), path.open("wb") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: several may do the same
-            fcntl.flock(file, fcntl.LOCK_EX)
+def _only_one(lock: Path, *, unfinished: str) -> Iterator[None]:
+    """Wait while another process is in this block with the same lock; a killed one is in none.
+
+    What several processes make at once is alike, and appears whole. So a process whose `unfinished` files, a
+    pattern beside the lock, do not change for `TIMING.silent_copy` is not waited for: its machine sleeps.
+    """
+    with writing(lock), lock.open("wb") as file:
+        size, changed_at = -1, time.monotonic()
+        while _is_locked_elsewhere(file) and time.monotonic() - changed_at < TIMING.silent_copy:
+            time.sleep(TIMING.launch_poll)
+            size_now = _bytes_of_files(lock.parent, unfinished)
+            if size_now != size:
+                size, changed_at = size_now, time.monotonic()
         yield
+
+
+def _is_locked_elsewhere(file: IO[bytes]) -> bool:
+    """Lock a file; tell whether another process has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks: several processes may do the same
+        return False
+    return False
+
+
+def _bytes_of_files(directory: Path, pattern: str) -> int:
+    """Return the bytes of the files that a pattern names."""
+    size = 0
+    for file in directory.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):  # it was renamed just now
+            size += file.stat().st_size
+    return size
 
 
 def size_of(footer: pq.FileMetaData, columns: Iterable[str], group: int) -> int:
