@@ -22,8 +22,8 @@ simulated engine have `simulated: true` in the file's metadata."""
 ASKED = """## Columns on demand
 
 `output.columns` adds these columns [after all others](../how-to/whole-answers.md). With `sampling.n` above
-1, all except `prompt_logprobs` are lists. A column of `input.columns` replaces a result column of the same
-name.
+1, all except `prompt_logprobs` are lists. A copied input column replaces an always-present column of the
+same name.
 
 *tokens* is a list of `{id: int32, token: string, logprob: float}`, *calls* one of
 `{id, type, function: {name, arguments}}`, all strings."""
