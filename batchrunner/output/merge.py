@@ -8,10 +8,11 @@ import secrets
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from hashlib import blake2b
 from http import HTTPStatus
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from batchrunner.output.counts import with_counts
 from batchrunner.output.files import file_to_write, json_line, sync_directory, whole_file, writing
 from batchrunner.output.parts import open_part, read_journal
 from batchrunner.output.run_dir import RunDir, look_at_run
-from batchrunner.output.run_json import require_run_json
+from batchrunner.output.run_json import read_run_json, require_run_json
 
 BUCKET_ROWS = 100_000
 """Most rows in a bucket, which becomes a merged file."""
@@ -345,7 +346,7 @@ def _unusual(value: object) -> Any:
 EXPIRED = "This request could not be executed before the completion window expired."
 CANCELLED = "This request was not executed: the batch was cancelled."
 _CODES = {EXPIRED: "batch_expired", CANCELLED: "batch_cancelled"}
-"""OpenAI's codes of lines that a batch left when it ended early, by their errors."""
+"""OpenAI's codes for lines that were not answered when their batch ended early, by error."""
 
 
 def results_path(given: str, option: str) -> Path:
@@ -360,51 +361,93 @@ def results_path(given: str, option: str) -> Path:
     return file_to_write(given, f"{option} {given}")
 
 
-def publish(run_dir: RunDir, results: Path, errors: Path | None) -> dict[str, Any] | None:
+class Published(NamedTuple):
+    """Totals of the lines that were written for a batch file."""
+
+    usage: dict[str, Any]
+    """Tokens of all lines, in OpenAI's form."""
+    completed: int
+    failed: int
+
+
+def publish(
+    run_dir: RunDir,
+    results: Path,
+    errors: Path | None,
+    *,
+    unanswered: Iterable[tuple[str | None, str]] | None = None,
+) -> Published | None:
     """Write the results of a batch file as OpenAI does: a line for each request, in their order.
 
-    Lines that failed go to `errors`, or to the `results` where that is None. Each file is whole when it
-    appears, and replaces an existing one. Return the tokens of all lines as OpenAI does, or None while rows
-    are missing. Raises StorageError, or ResumeError where a part is damaged.
+    Failed lines go to `errors`, or to `results` where that is None. Each file appears whole and replaces an
+    existing one. Return None while results are missing. A batch that ended early gives `unanswered`: for each
+    request of the file, in order, its custom_id and the error to write where it has no result. Raises
+    StorageError, or ResumeError where a part is damaged.
     """
     release_unused()  # of the run before
-    facts = require_run_json(run_dir)
-    digest = facts["fingerprint"]["files"][0]["digest"]
+    facts = require_run_json(run_dir) if unanswered is None else read_run_json(run_dir)
+    # A batch that was cancelled before its run began has no run.json, and no results either.
+    digest = facts["fingerprint"]["files"][0]["digest"] if facts else run_dir.name
     errors = errors or results
-    rows, tokens = 0, Counter[str]()
+    total, failed, tokens = 0, 0, Counter[str]()
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(writing(run_dir.path))
             work = stack.enter_context(_work_directory(run_dir, run_dir.path))
             files = {path: stack.enter_context(_result_file(path)) for path in {results, errors}}
-            tables = in_order(
-                run_dir,
-                durable_results(run_dir, work),
-                work,
-                RESULT_COLUMNS,
-                bucket_bytes=RESULT_BUCKET_BYTES,
-            )
-            for batch in (batch for table in tables for batch in table.to_batches(CHUNK_ROWS)):
+            rows = _result_rows(run_dir, work) if facts else iter(())
+            if unanswered is not None:
+                rows = _with_unanswered(rows, unanswered)
+            while chunk := [*islice(rows, CHUNK_ROWS)]:
                 lines: dict[Path, list[bytes]] = {path: [] for path in files}
-                for row in batch.to_pylist():
-                    rows += 1
+                for row in chunk:
                     tokens.update({name: row[name] or 0 for name in TOKENS})
                     path = results if row["error"] is None else errors
                     lines[path].append(json_line(_result_line(row, digest)))
+                    failed += row["error"] is not None
+                total += len(chunk)
                 for path, file in files.items():
                     with writing(path):
                         file.writelines(lines[path])
-            if rows < facts["rows_total"]:
+            if facts and total < facts["rows_total"]:
                 raise NoResultYetError  # noqa: TRY301 - so that the files do not appear
     except NoResultYetError:
         return None
     except OutputError as failure:  # the work directory: what is to be done is the same as for the results
         raise StorageError(failure.message, hint=failure.hint) from None
-    read, cached, made = (tokens[name] for name in TOKENS)
-    return {
-        "input_tokens": read, "input_tokens_details": {"cached_tokens": cached},
-        "output_tokens": made, "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": read + made,
+    prompt, cached, output = (tokens[name] for name in TOKENS)
+    usage = {
+        "input_tokens": prompt, "input_tokens_details": {"cached_tokens": cached},
+        "output_tokens": output, "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + output,
     }  # fmt: skip
+    return Published(usage, completed=total - failed, failed=failed)
+
+
+def _result_rows(run_dir: RunDir, work: Path) -> Iterator[dict[str, Any]]:
+    """Yield the durable results of a batch file in input order; none where no row is durable."""
+    try:
+        parts = durable_results(run_dir, work)
+    except NoResultYetError:
+        return
+    tables = in_order(run_dir, parts, work, RESULT_COLUMNS, bucket_bytes=RESULT_BUCKET_BYTES)
+    for table in tables:
+        for batch in table.to_batches(CHUNK_ROWS):
+            yield from batch.to_pylist()
+
+
+def _with_unanswered(
+    results: Iterator[dict[str, Any]], unanswered: Iterable[tuple[str | None, str]]
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each request of a batch file: its result, or its error in `unanswered`."""
+    result = next(results, None)
+    for number, (custom_id, error) in enumerate(unanswered):
+        if result is not None and result["row"] == number:
+            yield result
+            result = next(results, None)
+        else:
+            blank = dict.fromkeys(RESULT_COLUMNS)
+            yield {**blank, "row": number, "custom_id": custom_id, "attempts": 0, "error": error}
 
 
 @contextlib.contextmanager
