@@ -1,8 +1,4 @@
-"""The command `batchrun`, of all its commands.
-
-The files of the commands have annotations that are no texts: typer would evaluate each of them four times,
-which costs every start of the command 10 ms.
-"""
+"""The program `batchrun`: reads the command line, runs one command, and ends with its exit code."""
 
 import difflib
 import os
@@ -17,10 +13,24 @@ import typer
 from typer import Typer
 from typer.core import TyperGroup
 
-from batchrunner.cli.jobs import check, estimate, init, schema, tune
-from batchrunner.cli.options import EXIT_CODES
-from batchrunner.cli.results import advise, merge, report, status
-from batchrunner.cli.running import batch, engine, ray, run, serve, slurm
+from batchrunner.cli.commands import (
+    EXIT_CODES,
+    advise,
+    batch,
+    check,
+    engine,
+    estimate,
+    init,
+    merge,
+    ray,
+    report,
+    run,
+    schema,
+    serve,
+    slurm,
+    status,
+    tune,
+)
 from batchrunner.core.console import (
     lost_output,
     open_standard_streams,
@@ -44,80 +54,81 @@ from batchrunner.core.processes import SignalWatch, listened_to
 from batchrunner.core.timing import TIMING
 
 HELP_OPTIONS = ("-h", "--help")
-_ALONE = {*HELP_OPTIONS, "--version"}
+_OPTIONS_OF_BATCHRUN = {*HELP_OPTIONS, "--version"}
+"""Options of `batchrun` itself, which need no command."""
 _FLAGS = {"--json", "--quiet", "-q", "--verbose", "-v"}
-"""Options that may stand before the first word and take no value."""
+"""Options without a value that may come before the command."""
 _UsageError: Any = typer.BadParameter.__base__
-"""Base class of errors in the arguments; typer has no public name for it."""
+"""Base class of usage errors, for which typer has no public name."""
 
 
 class CommandGroup(TyperGroup):
-    """`batchrun JOB.yaml` is `batchrun run JOB.yaml`; a BatchrunError is one line and its exit code."""
+    """Inserts `run` before a job file, and turns errors into one line and an exit code."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put `run` before a job file; raises JobError for a word that looks like a misspelt command."""
+        """Insert `run` before a job file; raises JobError for a word that looks like a misspelt command."""
         args = args or ["--help"]
         place = next((i for i, arg in enumerate(args) if arg == "-" or not arg.startswith("-")), None)
-        if place is not None and args[place] not in self.commands and args[0] not in _ALONE:
+        if place is not None and args[place] not in self.commands and args[0] not in _OPTIONS_OF_BATCHRUN:
             if _FLAGS.issuperset(args[:place]):
                 self._refuse_misspelt(args[place])
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; raises BatchrunError for an interrupt that the command did not handle itself."""
+        """Run the command; an interrupt that it does not handle becomes a BatchrunError."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise interrupted() from None
 
-    def main(self, *given: Any, **options: Any) -> Any:
-        """Run the command of `args` (default: `sys.argv`) and exit with its code, or return the code.
+    def main(self, *positional: Any, **options: Any) -> Any:
+        """Run the command of `args` (default: `sys.argv`) and exit with its code.
 
-        It is returned where `standalone_mode` is false. With `--json` among the arguments an error is also an
-        object on standard output.
+        With `standalone_mode=False` the code is returned instead. With `--json` among the arguments an error
+        is also printed as an object on standard output.
         """
-        options = {**dict(zip(("args", "prog_name"), given, strict=False)), **options}
+        options = {**dict(zip(("args", "prog_name"), positional, strict=False)), **options}
         args = options.pop("args", None)
         words = list(sys.argv[1:] if args is None else args)
-        alone = options.get("standalone_mode", True)
+        exits = options.pop("standalone_mode", True)
         as_json = wants_json(words)
         try:
-            ended = super().main(words, **{**options, "standalone_mode": False})
-            code = ended if isinstance(ended, int) else 0
+            result = super().main(words, **options, standalone_mode=False)
+            code = result if isinstance(result, int) else 0
         except BatchrunError as error:
             code = tell_failure(error, as_json=as_json)
         except _UsageError as error:
             command = error.ctx.command_path if error.ctx else "batchrun"
             hint = f"{command} --help describes the arguments"
-            wrong = JobError(error.format_message().rstrip("."), hint=hint)
-            code = tell_failure(wrong, as_json=as_json, of=error)
-        except typer.Abort as ended:  # what typer makes of an EOFError, which no command foresees
-            raise (ended.__cause__ or ended) from None
-        if alone:
+            usage_error = JobError(error.format_message().rstrip("."), hint=hint)
+            code = tell_failure(usage_error, as_json=as_json, cause=error)
+        except typer.Abort as abort:  # typer raises it in place of an EOFError, which no command foresees
+            raise (abort.__cause__ or abort) from None
+        if exits:
             sys.exit(code)
         return code
 
     def _refuse_misspelt(self, word: str) -> None:
-        """Raise JobError where a word is no file and looks like the name of a command."""
-        near = difflib.get_close_matches(word.lower(), self.commands, n=1)
-        # os.path takes names that are too long, and has no errors
-        if near and not Path(word).suffix and not os.path.exists(word):  # noqa: PTH110
-            raise JobError(f"{word}: no such command or job file", hint=f"did you mean {near[0]!r}?")
+        """Raise JobError for a word that is not a file and resembles the name of a command."""
+        matches = difflib.get_close_matches(word.lower(), self.commands, n=1)
+        # os.path.exists raises no error for a name that is too long, unlike Path.exists.
+        if matches and not Path(word).suffix and not os.path.exists(word):  # noqa: PTH110
+            raise JobError(f"{word}: no such command or job file", hint=f"did you mean {matches[0]!r}?")
 
 
 class Interrupts:
-    """Ends the process of a command that a Ctrl-C does not end: after a while, or at once by a second one."""
+    """Ends a command that ignores a Ctrl-C: after some seconds, or at once after a second Ctrl-C."""
 
-    _came = 0
+    _count = 0
 
-    def came(self, number: signal.Signals) -> None:
-        """Take a signal; see `SignalWatch`. A run takes its own."""
-        taken = signal.getsignal(number) in {signal.SIG_IGN, signal.SIG_DFL, listened_to}
-        if number != signal.SIGINT or taken:
+    def receive(self, number: signal.Signals) -> None:
+        """Handle a signal; see `SignalWatch`. A run handles its signals itself."""
+        is_handled_elsewhere = signal.getsignal(number) in {signal.SIG_IGN, signal.SIG_DFL, listened_to}
+        if number != signal.SIGINT or is_handled_elsewhere:
             return
-        self._came += 1
-        if self._came > 1:
+        self._count += 1
+        if self._count > 1:
             _end_process()
         timer = threading.Timer(TIMING.stop_at_once, _end_process)
         timer.daemon = True
@@ -125,23 +136,23 @@ class Interrupts:
 
 
 def _end_process() -> None:
-    """End the process, whatever its threads do; every file becomes visible whole."""
+    """End the process, whatever its threads do. No file is left half written: each appears whole."""
     os._exit(tell_failure(interrupted(), as_json=wants_json(sys.argv[1:])))
 
 
-_BY_SIGNAL = {EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP}
-"""Exit codes after which nothing is waited for."""
+_SIGNAL_CODES = {EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP}
+"""Exit codes of a command that a signal stopped; its threads are not waited for."""
 
 
 class _NoPandas:
-    """Hides pandas, which pyarrow would import for its first list that becomes a column: 1 s and 47 MB.
+    """Import hook that hides pandas.
 
-    Ray Data cannot do without it.
+    pyarrow would import it to make the first column of a list: 1 s and 47 MB. Only Ray Data needs it.
     """
 
     @staticmethod
     def find_spec(name: str, *_: object) -> None:
-        """Find nothing; raises ImportError for pandas, unless Ray is loaded."""
+        """Raise ImportError for pandas, unless Ray is loaded."""
         if name == "pandas" and "ray" not in sys.modules:
             raise ImportError
 
@@ -150,16 +161,16 @@ def start(app: Typer) -> NoReturn:
     """Run the command of `sys.argv` and end the process with its exit code, whatever happens."""
     sys.meta_path.insert(0, _NoPandas)
     open_standard_streams()
-    with SignalWatch(Interrupts().came):
+    with SignalWatch(Interrupts().receive):
         code = _run(app)
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # from now on a Ctrl-C has nothing to interrupt
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to interrupt
     if lost := lost_output():
         tell(f"batchrun: standard output: cannot be written: {lost}")
         code = code or EXIT_STOPPED
     others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
-    if code in _BY_SIGNAL or (code and any(not thread.daemon for thread in others)):
-        os._exit(code)  # a thread that still works is not waited for, nor is Python's own end
+    if code in _SIGNAL_CODES or (code and any(not thread.daemon for thread in others)):
+        os._exit(code)  # sys.exit would wait for these threads
     sys.exit(code)
 
 
@@ -167,12 +178,12 @@ def _run(app: Typer) -> int:
     """Run the command of `sys.argv`; return its exit code, whatever happens."""
     try:
         app()
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:  # before a command began, or after it
         return tell_failure(interrupted(), as_json=wants_json(sys.argv[1:]))
-    except Exception as failure:  # noqa: BLE001 - nobody foresaw it
-        return tell_failure(unforeseen(failure), as_json=wants_json(sys.argv[1:]), of=failure)
+    except Exception as failure:  # noqa: BLE001 - a defect, which the user reports
+        return tell_failure(unforeseen(failure), as_json=wants_json(sys.argv[1:]), cause=failure)
     return 0
 
 
@@ -189,8 +200,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_given: bool) -> None:
+    if is_given:
         show([version_line()])
         raise typer.Exit
 
@@ -208,8 +219,9 @@ _COMMANDS: tuple[Callable[..., None], ...] = (
     run, batch, init, check, estimate, tune, engine, serve, slurm, ray, status, merge, report, advise, schema,
 )  # fmt: skip
 """The commands, in the order in which `--help` lists them."""
-for _each in _COMMANDS:
-    app.command(epilog=EXIT_CODES if _each in {run, batch, estimate, tune, ray} else None)(_each)
+for _command in _COMMANDS:
+    _epilog = EXIT_CODES if _command in {run, batch, estimate, tune, ray} else None
+    app.command(epilog=_epilog)(_command)
 
 
 def main() -> None:
