@@ -15,14 +15,9 @@ from typing import Any, NamedTuple
 import msgspec
 import typing_extensions
 
-from batchrunner.core.hook_worker import ROLLOUT, HookFacts, HookLoadError, UnusableValueError, failure_text
-from batchrunner.core.types import ColumnKind, PromptKind
+from batchrunner.core.hook_protocol import HookFacts, HookLoadError, UnusableValueError, failure_text
+from batchrunner.core.types import CHECK, MEDIA, PARSE, PROMPT, ROLLOUT, ColumnKind, PromptKind
 
-PROMPT, PARSE, CHECK = "prompt.python", "parse", "accept.python"
-"""Places of functions in a job, by which the pool knows them: a row becomes a prompt, an answer becomes
-columns, an answer is judged."""
-MEDIA = "prompt"
-"""Place of our own function that prepares the files of a row, and is run as those of the job are."""
 Columns = tuple[tuple[str, ColumnKind], ...]
 _read_mapping = msgspec.json.Decoder(dict)
 

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.core.errors import RowRefusedError
-from batchrunner.core.types import Completion, Outcome, PromptKind
+from batchrunner.core.types import PARSE, Completion, Outcome, PromptKind
 from batchrunner.dispatch.bundles import BundleSenders, BundleTotals, ForwardPasses
 from batchrunner.dispatch.concurrency.law import (
     BYTES_A_TOKEN,
@@ -35,7 +35,6 @@ from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.engines.base import Engine
 from batchrunner.input.dataset import carried_of
 from batchrunner.job.answers import AnswerPlan, judges_by_row, of_sample
-from batchrunner.job.hook_loading import PARSE
 from batchrunner.job.spec import Job
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
