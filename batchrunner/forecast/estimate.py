@@ -17,6 +17,7 @@ from pyroaring import BitMap64
 from batchrunner.core.console import counted
 from batchrunner.core.engine_info import EngineInfo, TokenizerInfo
 from batchrunner.core.errors import BatchrunError, CannotTokenizeError, JobError
+from batchrunner.core.loop_thread import LoopThread
 from batchrunner.core.types import Completion, Outcome, Request, RequestBody
 from batchrunner.dispatch.concurrency.law import BYTES_A_TOKEN, UNKNOWN_ENGINE_WINDOW
 from batchrunner.dispatch.tokenize import make_encoder
@@ -46,7 +47,6 @@ from batchrunner.output.run_dir import ESTIMATE
 from batchrunner.output.task_lock import hold_task
 from batchrunner.report.report import duration
 from batchrunner.runner.control import Control
-from batchrunner.runner.open_engine import cancelled_once, open_portal
 from batchrunner.runner.prepare import PreparedJob, check_resumes, prepare
 from batchrunner.runner.run import execute, open_engine_of
 
@@ -275,10 +275,8 @@ def estimate(
         if given is not None and not least <= given < math.inf:
             raise JobError(f"{name} {given}", hint=f"give a number from {least} on")
     loaded = load_job(job, overrides=overrides)
-    with contextlib.closing(prepare(loaded)) as prepared, open_portal() as portal:
-        work = _estimate(prepared, rows, price, replicas, workers, cold)
-        made: Estimate = portal.call(cancelled_once, work)
-        return made
+    with contextlib.closing(prepare(loaded)) as prepared, LoopThread() as loop:
+        return loop.call(lambda: _estimate(prepared, rows, price, replicas, workers, cold))
 
 
 async def _estimate(

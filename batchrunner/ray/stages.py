@@ -30,7 +30,7 @@ from batchrunner.job.load import EngineLike, parse_engine
 from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job, LimitsSpec
 from batchrunner.output.columns import schema_of_run, table_of
-from batchrunner.runner.open_engine import EngineLoop, OpenEngine
+from batchrunner.runner.open_engine import OpenEngine
 from batchrunner.runner.stream import MOST_ROWS, ProgramRows, RowBuffer, send_stream
 
 
@@ -168,7 +168,7 @@ class BlockStream:
     All methods but `close` are called in one event loop, which is not that of the engine.
     """
 
-    def __init__(self, call: StageCall, loop: EngineLoop, columns: pa.Schema) -> None:
+    def __init__(self, call: StageCall, engine: OpenEngine, columns: pa.Schema) -> None:
         """Begin with rows of these columns; raises JobError or InputError. Blocks."""
         self._call = call
         self._order = asyncio.Lock()  # first come, first sent
@@ -186,7 +186,7 @@ class BlockStream:
             call.check_names(columns, self._plan)
             self._outlet = BlockOutlet()
             work = functools.partial(send_stream, rows, self._outlet, (), scratch)
-            self._running = loop.start(work)
+            self._running = engine.start(work)
             self._stack = stack.pop_all()
 
     async def answer(self, block: pa.Table) -> pa.Table:
@@ -208,7 +208,7 @@ class BlockStream:
     def close(self) -> None:
         """End the stream, whose requests in flight are cancelled. Blocks."""
         self._buffer.stop()
-        self._running.cancel_blocking()
+        self._running.cancel_and_wait()
         self._stack.close()
 
     def _feed(self, block: pa.Table) -> SentBlock:
@@ -255,7 +255,7 @@ class EngineWorker:
             stream = self._stream
             if stream is None:
                 stream = self._stream = await asyncio.to_thread(
-                    BlockStream, self._call, self._engine.loop, batch.schema
+                    BlockStream, self._call, self._engine, batch.schema
                 )
         try:
             return await stream.answer(batch)

@@ -53,7 +53,7 @@ def _long_job(tmp_path: Path, engine: dict[str, Any], rows: int, tokens: int = 3
 
 
 def _fleet(engine: batchrunner.OpenEngine) -> LaunchedFleet:
-    made = engine.loop._engine
+    made = engine.engine
     assert isinstance(made, LaunchedFleet)
     return made
 

@@ -81,7 +81,7 @@ def engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[b
 @pytest.fixture(scope="module")
 def scoring(engine: batchrunner.OpenEngine) -> Iterator[batchrunner.OpenEngine]:
     """The same server, for another task."""
-    fleet = engine.loop._engine
+    fleet = engine.engine
     assert isinstance(fleet, LaunchedFleet)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_API_KEY", fleet._key)
