@@ -31,7 +31,7 @@ from batchrunner.core.errors import (
     RowRefusedError,
     hidden,
 )
-from batchrunner.core.timing import pause_before_retry
+from batchrunner.core.retry import pause_before_retry
 from batchrunner.core.types import Completion, Outcome, Request
 from batchrunner.dispatch.blame import RouteRecord, is_why
 from batchrunner.dispatch.bundles import BundleSender

@@ -5,15 +5,16 @@ import logging
 import math
 import os
 import re
-import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tenacity import Retrying
+
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.files import read_json
-from batchrunner.core.timing import TIMING
+from batchrunner.core.retry import backoff
 from batchrunner.engines.flags import name_in
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.fields import is_hub_name
@@ -142,28 +143,26 @@ def check_on_hub(spec: ServerEngine) -> None:
     )
 
     hub = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
-    for tries in range(1, HUB_TRIES + 1):
-        try:
-            hub.model_info(repository, revision=revision, timeout=HUB_TIMEOUT_S)
-        except (RepositoryNotFoundError, RevisionNotFoundError):
-            at = f" at revision {revision}" if revision else ""
-            raise EngineStartError(
-                f"engine.model: {model}: {hub.endpoint} has no such model{at}, or shows it only with a token",
-                hint="correct the name, set HF_TOKEN, or give a folder",
-            ) from None
-        except (httpx.ConnectError, ConnectionError) as failure:  # the second: HF_HUB_OFFLINE is set
-            if tries == HUB_TRIES:
-                raise EngineStartError(
-                    f"engine.model: {model}: is not on this machine, and {hub.endpoint} cannot be reached: "
-                    f"{failure}",
-                    hint=f"`hf download {repository}` where there is a network, or give a folder",
-                ) from None
-            time.sleep(TIMING.first_retry * 2**tries)
-        except (httpx.HTTPError, HfHubHTTPError, ValueError, OSError) as failure:
-            log.debug("the Hub was asked for %s in vain: %r", model, failure)
-            return
-        else:
-            return
+
+    def is_unreachable(failure: BaseException) -> bool:
+        return isinstance(failure, (httpx.ConnectError, ConnectionError))  # the second by HF_HUB_OFFLINE
+
+    retrying = Retrying(**backoff(is_unreachable, attempts=HUB_TRIES))
+    try:
+        retrying(hub.model_info, repository, revision=revision, timeout=HUB_TIMEOUT_S)
+    except (RepositoryNotFoundError, RevisionNotFoundError):
+        at = f" at revision {revision}" if revision else ""
+        raise EngineStartError(
+            f"engine.model: {model}: {hub.endpoint} has no such model{at}, or shows it only with a token",
+            hint="correct the name, set HF_TOKEN, or give a folder",
+        ) from None
+    except (httpx.ConnectError, ConnectionError) as failure:
+        raise EngineStartError(
+            f"engine.model: {model}: is not on this machine, and {hub.endpoint} cannot be reached: {failure}",
+            hint=f"`hf download {repository}` where there is a network, or give a folder",
+        ) from None
+    except (httpx.HTTPError, HfHubHTTPError, ValueError, OSError) as failure:
+        log.debug("the Hub could not be asked for %s: %r", model, failure)
 
 
 def _looks_elsewhere(spec: ServerEngine) -> bool:

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from batchrunner.core.errors import EngineBusyError
-from batchrunner.core.timing import pause_before_retry
+from batchrunner.core.retry import pause_before_retry
 from batchrunner.core.types import EMBEDDINGS_PATH, RequestBody
 from batchrunner.dispatch.blame import RouteRecord, is_why
 from batchrunner.dispatch.queue import PendingRow

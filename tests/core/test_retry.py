@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.core.errors import EngineBusyError, RequestError
-from batchrunner.core.timing import TIMING, pause_before_retry
+from batchrunner.core.retry import pause_before_retry
+from batchrunner.core.timing import TIMING
 
 counts = st.integers(1, 10) | st.integers(1, 10_000)  # small ones are where pauses still grow
 lucks = st.floats(0, 1, exclude_max=True)
