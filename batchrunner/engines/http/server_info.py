@@ -18,7 +18,6 @@ from batchrunner.core.errors import EngineAwayError, EngineDownError, EngineStar
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.guard import Model, model_in
 from batchrunner.engines.http.proxies import by_proxy, proxy_of
-from batchrunner.engines.logs.reader import Facts
 from batchrunner.engines.model_files import model_identity, takes_mean
 from batchrunner.job.tasks import TASKS, TaskName
 
@@ -407,6 +406,8 @@ def memory_caps_running(server: Mapping[str, Any]) -> bool:
         return False
     if asked is None:
         return bool(state.get("max_mamba_cache_size")) and in_effect < LEAST_DEFAULT_RUNNING
+    from batchrunner.engines.logs.reader import Facts  # noqa: PLC0415 - few servers report the option
+
     return in_effect < asked // Facts(arguments=dict(server)).attn_dp
 
 
