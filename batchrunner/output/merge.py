@@ -31,7 +31,14 @@ from batchrunner.output.arrow_arrays import arrow_array, shown_values
 from batchrunner.output.buckets import BUFFER_BYTES, Buckets, release_unused
 from batchrunner.output.columns import kinds_returned, with_returned
 from batchrunner.output.counts import with_counts
-from batchrunner.output.files import file_to_write, json_line, sync_directory, whole_file, writing
+from batchrunner.output.files import (
+    file_to_write,
+    json_line,
+    make_directory,
+    sync_directory,
+    whole_file,
+    writing,
+)
 from batchrunner.output.parts import open_part, read_journal
 from batchrunner.output.run_dir import RunDir, look_at_run
 from batchrunner.output.run_json import read_run_json, require_run_json
@@ -393,6 +400,7 @@ def publish(
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(writing(run_dir.path))
+            make_directory(run_dir.path)
             work = stack.enter_context(_work_directory(run_dir, run_dir.path))
             files = {path: stack.enter_context(_result_file(path)) for path in {results, errors}}
             rows = _result_rows(run_dir, work) if facts else iter(())

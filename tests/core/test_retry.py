@@ -1,10 +1,12 @@
 """When a failed try is repeated: who is tried again, how often, and after what pause."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tenacity import Retrying
 
 from batchrunner.core.errors import EngineBusyError, RequestError
-from batchrunner.core.retry import pause_before_retry
+from batchrunner.core.retry import backoff, pause_before_retry
 from batchrunner.core.timing import TIMING
 
 counts = st.integers(1, 10) | st.integers(1, 10_000)  # small ones are where pauses still grow
@@ -33,3 +35,24 @@ def test_retry_after_is_a_floor(tries: int, luck: float, wish: float) -> None:
     assert pause(EngineBusyError("503", wish), tries=tries, luck=luck) == max(
         plain, min(wish, TIMING.longest_retry)
     )
+
+
+def test_backoff_repeats_transient_errors_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the last attempt, whose error is raised; another error is raised at once."""
+    pauses_s = list[float]()
+    monkeypatch.setattr("tenacity.nap.time.sleep", pauses_s.append)
+    failures: list[Exception] = [ConnectionError("1"), ConnectionError("2"), ConnectionError("3")]
+
+    def attempt() -> None:
+        raise failures.pop(0)
+
+    def is_transient(failure: BaseException) -> bool:
+        return isinstance(failure, ConnectionError)
+
+    with pytest.raises(ConnectionError, match="3"):
+        Retrying(**backoff(is_transient, attempts=3, first_s=2.0))(attempt)
+    assert pauses_s == [2.0, 4.0]
+    failures = [ValueError("wrong"), ConnectionError("never tried")]
+    with pytest.raises(ValueError, match="wrong"):
+        Retrying(**backoff(is_transient, attempts=3))(attempt)
+    assert len(failures) == 1
