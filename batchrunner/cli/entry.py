@@ -50,7 +50,7 @@ from batchrunner.core.errors import (
     JobError,
     interrupted,
 )
-from batchrunner.core.processes import SignalWatch, listened_to
+from batchrunner.core.processes import SignalWatch, ignore_signal
 from batchrunner.core.timing import TIMING
 
 HELP_OPTIONS = ("-h", "--help")
@@ -124,7 +124,7 @@ class Interrupts:
 
     def receive(self, number: signal.Signals) -> None:
         """Handle a signal; see `SignalWatch`. A run handles its signals itself."""
-        is_handled_elsewhere = signal.getsignal(number) in {signal.SIG_IGN, signal.SIG_DFL, listened_to}
+        is_handled_elsewhere = signal.getsignal(number) in {signal.SIG_IGN, signal.SIG_DFL, ignore_signal}
         if number != signal.SIGINT or is_handled_elsewhere:
             return
         self._count += 1
@@ -168,8 +168,8 @@ def start(app: Typer) -> NoReturn:
     if lost := lost_output():
         tell(f"batchrun: standard output: cannot be written: {lost}")
         code = code or EXIT_STOPPED
-    others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
-    if code in _SIGNAL_CODES or (code and any(not thread.daemon for thread in others)):
+    other_threads = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
+    if code in _SIGNAL_CODES or (code and any(not thread.daemon for thread in other_threads)):
         os._exit(code)  # sys.exit would wait for these threads
     sys.exit(code)
 

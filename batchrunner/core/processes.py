@@ -45,7 +45,7 @@ class SignalWatch:
         self._previous_pipe = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         for number in self._caught:
             if signal.getsignal(number) != signal.SIG_IGN:
-                self._handlers[number] = signal.signal(number, listened_to)
+                self._handlers[number] = signal.signal(number, ignore_signal)
         self._thread.start()
         return self
 
@@ -68,7 +68,7 @@ class SignalWatch:
                 self._listener(signal.Signals(number))
 
 
-def listened_to(_number: int, _frame: FrameType | None) -> None:
+def ignore_signal(_number: int, _frame: FrameType | None) -> None:
     """Do nothing: the handler of a signal whose SignalWatch has a listener."""
 
 

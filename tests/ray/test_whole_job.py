@@ -195,8 +195,8 @@ def test_a_worker_out_of_reach_has_not_died(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(TIMING, "ray_poll", 0.0)
     workers = whole_job.Workers(load_job(job_of(tmp_path)), whole_job.SharedPath(None, None), Control())
     remote = SimpleNamespace(remote=lambda *_: object())
-    workers.start(SimpleNamespace(run=remote, begun=remote, stop=remote))
-    while workers.go_on():
+    workers.start(SimpleNamespace(run=remote, wait_until_started=remote, stop=remote))
+    while workers.watch():
         pass
     assert workers.error is None
     assert workers.last is not None
