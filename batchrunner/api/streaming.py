@@ -66,11 +66,11 @@ def stream(
     the engine unless it is an open one. Raises BatchrunError, and exceptions of the iterator after the rows
     that it yielded.
     """
-    opened, spec = engine_of(engine)
-    if opened is not None:
-        opened.refuse_other_task(call.get("task", GENERATE))
+    open_engine, spec = engine_of(engine)
+    if open_engine is not None:
+        open_engine.refuse_other_task(call.get("task", GENERATE))
     if paths_of(rows) is not None:
         raise JobError("rows: stream takes no files", hint="give pyarrow.dataset.dataset(path)")
     library_call = LibraryCall(engine=spec, columns=columns, own_rows=True, **call)
     displays = make_displays(progress=progress, on_progress=on_progress)
-    return Stream(StreamCall(rows, library_call, opened, displays))
+    return Stream(StreamCall(rows, library_call, open_engine, displays))

@@ -46,7 +46,7 @@ def results_of(
     `fields` are the arguments of the call.
     """
     displays = make_displays(progress=progress, on_progress=on_progress)
-    opened, spec = engine_of(engine)
+    open_engine, spec = engine_of(engine)
     paths = paths_of(rows)
     call = LibraryCall(engine=spec, own_rows=paths is None, **fields)
     with tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch:
@@ -60,7 +60,7 @@ def results_of(
         job = call.job(dataset.schema, paths or [str(source)], out)
         if not dataset.total_rows:
             return _no_results(job, dataset)
-        report = run_blocking(job, opened, displays=displays)
+        report = run_blocking(job, open_engine, displays=displays)
         if report.rows_left:
             raise BatchrunError(
                 f"{report.reason}: {report.rows_left:,} of {report.rows_total:,} rows were not sent"

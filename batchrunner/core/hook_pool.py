@@ -52,7 +52,7 @@ class HookPool:
             raise
 
     def call_many(
-        self, where: str, rows: Sequence[Arguments], is_stopped: Callable[[], object] = lambda: False
+        self, place: str, rows: Sequence[Arguments], is_stopped: Callable[[], object] = lambda: False
     ) -> list[HookResult]:
         """Call a function with each row and return the results in order. Blocks.
 
@@ -61,7 +61,7 @@ class HookPool:
         """
         chunk_rows = max(1, min(CHUNK_ROWS, -(-len(rows) // self.most_processes)))
         chunks = [
-            self._submit(where, rows[start : start + chunk_rows]) for start in range(0, len(rows), chunk_rows)
+            self._submit(place, rows[start : start + chunk_rows]) for start in range(0, len(rows), chunk_rows)
         ]
         results: list[HookResult] = []
         try:
@@ -79,16 +79,16 @@ class HookPool:
                 chunk.cancel()
         return results
 
-    async def call(self, where: str, *row: Any) -> Any:
+    async def call(self, place: str, *row: Any) -> Any:
         """Call a function with one row; calls that wait for a process are sent to it together.
 
         Raises RowRefusedError where the call fails, HookLostError as `call_many` does.
         """
         result: asyncio.Future[HookResult] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(where, []).append((row, result))
-        senders = self._senders.setdefault(where, set())
+        self._waiting.setdefault(place, []).append((row, result))
+        senders = self._senders.setdefault(place, set())
         if len(senders) < self.most_processes:
-            sender = asyncio.create_task(self._send_waiting(where))
+            sender = asyncio.create_task(self._send_waiting(place))
             senders.add(sender)
             sender.add_done_callback(senders.discard)
         value, error = await result
@@ -108,15 +108,15 @@ class HookPool:
         for process in processes:
             process.close()
 
-    async def _send_waiting(self, where: str) -> None:
+    async def _send_waiting(self, place: str) -> None:
         """Send the waiting calls of a function in chunks until there are none."""
         await asyncio.sleep(0)  # Calls made in the same turn of the loop share a chunk.
-        while waiting := self._waiting.get(where):
-            chunk, self._waiting[where] = waiting[:CHUNK_ROWS], waiting[CHUNK_ROWS:]
+        while waiting := self._waiting.get(place):
+            chunk, self._waiting[place] = waiting[:CHUNK_ROWS], waiting[CHUNK_ROWS:]
             try:
-                results = await asyncio.wrap_future(self._submit(where, [row for row, _ in chunk]))
+                results = await asyncio.wrap_future(self._submit(place, [row for row, _ in chunk]))
             except asyncio.CancelledError:
-                for _, result in [*chunk, *self._waiting.pop(where)]:
+                for _, result in [*chunk, *self._waiting.pop(place)]:
                     result.cancel()
                 return
             except Exception as failure:  # noqa: BLE001 - those who wait for the calls raise it
@@ -128,19 +128,19 @@ class HookPool:
                 if not result.done():  # otherwise its caller was cancelled
                     result.set_result(value)
 
-    def _submit(self, where: str, rows: Sequence[Arguments]) -> Future[list[HookResult]]:
+    def _submit(self, place: str, rows: Sequence[Arguments]) -> Future[list[HookResult]]:
         """Have a process call a function with these rows; in a closed pool the future is cancelled."""
         try:
-            return self._threads.submit(self._results, where, rows)
+            return self._threads.submit(self._results, place, rows)
         except RuntimeError:  # It is closed.
             future: Future[list[HookResult]] = Future()
             future.cancel()
             return future
 
-    def _results(self, where: str, rows: Sequence[Arguments]) -> list[HookResult]:
+    def _results(self, place: str, rows: Sequence[Arguments]) -> list[HookResult]:
         """Return a result for each row; a row that ends its process gets an error."""
         results: list[HookResult] = []
-        number = [*self.facts].index(where)
+        number = [*self.facts].index(place)
         while len(results) < len(rows):
             try:
                 results += self._process().call(number, rows[len(results) :])
@@ -148,8 +148,8 @@ class HookPool:
                 if self._is_closed:
                     raise CancelledError from None
                 if len(rows) > 1:  # One of these rows ended the process: called alone, it shows which.
-                    return results + [self._results(where, [row])[0] for row in rows[len(results) :]]
-                results = [HookResult(None, f"{where}: {self.facts[where].name}: {failure}")]
+                    return results + [self._results(place, [row])[0] for row in rows[len(results) :]]
+                results = [HookResult(None, f"{place}: {self.facts[place].name}: {failure}")]
         return results
 
     def _process(self) -> HookProcess:

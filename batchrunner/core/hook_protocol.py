@@ -125,10 +125,10 @@ class CallTooLongError(BaseException):
     """A call exceeds its time limit; no `except Exception` catches it."""
 
 
-def failure_text(where: str, failure: BaseException, limit_s: float = 0.0) -> str:
+def failure_text(place: str, failure: BaseException, limit_s: float = 0.0) -> str:
     """Return a function's exception as the error of its row: place, file and line, class, message."""
     if isinstance(failure, UnusableValueError):
-        return f"{where}: {failure}"
+        return f"{place}: {failure}"
     frames = traceback.extract_tb(failure.__traceback__)
     while isinstance(failure, BaseExceptionGroup):  # asyncio.TaskGroup raises one; its first member says why
         failure = failure.exceptions[0]
@@ -140,9 +140,9 @@ def failure_text(where: str, failure: BaseException, limit_s: float = 0.0) -> st
             file, line = frame_summary.filename, frame_summary.lineno
     if isinstance(failure, SyntaxError):
         file, line = failure.filename or "", failure.lineno
-    place = f"{where}: {Path(file).name}:{line}: " if file else f"{where}: "
+    prefix = f"{place}: {Path(file).name}:{line}: " if file else f"{place}: "
     if isinstance(failure, CallTooLongError):
-        return f"{place}took more than {limit_s:g} s (limits.python)"
+        return f"{prefix}took more than {limit_s:g} s (limits.python)"
     message = " ".join(traceback.format_exception_only(failure)[-1].split())
     limit = " (limits.python_memory_gb)" if isinstance(failure, MemoryError) else ""
-    return f"{place}{message}"[:_LONGEST_ERROR] + limit
+    return f"{prefix}{message}"[:_LONGEST_ERROR] + limit

@@ -80,7 +80,7 @@ def _answer_calls(
 
 
 def _call_all(
-    function: Callable[..., Any], where: str, rows: Sequence[tuple[Any, ...]], limit_s: float
+    function: Callable[..., Any], place: str, rows: Sequence[tuple[Any, ...]], limit_s: float
 ) -> tuple[list[HookResult], bool]:
     """Return the results of the first rows, and whether this process is fit for others."""
     results: list[HookResult] = []
@@ -98,7 +98,7 @@ def _call_all(
         except BaseException as failure:  # noqa: BLE001 - a function may raise anything, SystemExit too
             # A function that was interrupted anywhere may still hold a lock.
             is_fit = not isinstance(failure, (CallTooLongError, MemoryError))
-            result = HookResult(None, failure_text(where, failure, limit_s))
+            result = HookResult(None, failure_text(place, failure, limit_s))
         results.append(result)
         if not is_fit or time.monotonic() > flush_at:
             break

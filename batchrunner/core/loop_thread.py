@@ -129,10 +129,10 @@ class LoopThread:
         with self._lock:
             if self._is_closed:
                 raise BatchrunError(_CLOSED)
-            started = LoopWork(self._loop, work)
-            self._works.add(started)
-        started.result.add_done_callback(lambda _: self._works.discard(started))
-        return started
+            loop_work = LoopWork(self._loop, work)
+            self._works.add(loop_work)
+        loop_work.result.add_done_callback(lambda _: self._works.discard(loop_work))
+        return loop_work
 
     def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run a coroutine on the loop and return its result. Blocks."""

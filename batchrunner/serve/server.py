@@ -391,13 +391,13 @@ async def serve(
     limits = ("limits.deadline=null", "limits.abort_failed_share=1")
     options: dict[str, Any] = {"engine": engine, "overrides": [*overrides, *limits]}
     job = job_of_batch("requests", str(directory), **options)
-    control, stopped, loop = Control(), asyncio.Event(), asyncio.get_running_loop()
+    control, stop_event, loop = Control(), asyncio.Event(), asyncio.get_running_loop()
 
     def drain(_: object) -> None:
         loop.call_soon_threadsafe(control.drain, "interrupted")
 
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(control.listening(stopped.set))
+        stack.enter_context(control.listening(stop_event.set))
         stack.enter_context(SignalWatch(drain, SIGNALS))
         with using_run(f"--dir {directory}"):
             make_directory(directory)
@@ -406,8 +406,8 @@ async def serve(
         address = f"--port {port}, --host {host}"
         with using_run(address):  # An address in use is reported before a model loads for minutes.
             (await loop.create_server(asyncio.Protocol, host, port)).close()
-        opened, info = await open_engine_patiently(job, task, directory, control, stack)
-        batches = Batches(state=state, engine=opened, info=info, options=options, server=control)
+        open_engine, info = await open_engine_patiently(job, task, directory, control, stack)
+        batches = Batches(state=state, engine=open_engine, info=info, options=options, server=control)
         stack.push_async_callback(batches.drain)
         is_embedder = task == EMBED
         api = Api(
@@ -427,9 +427,9 @@ async def serve(
         for batch in state.unfinished_batches():
             batches.start(batch)
         show([str(URL.build(scheme="http", host=host, port=runner.addresses[0][1], path="/v1"))])
-        while not stopped.is_set():
+        while not stop_event.is_set():
             state.delete_expired()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stopped.wait(), SWEEP_S)
+                await asyncio.wait_for(stop_event.wait(), SWEEP_S)
     if batches.lost is not None:
         raise batches.lost
