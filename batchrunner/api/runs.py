@@ -54,7 +54,7 @@ def open_engine(
         try:
             info = loop.call(backend.open)
             with _shared(backend, share):
-                yield OpenEngine(loop, spec, backend, info, task)
+                yield OpenEngine(loop=loop, spec=spec, engine=backend, info=info, task=task)
         finally:
             loop.cancel_all()
             loop.call(backend.close)

@@ -48,6 +48,8 @@ class Channel:
         """Take over the socket."""
         self.socket = connection
         self._reader = connection.makefile("rb")
+        self._poll = select.poll()  # select.select() fails for descriptors above 1023
+        self._poll.register(connection, select.POLLIN)
 
     def send(self, *values: Any) -> None:
         """Send values as a frame; raises OSError where the other end has closed."""
@@ -55,7 +57,7 @@ class Channel:
 
     def can_receive(self, timeout_s: float) -> bool:
         """Wait for a frame; tell whether it begins to arrive."""
-        return bool(select.select([self.socket], [], [], timeout_s)[0])
+        return bool(self._poll.poll(1000 * timeout_s))
 
     def receive(self) -> tuple[Any, ...]:
         """Return the values of the next frame; raises EOFError or OSError once the other end has closed."""

@@ -270,7 +270,7 @@ class Workers:
                 else:
                     self._deaths += 1
                 if self._stop_reason is None and self._deaths <= MOST_DEATHS:
-                    log.warning("a worker died, another one takes its place: %s", _first_line(failure))
+                    log.warning("a worker died and is restarted: %s", _first_line(failure))
                     self.start(actor)
                     continue
                 self._record_failure(failure)

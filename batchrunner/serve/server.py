@@ -351,13 +351,18 @@ def _parameter_error(failure: ValidationError) -> ApiError:
 
 
 async def open_engine_patiently(
-    job: Job, task: TaskName, directory: Path, control: Control, stack: contextlib.AsyncExitStack
+    job: Job,
+    task: TaskName,
+    *,
+    log_directory: Path,
+    control: Control,
+    stack: contextlib.AsyncExitStack,
 ) -> tuple[Engine, EngineInfo]:
     """Open the engine, which `stack` closes; wait for attached servers that are away."""
     while True:
         try:
             async with contextlib.AsyncExitStack() as opening:
-                engine, info = await open_engine_of(job, task, directory, control, opening)
+                engine, info = await open_engine_of(job, task, log_directory, control, opening)
                 stack.push_async_callback(opening.pop_all().aclose)
                 return engine, info
         except EngineAwayError as failure:
@@ -387,7 +392,7 @@ async def serve(
         )
     if is_uri(str(directory)):
         raise JobError(f"--dir {directory}: is a URI", hint="give a directory")
-    # A batch has an expiry in place of a deadline, and OpenAI's batches go on whatever share of lines fails.
+    # A batch expires instead of having a deadline, and like OpenAI's it continues however many lines fail.
     limits = ("limits.deadline=null", "limits.abort_failed_share=1")
     options: dict[str, Any] = {"engine": engine, "overrides": [*overrides, *limits]}
     job = job_of_batch("requests", str(directory), **options)
@@ -406,7 +411,9 @@ async def serve(
         address = f"--port {port}, --host {host}"
         with using_run(address):  # An address in use is reported before a model loads for minutes.
             (await loop.create_server(asyncio.Protocol, host, port)).close()
-        open_engine, info = await open_engine_patiently(job, task, directory, control, stack)
+        open_engine, info = await open_engine_patiently(
+            job, task, log_directory=directory, control=control, stack=stack
+        )
         batches = Batches(state=state, engine=open_engine, info=info, options=options, server=control)
         stack.push_async_callback(batches.drain)
         is_embedder = task == EMBED
