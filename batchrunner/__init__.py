@@ -71,7 +71,7 @@ __all__ = [
     "stream",
 ]
 
-_HOMES = {
+_MODULES = {
     "GenerateError": "core.rollout_worker",
     "Job": "job.spec",
     "OpenEngine": "runner.open_engine",
@@ -90,10 +90,10 @@ def __getattr__(name: str) -> Any:
         return version("batchrunner")
     from importlib import import_module  # noqa: PLC0415
 
-    home = "api" if name.islower() else _HOMES.get(name, "core.errors")
+    home = "api" if name.islower() else _MODULES.get(name, "core.errors")
     return getattr(import_module(f"batchrunner.{home}"), name)
 
 
 def __dir__() -> list[str]:
-    """Name what is public."""
+    """Return the public names."""
     return __all__

@@ -12,6 +12,7 @@ import pytest
 import batchrunner
 from tests.conftest import ROOT, ended, job_of, write_job
 from tests.support.blocks import parsed
+from tests.support.fake_sglang import FakeSGLang
 from tests.support.scheduling import GROUPS, group_of
 
 PACKAGE = Path(batchrunner.__file__).parent
@@ -151,6 +152,25 @@ HEAVY = {*LIGHT, "torch", "sglang", "transformers", "pandas", "ray"}
 def test_nothing_heavy_is_imported_early(code: str, absent: set[str]) -> None:
     """Import and help are fast; attaching to a server needs no SGLang or torch, which may be missing."""
     assert not loaded_by(code) & absent
+
+
+MOST_MODULES = 102
+"""Modules of the package, its folders included, that a plain attached run imports; 90 is the goal."""
+
+
+def test_a_plain_run_imports_few_modules(tmp_path: Path, server: FakeSGLang) -> None:
+    """Functions, media, batches, other engines and the like are imported by the jobs that use them."""
+    file = str(write_job(job_of(tmp_path, server), tmp_path))
+    modules = loaded_by(
+        "import batchrunner.cli, sys\n"
+        f"sys.argv[1:] = [{file!r}, '--quiet']\n"
+        "try:\n"
+        "    batchrunner.cli.main()\n"
+        "except SystemExit as end:\n"
+        "    assert not end.code\n"
+    )
+    ours = sorted(name for name in modules if name.partition(".")[0] == "batchrunner")
+    assert len(ours) <= MOST_MODULES, ours
 
 
 @pytest.mark.parametrize("samples", [1, 3])

@@ -9,7 +9,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from batchrunner.cli.options import EXIT_CODES
+from batchrunner.cli.commands import EXIT_CODES
 from batchrunner.core import errors
 from batchrunner.core.engine_info import Incident
 from batchrunner.dispatch.concurrency.law import Decision

@@ -1,7 +1,7 @@
 """The library: blocking calls, their asynchronous counterparts, and an engine for several runs.
 
-runs: `run`, `arun`, `open_engine`. tables: `generate`, `embed`, `score`, `rerank`, and the same awaited.
-streaming: `stream`. `batchrunner` exports the functions; the command needs none of them.
+runs: `run`, `arun`, `open_engine`. tables: `generate`, `embed`, `score`, `rerank` and their asynchronous
+counterparts. streaming: `stream`. `batchrunner` exports these functions.
 """
 
 from batchrunner.api.runs import arun, open_engine, run

@@ -1,17 +1,15 @@
-"""Runs of jobs."""
+"""The calls that run jobs, and engines that stay open for several of them."""
 
-import asyncio
 import functools
 import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
-from contextvars import copy_context
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from batchrunner.core.errors import JobError
+from batchrunner.core.loop_thread import LoopThread, call_in_thread
 from batchrunner.engines.registry import make_engine
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import EngineLike, load_job, parse_engine
@@ -19,7 +17,7 @@ from batchrunner.job.spec import Job, LimitsSpec
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName
 from batchrunner.output.files import write_json, writing
 from batchrunner.report.report import Report
-from batchrunner.runner.open_engine import STOP, OpenEngine, PortalWork, open_portal
+from batchrunner.runner.open_engine import OpenEngine
 from batchrunner.runner.progress import ProgressListener, make_displays
 from batchrunner.runner.run import execute
 
@@ -36,42 +34,46 @@ def open_engine(
     task: TaskName = GENERATE,
     share: str | Path | None = None,
 ) -> Iterator[OpenEngine]:
-    """Open an engine that serves several runs, in turn or at once.
+    """Open an engine that serves several runs, one after another or side by side.
 
     Example: `with open_engine({"kind": "server", "model": name}) as engine: run(job, engine=engine)`.
 
-    `engine` is as for `generate`, `task` what its jobs do. A server logs into `log_dir`; by default a
-    temporary directory, which stays after an error. Other processes may use the engine meanwhile by the file
-    `share`, which ends with `.json`: its path is their `engine`. Raises JobError or EngineStartError.
+    `engine` is as for `generate`; `task` is the task of its jobs. A server logs into `log_dir`, by default a
+    temporary directory that is kept after an error. Other processes can use the engine meanwhile through the
+    file `share`, whose name ends with `.json`: they give its path as `engine`. Raises JobError or
+    EngineStartError.
     """
     if task != GENERATE and task not in TASKS:
         raise JobError(f"task {task!r}", hint=f"give one of {', '.join((GENERATE, *TASKS))}")
     spec = parse_engine(engine)
     if share is not None and (spec.kind == "simulated" or Path(share).suffix != ".json"):
         raise JobError(f"share {share}", hint="give a file .json, and an engine that is not simulated")
-    with _directory(log_dir) as logs, open_portal() as portal:
+    with _log_directory(log_dir) as logs, LoopThread() as loop:
         limits = LimitsSpec(request_timeout=request_timeout_s)
-        made = make_engine(spec, log_dir=logs, limits=limits, task=task)
+        backend = make_engine(spec, log_dir=logs, limits=limits, task=task)
         try:
-            opened = OpenEngine(portal, spec, made, portal.call(made.open), task)
-            with closing(opened.loop), _shared(made, share):
-                yield opened
+            info = loop.call(backend.open)
+            with _shared(backend, share):
+                yield OpenEngine(loop=loop, spec=spec, engine=backend, info=info, task=task)
         finally:
-            portal.call(made.close)
+            loop.cancel_all()
+            loop.call(backend.close)
 
 
 @contextmanager
-def _directory(given: str | Path | None) -> Iterator[Path]:
-    """Give this directory, or a new one, which is deleted unless an error sends people to a log in it."""
-    path = Path(tempfile.mkdtemp(prefix="batchrunner-") if given is None else given).expanduser()
-    yield path
-    if given is None:
-        shutil.rmtree(path, ignore_errors=True)
+def _log_directory(path: str | Path | None) -> Iterator[Path]:
+    """Yield the directory, or a temporary one; an error keeps it, because its message names a log in it."""
+    if path is not None:
+        yield Path(path).expanduser()
+        return
+    temporary = Path(tempfile.mkdtemp(prefix="batchrunner-"))
+    yield temporary
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager
 def _shared(engine: Any, share: str | Path | None) -> Iterator[None]:
-    """Let other processes use an engine by a file. Beside it is one with its key, for this user alone."""
+    """Let other processes use an engine through the file `share`; a private file beside it has its key."""
     if share is None:
         yield
         return
@@ -89,8 +91,10 @@ def _shared(engine: Any, share: str | Path | None) -> Iterator[None]:
 
 
 def engine_of(engine: OpenEngine | EngineLike | None) -> tuple[OpenEngine | None, EngineSpec]:
-    """Return the engine of a call, if it is an open one, and its description."""
-    return (engine, engine.spec) if isinstance(engine, OpenEngine) else (None, parse_engine(engine))
+    """Return the open engine of a call, None if it is not open yet, and its specification."""
+    if isinstance(engine, OpenEngine):
+        return engine, engine.spec
+    return None, parse_engine(engine)
 
 
 JobSource = Job | Mapping[str, Any] | str | Path
@@ -110,12 +114,12 @@ def run(
 ) -> Report:
     """Run a job (a path, a mapping or a Job) and return its report; the results are under `output.path`.
 
-    In a program with an event loop use `arun`: this call blocks it. `overrides` are texts `a.b=c`, as for
-    `--set`. `rollout` is the function of `prompt.rollout`. With `join` all starts that say so share the rows,
-    and the report counts the rows of all. `progress` shows a bar. `on_progress`, a plain function, is called
-    with a Progress at most once a second, in the thread of the run.
+    In a program with an event loop use `arun`: this call blocks the loop. `overrides` are texts `a.b=c`, as
+    for `--set`. `rollout` is the function of `prompt.rollout`. With `join` all workers that set it share the
+    rows, and the report counts the rows of all workers. `progress` shows a bar. `on_progress`, a plain
+    function, is called with a Progress at most once a second, in the thread of the run.
 
-    Raises BatchrunError. A report with exit code 3 (too many failed rows) or 1 (a deadline) is returned.
+    Raises BatchrunError. A report with exit code 3 (too many failed rows) or 1 (deadline) is returned.
     """
     overrides = [overrides] if isinstance(overrides, str) else overrides
     loaded = load_job(job, overrides=overrides, engine=_spec_of(engine), rollout=rollout)
@@ -124,27 +128,14 @@ def run(
 
 
 def awaited(blocking: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Return a call of the library for programs with an event loop, which goes on meanwhile."""
+    """Return the asynchronous form of a blocking call, for programs with an event loop."""
 
     @functools.wraps(blocking)
     async def call(*args: P.args, **options: P.kwargs) -> T:
-        stop: Future[None] = Future()
-        context = copy_context()
-        context.run(STOP.set, stop)
-        work = functools.partial(context.run, blocking, *args, **options)
-        thread = ThreadPoolExecutor(1, "batchrunner call")  # not one of the program's own, which are few
-        running = asyncio.get_running_loop().run_in_executor(thread, work)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            stop.set_result(None)
-            await asyncio.gather(running, return_exceptions=True)
-            raise
-        finally:
-            thread.shutdown(wait=False)
+        return await call_in_thread(blocking, *args, **options)
 
     call.__name__ = f"a{blocking.__name__}"
-    call.__doc__ = f"Do what `{blocking.__name__}` does, in a thread; cancelling it ends its requests."
+    call.__doc__ = f"Run `{blocking.__name__}` in a thread; cancelling it cancels the requests in flight."
     return call
 
 
@@ -154,14 +145,15 @@ arun = awaited(run)
 def run_blocking(job: Job, engine: OpenEngine | None, **options: Any) -> Report:
     """Run a job, on an open engine if there is one, and wait for it; `options` are those of `execute`."""
     if engine is not None:
-        return engine.start(job, **options).wait()
-    with open_portal() as portal:
-        return PortalWork(portal, functools.partial(execute, job, **options)).wait()
+        return engine.start_run(job, **options).wait()
+    with LoopThread() as loop:
+        return loop.call(functools.partial(execute, job, **options))
 
 
 def _spec_of(engine: OpenEngine | None) -> EngineSpec | None:
     if engine is not None and not isinstance(engine, OpenEngine):
         raise JobError(
-            "engine", hint="give one that `open_engine` opened, or put it into the job as `engine`"
+            "engine: not an open engine",
+            hint="give one of `open_engine`, or put it into the job as `engine`",
         )
     return engine.spec if engine is not None else None

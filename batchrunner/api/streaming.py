@@ -1,21 +1,22 @@
-"""Answers, row by row as they end."""
+"""Answers, row by row as they finish."""
 
 from collections.abc import AsyncIterable, AsyncIterator, Iterator, Sequence
 from typing import Any, Unpack
 
 from batchrunner.api.runs import engine_of
 from batchrunner.core.errors import JobError
+from batchrunner.core.loop_thread import LoopThread
 from batchrunner.input.tables import Data, Row, paths_of
 from batchrunner.job.call import CallOptions, LibraryCall
 from batchrunner.job.load import EngineLike
 from batchrunner.job.tasks import GENERATE
-from batchrunner.runner.open_engine import OpenEngine, PortalWork, open_portal
+from batchrunner.runner.open_engine import OpenEngine
 from batchrunner.runner.progress import ProgressListener, make_displays
 from batchrunner.runner.stream import StreamCall
 
 
 class Stream(AsyncIterator[dict[str, Any]]):
-    """The rows of a call of `stream`, once, for `async for` or a plain `for`."""
+    """The rows of one call of `stream`, for `async for` or a plain `for`."""
 
     def __init__(self, call: StreamCall) -> None:
         self._rows = call.rows()
@@ -24,18 +25,18 @@ class Stream(AsyncIterator[dict[str, Any]]):
         return await anext(self._rows)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        async def following() -> dict[str, Any] | None:
+        async def next_row() -> dict[str, Any] | None:
             return await anext(self._rows, None)
 
-        with open_portal() as portal:
+        with LoopThread() as loop:
             try:
-                while row := PortalWork(portal, following).wait():
+                while row := loop.call(next_row):
                     yield row
             finally:
-                portal.call(self.aclose)
+                loop.call(self.aclose)
 
     async def aclose(self) -> None:
-        """End the requests in flight and close the engine, as leaving the loop does."""
+        """Cancel the requests in flight and close the engine, as leaving the loop does."""
         await self._rows.aclose()
 
 
@@ -48,27 +49,28 @@ def stream(
     on_progress: ProgressListener | None = None,
     **call: Unpack[CallOptions],
 ) -> Stream:
-    """Send rows as they come and yield each as it ends, as a dict with the columns of a result row.
+    """Send rows as they arrive and yield each as it finishes, as a dict with the columns of a result row.
 
     Example: `for row in batchrunner.stream(texts, engine="Qwen/Qwen3-8B"): print(row["output"])`.
 
-    In a program with an event loop write `async for`: a plain `for` blocks it. The arguments are those of
-    `generate`; `rows` are no files, and may also be an asynchronous iterator. An iterator may be endless: it
-    is read a few thousand rows ahead, in a thread (an asynchronous one in the running loop), and not while
-    the program is behind. The first row tells the columns; the types of the others may differ. Of up to 512
-    rows that are there, one of each prefix goes first. `row` is the position in the input.
+    In a program with an event loop use `async for`: a plain `for` blocks the loop. The arguments are those of
+    `generate`, except that `rows` may also be an asynchronous iterator, and no file. An iterator may be
+    endless. It is read a few thousand rows ahead, in a thread (an asynchronous one in the running loop), and
+    pauses while the program is behind. The first row defines the columns; later rows may have other types. Of
+    up to 512 rows that are ready, one of each common prefix is sent first. `row` is the row's position in the
+    input.
 
-    `task` is that of a job; `task_options` are the arguments that only `embed`, `score` or `rerank` have.
+    `task` is the task of a job; `task_options` are the arguments that only `embed`, `score` or `rerank` have.
 
-    Leaving the loop, closing the generator or cancelling the task ends the requests in flight, and closes the
-    engine unless it is an open one. Raises BatchrunError, and what an iterator of `rows` raises, after the
-    rows that it gave.
+    Leaving the loop, closing the generator or cancelling the task cancels the requests in flight, and closes
+    the engine unless it is an open one. Raises BatchrunError, and exceptions of the iterator after the rows
+    that it yielded.
     """
-    opened, spec = engine_of(engine)
-    if opened is not None:
-        opened.refuse_other_task(call.get("task", GENERATE))
+    open_engine, spec = engine_of(engine)
+    if open_engine is not None:
+        open_engine.refuse_other_task(call.get("task", GENERATE))
     if paths_of(rows) is not None:
         raise JobError("rows: stream takes no files", hint="give pyarrow.dataset.dataset(path)")
-    made = LibraryCall(engine=spec, columns=columns, own_rows=True, **call)
+    library_call = LibraryCall(engine=spec, columns=columns, own_rows=True, **call)
     displays = make_displays(progress=progress, on_progress=on_progress)
-    return Stream(StreamCall(rows, made, opened.loop if opened else None, displays))
+    return Stream(StreamCall(rows, library_call, open_engine, displays))

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from batchrunner.api.runs import awaited, engine_of, run_blocking
 from batchrunner.core.errors import BatchrunError, InputError
+from batchrunner.core.loop_thread import STOP
 from batchrunner.dispatch.checks import AnswerConditions
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.parquet_copy import first_line, write_parquet
@@ -27,7 +28,7 @@ from batchrunner.output.columns import schema_of_run
 from batchrunner.output.merge import merge
 from batchrunner.output.run_dir import RunDir
 from batchrunner.runner.earlier_results import with_merged_results
-from batchrunner.runner.open_engine import STOP, OpenEngine
+from batchrunner.runner.open_engine import OpenEngine
 from batchrunner.runner.progress import ProgressListener, make_displays
 
 T = TypeVar("T")
@@ -41,9 +42,12 @@ def results_of(
     on_progress: ProgressListener | None,
     **fields: Any,
 ) -> pa.Table:
-    """Run the job of a call and return its results, which stay nowhere else; `fields` are its arguments."""
+    """Run the job of a call in a temporary directory and return its results.
+
+    `fields` are the arguments of the call.
+    """
     displays = make_displays(progress=progress, on_progress=on_progress)
-    opened, spec = engine_of(engine)
+    open_engine, spec = engine_of(engine)
     paths = paths_of(rows)
     call = LibraryCall(engine=spec, own_rows=paths is None, **fields)
     with tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch:
@@ -59,7 +63,7 @@ def results_of(
         job = call.job(dataset.schema, paths or [str(source)], out)
         if not dataset.total_rows:
             return _no_results(job, dataset)
-        report = run_blocking(job, opened, displays=displays)
+        report = run_blocking(job, open_engine, displays=displays)
         if report.rows_left:
             raise BatchrunError(
                 f"{report.reason}: {report.rows_left:,} of {report.rows_total:,} rows were not sent"
@@ -69,19 +73,19 @@ def results_of(
 
 
 def _unless_stopped(rows: T) -> T:
-    """Return a row or a batch of them; raises CancelledError where the call was cancelled meanwhile."""
+    """Return the rows; raises CancelledError if the call was cancelled meanwhile."""
     if (stop := STOP.get()) is not None and stop.done():
         raise CancelledError
     return rows
 
 
 def _no_results(job: Job, dataset: Dataset) -> pa.Table:
-    """Return the results of an input without rows, which pipelines have; the job is checked."""
+    """Check the job of an input without rows, which pipelines produce, and return its empty results."""
     functions = open_functions(job)
     with closing(functions) if functions else nullcontext():
         plan = plan_answers(job, functions)
         renderer = Renderer(job, dataset, plan, functions)
-        AnswerConditions(job, plan, dataset.schema.names)  # raises what is wrong with the checks
+        AnswerConditions(job, plan, dataset.schema.names)  # raises errors of the conditions
     return schema_of_run(renderer.carried_schema, plan).empty_table()
 
 
@@ -104,19 +108,19 @@ def generate(
     """Send every row and return the results as a pyarrow Table in input order.
 
     `rows` are texts (the column `text`) or mappings, in any iterable; a table or data frame of pyarrow,
-    pandas, polars, duckdb or anything with Arrow's C interface; a data set of pyarrow or Hugging Face; the
-    path of a file, a directory or a glob. Iterators and data sets are read in bounded memory; the results are
+    pandas, polars, duckdb or anything with Arrow's C interface; a dataset of pyarrow or Hugging Face; or the
+    path of a file, a directory or a glob. Iterators and datasets are read in bounded memory; the results are
     in memory.
 
     `prompt` is the user template, the `prompt` part of a job, or a function of a row; by default the only
-    text column. `rollout` in its place is an asynchronous function that asks several times. `parse` is a
-    function that makes columns of an answer. `engine` is an open engine, the `engine` part of a job, a model
-    (a server is started), an address or a list of addresses, or "simulated". `columns` are carried along.
-    `answers` are `output.columns` of a job; `sampling`, `accept`, `on_length` and `limits` are those of a
-    job. `progress` and `on_progress` are as for `run`.
+    text column. `rollout`, in its place, is an asynchronous function for multi-turn rollouts. `parse` is a
+    function that turns an answer into columns. `engine` is an open engine, the `engine` part of a job, a
+    model (a server is started), an address or a list of addresses, or "simulated". `columns` are copied to
+    the results. `answers` are `output.columns` of a job; `sampling`, `accept`, `on_length` and `limits` are
+    those parts of a job. `progress` and `on_progress` are as for `run`.
 
-    The table has a row for each of the input; a failed one has an `error`. Raises BatchrunError, and what an
-    iterator of `rows` raises.
+    The table has one row for each input row; a failed row has an `error`. Raises BatchrunError, and
+    exceptions of an iterator in `rows`.
     """
     return results_of(
         rows,
@@ -148,14 +152,14 @@ def embed(
     progress: bool = False,
     on_progress: ProgressListener | None = None,
 ) -> pa.Table:
-    """Make a vector of every row; return a pyarrow Table in input order.
+    """Embed every row; return a pyarrow Table in input order.
 
     Example: `embed(["a cat", "a dog"], engine="BAAI/bge-small-en-v1.5").column("embedding")`.
 
     `prompt` is a template, the column with the text, the `prompt` part of a job, or a function that returns a
-    text or token ids. `dtype`, `normalize` and `dimensions` are those of a job's `output`. All else is as for
-    `generate`; an open engine is one of `open_engine(…, task="embed")`. The vector is null where a row has an
-    `error`.
+    text or token ids. `dtype`, `normalize` and `dimensions` are those of a job's `output`. The other
+    arguments are as for `generate`; an open engine needs `open_engine(…, task="embed")`. The vector of a
+    failed row is null.
     """
     return results_of(
         rows,
@@ -183,14 +187,14 @@ def score(
     progress: bool = False,
     on_progress: ProgressListener | None = None,
 ) -> pa.Table:
-    """Tell how probable labels or choices are after every row; return a pyarrow Table in input order.
+    """Score labels or choices as continuations of every row; return a pyarrow Table in input order.
 
     Example: `score(["Is the sky blue? Answer:"], labels=[" yes", " no"], engine="Qwen/Qwen3-8B")`.
 
-    Give `labels`, single tokens by text or id, or `choices`, texts for all rows or the column with a list for
-    each. The column `scores` has probabilities of the labels (with `softmax` among the labels), or log
-    likelihoods of the choices, which `scores_per_token` and `scores_per_byte` divide by length. All else is
-    as for `embed`.
+    Give either `labels` or `choices`. `labels` are single tokens, by text or id. `choices` are texts for all
+    rows, or the column with a list for each row. The column `scores` has the probabilities of the labels
+    (normalized over the labels with `softmax`), or the log likelihoods of the choices; the columns
+    `scores_per_token` and `scores_per_byte` divide these by length. The other arguments are as for `embed`.
     """
     return results_of(
         rows,
@@ -216,12 +220,13 @@ def rerank(
     progress: bool = False,
     on_progress: ProgressListener | None = None,
 ) -> pa.Table:
-    """Tell how relevant documents are to the query of every row; return a pyarrow Table in input order.
+    """Score the relevance of documents to the query of every row; return a pyarrow Table in input order.
 
     Example: `rerank(rows, prompt="{{ query }}", documents="documents", engine="BAAI/bge-reranker-base")`.
 
-    `prompt` is the template of the query, or its column; `documents` the column with a list of texts, or one.
-    The column `scores` has a list in the order of the documents. All else is as for `embed`.
+    `prompt` is the template of the query, or its column; `documents` is the column with a text or a list of
+    texts. The column `scores` has a list in the order of the documents. The other arguments are as for
+    `embed`.
     """
     return results_of(
         rows,

@@ -1,8 +1,8 @@
-"""The command: parse, call, print, exit code. No decisions; everything heavy is imported when it is used.
+"""The command line: parses, calls the library, prints, and ends with an exit code.
 
-command: `batchrun` itself. running, jobs, results: its commands. No other folder imports from here.
+entry: the program `batchrun`. commands: its commands. No other folder imports from here.
 """
 
-from batchrunner.cli.command import app, main
+from batchrunner.cli.entry import app, main
 
 __all__ = ["app", "main"]

@@ -1,7 +1,7 @@
-"""Errors, records and small things for all other folders; imports nothing from the package.
+"""Errors, records and small tools for all other folders; imports nothing else of the package.
 
-Data: types (records that pass between folders: Request, Outcome; sets of row ordinals; endpoints),
-engine_info (EngineInfo, SchedulerLoad, QueueBand), media, errors (all exceptions and exit codes). Functions:
-timing (`TIMING`), files, processes (threads, signals, child processes),
-console (the command's streams). hook_pool and hook_worker run a job's Python functions.
+Records: types (Request, Outcome, sets of row ordinals, endpoints), engine_info (EngineInfo, SchedulerLoad,
+QueueBand), media, errors (all exceptions and exit codes). Tools: timing (`TIMING`), retry, files, console
+(the command's streams), processes (threads and signals), loop_thread (threads and event loops), strict_json.
+The hook_ files and rollout_worker run a job's Python functions in processes of their own.
 """

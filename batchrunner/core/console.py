@@ -1,4 +1,4 @@
-"""What the command prints: results on standard output, everything else on standard error."""
+"""Output of the command: results on standard output, everything else on standard error."""
 
 import errno
 import functools
@@ -19,61 +19,65 @@ from batchrunner.core.errors import BatchrunError
 
 
 def wants_json(words: Sequence[str]) -> bool:
-    """Tell whether `--json` is among the arguments of the command; behind `--` it would be a name."""
-    return "--json" in (words[: words.index("--")] if "--" in words else words)
+    """Tell whether `--json` is among the options of the command; after `--` it would be an argument."""
+    options = words[: words.index("--")] if "--" in words else words
+    return "--json" in options
 
 
-_OBEYED = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Characters that a terminal or a page obeys instead of showing them: controls, line ends, directions."""
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Characters that a terminal or a page obeys instead of showing: controls, line ends, text directions."""
 
 
 def escaped(text: str) -> str:
-    """Return a text as one line that shows its controls, as JSON writes them.
+    """Return a text as one line, with control characters escaped as in JSON.
 
-    All that this package prints goes through it: data moves no cursor, makes no lines and hides no text.
+    Everything that this package prints passes through it, so that data cannot move the cursor, add lines or
+    hide text.
     """
-    return _OBEYED.sub(lambda each: json.dumps(each[0])[1:-1].replace("\x7f", "\\u007f"), text)
+
+    def escape(match: re.Match[str]) -> str:
+        return json.dumps(match[0])[1:-1].replace("\x7f", "\\u007f")  # json.dumps keeps DEL as it is
+
+    return _CONTROL_CHARACTERS.sub(escape, text)
 
 
 def tell(*lines: str) -> None:
-    """Print lines to standard error, see `StandardStream`: a failure to print changes no exit code."""
+    """Print lines to standard error. A failure to print changes no exit code, see `StandardStream`."""
     print("\n".join(map(escaped, lines)), file=sys.stderr, flush=True)  # noqa: T201
 
 
-def show(found: Sequence[str] | Mapping[str, Any]) -> None:
+def show(result: Sequence[str] | Mapping[str, Any]) -> None:
     """Print a result to standard output: lines, or an object as JSON."""
-    if isinstance(found, Mapping):
-        found = json.dumps(found, indent=2, ensure_ascii=False, default=str).split("\n")
-    print("\n".join(map(escaped, found)))  # noqa: T201
+    if isinstance(result, Mapping):
+        lines: Sequence[str] = json.dumps(result, indent=2, ensure_ascii=False, default=str).split("\n")
+    else:
+        lines = result
+    print("\n".join(map(escaped, lines)))  # noqa: T201
 
 
 class LogLine(logging.Formatter):
-    """Makes a line of each message of the log."""
+    """Formats each log message as one line."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         """Return the message as one line."""
         return escaped(super().formatMessage(record))
 
 
-def tell_failure(failure: BatchrunError, *, as_json: bool, of: BaseException | None = None) -> int:
-    """Print an error as its lines, and as JSON where that is wanted; return the exit code.
+def tell_failure(failure: BatchrunError, *, as_json: bool, cause: BaseException | None = None) -> int:
+    """Print an error as lines, and with `as_json` also as JSON; return its exit code.
 
-    JSON also has the report of the rows done until then. Its `type` is the class of `of`, where given.
+    The JSON includes the report of the rows that are done. Its `type` is the class of `cause` if given.
     """
     if as_json:
         report = failure.report.as_dict() if failure.report else {}
-        error = {"type": type(of or failure).__name__, "message": failure.message, "hint": failure.hint}
+        error = {"type": type(cause or failure).__name__, "message": failure.message, "hint": failure.hint}
         show({**report, "error": error, "exit_code": failure.exit_code})
     tell(*(f"batchrun: {line}" for line in failure.faults or [str(failure)]))
     return failure.exit_code
 
 
-_COUNT = 3
-"""Standard input, output and error are the descriptors 0, 1 and 2."""
-
-
 class StandardStream(io.TextIOWrapper):
-    """Standard output or error that raises no OSError: what cannot be written is dropped.
+    """Standard output or error that drops unwritable text instead of raising OSError.
 
     `failure` is the first error.
     """
@@ -84,13 +88,13 @@ class StandardStream(io.TextIOWrapper):
         super().__init__(
             io.BufferedWriter(raw),
             encoding=encoding or "utf-8",
-            errors="backslashreplace",  # a file name may have bytes that are no UTF-8
+            errors="backslashreplace",  # a file name may contain invalid UTF-8
             line_buffering=True,
         )
         self.failure: OSError | None = None
 
     def write(self, text: str, /) -> int:
-        """Write a text, as far as that is possible."""
+        """Write a text; a failure is recorded, not raised."""
         try:
             return super().write(text)
         except OSError as failure:
@@ -98,7 +102,7 @@ class StandardStream(io.TextIOWrapper):
             return len(text)
 
     def flush(self) -> None:
-        """Write what is buffered, as far as that is possible."""
+        """Write buffered text; a failure is recorded, not raised."""
         try:
             super().flush()
         except OSError as failure:
@@ -106,20 +110,20 @@ class StandardStream(io.TextIOWrapper):
 
 
 def open_missing_descriptors() -> None:
-    """Open /dev/null on those of the descriptors 0, 1 and 2 that are closed, for child processes too."""
-    for number in range(_COUNT):
+    """Open /dev/null in place of closed standard streams, for child processes too."""
+    for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)
-            if opened != number:
-                os.dup2(opened, number)
-                os.close(opened)
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
             os.set_inheritable(number, True)
 
 
 def open_standard_streams() -> None:
-    """Give the command its three standard streams, whatever it was started with."""
+    """Make the three standard streams usable, whatever the command was started with."""
     open_missing_descriptors()
     if sys.stdin is None:
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - open to the end
@@ -130,9 +134,9 @@ def open_standard_streams() -> None:
 
 
 def lost_output() -> str | None:
-    """Write what is buffered; return why standard output is incomplete, or None.
+    """Flush both streams; return why standard output is incomplete, or None.
 
-    A reader who has closed the pipe has read what it wants: nothing is lost.
+    A closed pipe counts as complete: its reader has read all it wants.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -141,7 +145,7 @@ def lost_output() -> str | None:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, which gets an s unless the number is 1."""
+    """Return a number with its noun, in the plural unless the number is 1."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -166,14 +170,14 @@ def background_line(background: Mapping[str, Any]) -> str:
 
 
 SOURCE_TREE = "from a source tree"
-"""Stands for the version where this package is not installed."""
+"""Shown in place of the version where this package is not installed."""
 
 
 @functools.cache
 def installed_version(name: str) -> str | None:
-    """Return the version of an installed package; None where it is not installed, as in a source tree.
+    """Return the version of a package; None if it is not installed, such as this one in a source tree.
 
-    It is looked up once: what this process has imported does not change.
+    The first result is kept: a package that is upgraded meanwhile stays imported in its old version.
     """
     from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415 - takes 10 ms
 
@@ -189,17 +193,17 @@ def version_line() -> str:
 
 
 def unforeseen(failure: BaseException) -> BatchrunError:
-    """Write the traceback of an error to a new file; return the error for the user, which says where."""
-    what = " ".join(f"{type(failure).__name__}: {failure}".split())[:300]
+    """Write the traceback of an error to a new file; return an error for the user that names the file."""
+    summary = " ".join(f"{type(failure).__name__}: {failure}".split())[:300]
     path = _write_traceback(failure)
     return BatchrunError(
-        f"unforeseen error: {what}: its traceback is in {path}",
-        hint="report it with that file; what is on disk is kept, run the same command again",
+        f"unforeseen error: {summary}: its traceback is in {path}",
+        hint="report it with that file; results on disk are kept: run the same command again to resume",
     )
 
 
 def _write_traceback(failure: BaseException) -> Path:
-    """Write the traceback to a file of the user's temporary directory that only the user can read."""
+    """Write the traceback to a temporary file that only this user can read."""
     descriptor, name = tempfile.mkstemp(
         prefix=f"batchrun-error-{datetime.now(UTC):%Y%m%d-%H%M%S}-", suffix=".txt"
     )

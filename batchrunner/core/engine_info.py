@@ -1,4 +1,4 @@
-"""Immutable records of an engine: what it is, its load and healthy queue, and what happens to it.
+"""Immutable records of an engine: its properties, its load and healthy queue, and events in its life.
 
 The fields of EngineInfo, TokenizerInfo and SchedulerLoad are keys in run.json, report.json and the event log.
 """
@@ -12,22 +12,22 @@ from typing import Any, Literal, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class TokenizerInfo:
-    """How an engine tokenizes prompts, from what it reports."""
+    """How an engine tokenizes prompts, as it reports."""
 
     tokenizer: str
     """Directory or name of the tokenizer."""
     model: str
     """Directory or name of the model."""
     own: str | None = None
-    """Reason why only the engine can tokenize prompts; None if there is none."""
+    """Why only the engine can tokenize prompts; None if this process can too."""
     own_chat: str | None = None
-    """Reason why only the engine can tokenize messages, or handle their answers; None if there is none."""
+    """Why only the engine can tokenize messages or parse their answers; None if this process can too."""
     model_sampling: bool = True
-    """Whether generation_config.json sets sampling parameters that a request with messages omits."""
+    """Whether generation_config.json sets sampling parameters for requests with messages that omit them."""
     cuts: bool = False
-    """Whether the engine truncates a prompt that is too long instead of refusing it."""
+    """Whether the engine truncates a prompt that is too long, instead of refusing it."""
     longest_prompt: int | None = None
-    """Tokens that a prompt must stay below; None for no such limit."""
+    """Tokens that a prompt must stay below; None for no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,68 +37,68 @@ class EngineInfo:
     kind: str
     """`engine.kind` of the job."""
     model: str
-    """Identity of the model as the engine names it; a run cannot be resumed with another one."""
+    """Identity of the model as the engine names it; a run cannot resume with another model."""
     version: str | None = None
     """Version of SGLang."""
     weights: str | None = None
-    """Version of the model's weights (`weight_version`), which an attached server keeps during a run."""
+    """Version of the model's weights (`weight_version`); it must not change during a run."""
     max_running: int | None = None
-    """Most requests that decode at once (`max_running_requests`), summed over schedulers."""
+    """Limit of running requests (`max_running_requests`), summed over schedulers."""
     memory_caps_running: bool = False
-    """Whether memory allows fewer running requests than `--max-running-requests` asks for."""
+    """Whether memory limits running requests to fewer than `--max-running-requests`."""
     max_total_tokens: int | None = None
     """Size of the KV pool in tokens, summed over schedulers."""
     context_length: int | None = None
-    """Most tokens of prompt and output together."""
+    """Limit of prompt and output tokens together."""
     prefill_tokens: int | None = None
-    """Most prompt tokens that one scheduler computes in one forward pass."""
+    """Limit of prompt tokens in one forward pass of a scheduler."""
     caches_prefixes: bool = True
-    """Whether the engine has a prefix cache, which computes a common prefix of prompts once."""
+    """Whether the engine has a prefix cache, which computes a common prefix once."""
     routes: tuple[str, ...] = ("engine",)
     """Destinations of requests at the start: the URLs of replicas, or "engine"."""
     tokenizing: TokenizerInfo | None = None
     """How the engine tokenizes prompts."""
     connections: int | None = None
-    """Most requests that can be open at once, over all routes; None for no limit."""
+    """Limit of open requests over all routes; None for no limit."""
     connections_by: str | None = None
-    """The limit that `connections` comes from, in words."""
+    """Origin of the limit `connections`, for messages."""
     takes_images: bool | None = None
-    """Whether the model takes images in prompts."""
+    """Whether the model accepts images in prompts."""
     takes_audio: bool | None = None
-    """Whether the model takes audio in prompts."""
+    """Whether the model accepts audio in prompts."""
     takes_videos: bool | None = None
-    """Whether the model takes videos in prompts."""
+    """Whether the model accepts videos in prompts."""
     simulated: bool = False
     """Whether the answers are made up."""
     card: str | None = None
-    """Name of the GPU model, where the engine runs on this machine and all its GPUs are of one model."""
+    """GPU model, if the engine runs on this machine and all its GPUs are of one model."""
     gpus: int | None = None
-    """GPUs of this machine, where the engine was started here and may use all of them."""
+    """GPUs of this machine, if the engine was started here and may use all of them."""
     tp: int | None = None
-    """GPUs that the weights of a replica are split over, where the engine was started here."""
+    """GPUs over which the weights of a replica are split, if the engine was started here."""
     log: str | None = None
-    """Path of the engine's log, where this machine has it."""
+    """Path of the engine's log, if it is on this machine."""
     one_by_one: str | None = "the engine takes one row in a request"
-    """Reason why each row is a request of its own; None where a request can hold several."""
+    """Why each row is a request of its own; None where a request can hold several rows."""
     yields: bool | None = None
-    """Whether the server lets the requests of others go before ours; None where ours are not in the
-    background."""
+    """Whether the server schedules other requests before those of this background run; None for a run that is
+    not in the background."""
     notes: tuple[str, ...] = ()
-    """Lines for the user, logged when the run begins."""
+    """Lines for the user, logged when the run starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLoad:
-    """The load of one scheduler at one moment."""
+    """Load sample of one scheduler."""
 
     scheduler: str
     """URL of the replica, with `#dpN` where it has several data-parallel ranks."""
     source: Literal["loads", "engine", "simulated"]
-    """Where the numbers were read."""
+    """Origin of the numbers."""
     running: int
-    """Requests that decode, SGLang's `#running-req`."""
+    """Running requests, SGLang's `#running-req`."""
     queue: int
-    """Requests that wait, SGLang's `#queue-req`."""
+    """Queued requests, SGLang's `#queue-req`."""
     token_usage: float
     """Fraction of the KV pool in use, 0 to 1, without the evictable part of the prefix cache."""
     used_tokens: int | None = None
@@ -106,15 +106,15 @@ class SchedulerLoad:
     max_total_tokens: int | None = None
     """Size of the KV pool in tokens."""
     max_running: int | None = None
-    """Most requests that decode at once."""
+    """Limit of running requests."""
     route: str = "engine"
     """Route that leads to the scheduler."""
     taken_at: float | None = None
-    """Time of the reading by the scheduler's clock; two polls may return the same reading."""
+    """Time of the sample by the scheduler's clock; two polls may return the same sample."""
     work: float | None = None
-    """Counter that grows with the scheduler's forward passes; None where it has none."""
+    """Counter that grows with the scheduler's forward passes; None if there is none."""
     retracted: int | None = None
-    """Requests that it retracted lately: since its report before the last. None where it does not say."""
+    """Requests retracted since the report before the last; None if unreported."""
 
     @property
     def server(self) -> str:
@@ -123,27 +123,27 @@ class SchedulerLoad:
 
     @property
     def has_work(self) -> bool:
-        """Whether requests run or wait."""
+        """Whether requests are running or queued."""
         return self.running + self.queue > 0
 
 
 class Incident(NamedTuple):
-    """An event in the life of an engine's server during a run, for the event log."""
+    """An event in the life of a server during a run, for the event log."""
 
     what: Literal["recalled", "died", "healed", "hangs", "back", "lost", "adapts", "adapted"]
-    """`healed`: restarted with safer arguments; `recalled`: begins with those of an earlier run; `adapts`:
-    restarted with other flags; `adapted`: what these gained."""
+    """`recalled`: started with the safer flags of an earlier run; `healed`: restarted with safer flags;
+    `adapts`: restarted with other flags; `adapted`: their effect was measured."""
     who: str
     """Name of the server in log lines, or its URL."""
     why: str = ""
     facts: Mapping[str, Any] = {}
-    """Further values of the event, such as `kind`, `old` and `new` (arguments)."""
+    """Further values of the event, such as `kind`, and the flags `old` and `new`."""
 
 
 USUAL_MAX_RUNNING = 256
-"""Requests that a scheduler runs at once, from which the band applies as it is; below, it is scaled down."""
+"""Limit of running requests from which the band applies unchanged; below, it is scaled down."""
 LEAST_LOW = 8
-"""The lower end is not scaled below this many requests."""
+"""Smallest lower end of a scaled band, in requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class QueueBand:
     why: str = "the guide's"
 
     def scaled(self, max_running: int | None) -> QueueBand:
-        """Return the band for a scheduler that runs at most `max_running` requests at once."""
+        """Return the band for a scheduler with this limit of running requests."""
         if max_running is None or max_running >= USUAL_MAX_RUNNING:
             return self
         share = max_running / USUAL_MAX_RUNNING

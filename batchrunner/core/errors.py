@@ -1,8 +1,8 @@
 """All errors that batchrunner raises.
 
-There are two kinds. A `BatchrunError` ends a run or keeps it from beginning, and carries the exit code of the
-command. A `RequestError` concerns one try of one row and never ends a run: `dispatch` decides what follows.
-Their texts hold no secret: see `hidden`.
+There are two kinds. A `BatchrunError` ends a run or prevents its start, and carries the exit code of the
+command. A `RequestError` is the failure of one attempt of one row and never ends a run: `dispatch` decides
+what follows. Their texts contain no secrets: see `hidden`.
 """
 
 import contextlib
@@ -11,14 +11,15 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 SECRETS = set[str]()
-"""Keys of engines that this process knows."""
+"""API keys of engines that this process uses."""
 SHORTEST_SECRET = 8
-"""Characters: a shorter key, such as EMPTY or test, keeps nobody out, and may be a word of a message."""
+"""Characters of the shortest key that is hidden. A shorter one, such as EMPTY or test, protects nothing and
+may be a word of a message."""
 _USER_OF_URL = re.compile(r"(?<=got ')[^'\s]+:[^'\s]+@|(?<=://)[^/\s]+@")
 
 
 def hidden(text: str) -> str:
-    """Return a text with `***` in place of keys of engines, and of users and passwords in URLs."""
+    """Return a text with `***` in place of API keys, and of users and passwords in URLs."""
     for secret in SECRETS:
         if len(secret) >= SHORTEST_SECRET:
             text = text.replace(secret, "***")
@@ -26,7 +27,7 @@ def hidden(text: str) -> str:
 
 
 def install_command(extra: str) -> str:
-    """Return how to install an extra of this package, which is on no package index."""
+    """Return the command that installs an extra of this package, which no package index has."""
     return f"in a clone of batchrunner: pip install -c constraints.txt '.[{extra}]'"
 
 
@@ -35,38 +36,41 @@ EXIT_INTERRUPTED, EXIT_TIME_UP, EXIT_TERMINATED = 130, 138, 143
 EXIT_MEANINGS = {
     EXIT_DONE: "All rows are done.",
     EXIT_STOPPED: "The run could not go on (engine lost, input gone, disk full, deadline).",
-    EXIT_WRONG: "The job, its input or the command is wrong; a line for each fault says what. Nothing "
+    EXIT_WRONG: "The job, its input or the command is wrong; one line for each fault says why. Nothing "
     "was sent.",
     EXIT_FAILED_ROWS: "Done, but more rows failed than `limits.max_failed_rows`. "
     "After `check`: no row can be sent.",
-    EXIT_INTERRUPTED: "Ctrl-C (SIGINT). Rows in flight end first; a second one stops at once.",
-    EXIT_TIME_UP: "SIGUSR1: a time limit is near. Rows in flight have `limits.drain` to end.",
-    EXIT_TERMINATED: "SIGTERM. Rows in flight have 15 s to end.",
+    EXIT_INTERRUPTED: "Ctrl-C (SIGINT). Rows in flight finish first; a second Ctrl-C stops at once.",
+    EXIT_TIME_UP: "SIGUSR1: a time limit is near. Rows in flight have `limits.drain` to finish.",
+    EXIT_TERMINATED: "SIGTERM. Rows in flight have 15 s to finish.",
 }
-"""Meanings of the exit codes of `batchrun`; those above 128 are 128 + the signal."""
+"""Meanings of the exit codes of `batchrun`; a code above 128 is 128 plus the number of a signal."""
 
 
 class BatchrunError(Exception):
-    """Base class of all errors that end a run; its text is one line for the user, or one for each fault."""
+    """Base class of the errors that end a run; the text is one line, or one line for each fault."""
 
     exit_code = 1
     advice: ClassVar[str] = "run the same command again: it resumes"
-    """What to do about an error of this class that has no hint of its own; printed with `--json` only."""
+    """Hint of an error of this class that has none of its own; printed only with `--json`."""
     report: Any = None
-    """Report of the rows done until then; None where the run had not begun."""
+    """Report of the rows that are done; None where the run had not started."""
 
     def __init__(self, message: str = "", *, hint: str | None = None) -> None:
-        """`hint` is what to do, or what the user may have meant; the text has it where `message` has not."""
+        """Take the message and a `hint`: what to do, or what the user may have meant.
+
+        The text of the error ends with the hint, unless the message contains it.
+        """
         message = hidden(message)
         super().__init__(message if hint is None or hint in message else f"{message}: {hint}")
         self.message = message
         self.hint = hint or self.advice
         self.faults: list[str] = []
-        """The lines of the text where it has several; none where it is one line."""
+        """The lines of a text of several lines; empty for a text of one line."""
 
 
 def interrupted() -> BatchrunError:
-    """Return the error of a command that Ctrl-C ended, where no run ends in its own way."""
+    """Return the error of a command that Ctrl-C ended outside a run."""
     error = BatchrunError("interrupted")
     error.exit_code = EXIT_INTERRUPTED
     return error
@@ -76,44 +80,44 @@ class JobError(BatchrunError):
     """The job is wrong: it has an unknown key, a wrong type or a bad value."""
 
     exit_code = 2
-    advice = "correct it: `batchrun schema` has all keys of a job, `batchrun COMMAND --help` all options"
+    advice = "correct it: `batchrun schema` lists the keys of a job, `batchrun COMMAND --help` the options"
 
 
 class InputError(BatchrunError):
-    """The input is missing, unreadable, not of its format, or lacks a column that the job uses."""
+    """The input is missing, unreadable, not in its format, or lacks a column that the job uses."""
 
     exit_code = 2
-    advice = "correct the file, or what names it; `batchrun check JOB` tries that and sends nothing"
+    advice = "correct the file or its path; `batchrun check JOB` tests the input and sends nothing"
 
 
 class Faults:
-    """The errors of a job's parts, so that a start names all of them and not only the first."""
+    """Errors of a job, collected so that the user sees all of them at once."""
 
     def __init__(self) -> None:
-        """None was found yet."""
+        """Start without errors."""
         self._errors: list[JobError | InputError] = []
 
     def add(self, error: JobError | InputError) -> None:
-        """Keep an error until `raise_all`."""
+        """Record an error for `raise_all`."""
         self._errors.append(error)
 
     @contextlib.contextmanager
     def collect(self) -> Iterator[None]:
-        """Keep the JobError or InputError of the block until `raise_all`."""
+        """Record the JobError or InputError of the block for `raise_all`."""
         try:
             yield
         except (JobError, InputError) as error:
             self.add(error)
 
     def raise_all(self) -> None:
-        """Raise what was collected, if anything: one error as it is, several as one with a line for each."""
+        """Raise the recorded errors, if any: one as it is, several as one error with a line for each."""
         if len(self._errors) > 1:
             faults = dict.fromkeys(
                 fault for error in self._errors for fault in (error.faults or [str(error)])
             )
-            together = type(self._errors[0])("\n".join(faults))
-            together.faults = [*faults]
-            raise together
+            combined = type(self._errors[0])("\n".join(faults))
+            combined.faults = [*faults]
+            raise combined
         for error in self._errors:
             raise error from None
 
@@ -122,13 +126,13 @@ class OutputError(BatchrunError):
     """The output path cannot hold results: it is a file, not writable, or on a full disk."""
 
     exit_code = 2
-    advice = "give a path that can be written, or that of a run where one is read"
+    advice = "give a writable path; a command that reads a run needs the path of a run"
 
 
 class TaskHeldError(OutputError):
-    """Another running process holds the lock of this task."""
+    """Another running process holds the lock of this worker."""
 
-    advice = "wait for its end, or take another output.path"
+    advice = "wait for its end, or use another output.path"
 
 
 class NoResultYetError(BatchrunError):
@@ -139,11 +143,11 @@ class ResumeError(BatchrunError):
     """The output path holds another run: its input, prompt, sampling or model differs from this job's."""
 
     exit_code = 2
-    advice = "take another output.path, or put back what belongs to this run"
+    advice = "use another output.path, or restore the job and the input of that run"
 
 
 class InputChangedError(ResumeError):
-    """An input file was replaced or written to during the run: its results would be of two inputs."""
+    """An input file changed during the run, whose results would mix two inputs."""
 
 
 class EngineStartError(BatchrunError):
@@ -154,37 +158,37 @@ class EngineStartError(BatchrunError):
 
 
 class EngineAwayError(EngineStartError):
-    """A server that should run already does not answer, or not as an engine: it may come later."""
+    """An attached server does not answer yet, or not as an engine; it may be ready later."""
 
 
 class CannotTokenizeError(EngineStartError):
-    """Prompts cannot be tokenized in this process, or its tokens would differ from the engine's."""
+    """Prompts cannot be tokenized in this process, or not to the same tokens as in the engine."""
 
-    advice = "leave out `tokenize: client`: the server then does it"
+    advice = "remove `tokenize: client`: then the server tokenizes"
 
 
 class EngineLostError(BatchrunError):
     """The engine died or stayed unreachable during a run; the run can be resumed."""
 
-    advice = "see that the engine runs, its log tells of its end; run the same command again: it resumes"
+    advice = "check the engine and its log, then run the same command again: it resumes"
 
 
 class AnotherModelError(BatchrunError):
-    """A server serves another model than when the run began; the run can be resumed with the first one."""
+    """A server serves another model than at the start of the run, which can resume with the first model."""
 
-    advice = "start the run's model there and run the same command again, or take another output.path"
+    advice = "serve the model of the run again and run the same command, or use another output.path"
 
 
 class InputLostError(BatchrunError):
     """The input became unreadable during a run (a file was moved, for example); the run can be resumed."""
 
-    advice = "put the input back and run the same command again: it resumes"
+    advice = "restore the input and run the same command again: it resumes"
 
 
 class HookLostError(BatchrunError):
-    """A Python function of the job can be loaded no more during a run; the run can be resumed."""
+    """A Python function of the job can no longer be loaded during a run; the run can be resumed."""
 
-    advice = "put its file back as it was, and run the same command again: it resumes"
+    advice = "restore its file and run the same command again: it resumes"
 
 
 class StorageError(BatchrunError):
@@ -194,22 +198,22 @@ class StorageError(BatchrunError):
 
 
 class TaskLockLostError(StorageError):
-    """Another process took over the lock of this task, so this process may not write results any more."""
+    """Another process took over the lock of this worker, which may no longer write results."""
 
-    advice = "let the other process go on; `batchrun status RUN` shows it"
+    advice = "let the other process continue; `batchrun status RUN` shows it"
 
 
 class StoreAwayError(StorageError):
-    """An object store did not answer, or not for now, before the first row was sent; it may come back."""
+    """An object store was unavailable before the first row was sent; it may come back."""
 
-    advice = "run the same command again when the store takes requests"
+    advice = "run the same command again when the store is available"
 
 
 class StoreRequestError(OSError):
     """A request to an object store failed; its text says why in a few words."""
 
     is_away = False
-    """Whether the store did not answer, or not for now: the same request may succeed later."""
+    """Whether the store is unavailable for now: the same request may succeed later."""
 
     def __str__(self) -> str:
         """Return the reason alone."""
@@ -217,15 +221,15 @@ class StoreRequestError(OSError):
 
 
 def or_away(error: BatchrunError, failure: BaseException) -> BatchrunError:
-    """Return an error, as a StoreAwayError where the store that caused it may come back."""
+    """Return the error, or a StoreAwayError in its place where the store may come back."""
     return StoreAwayError(error.message) if getattr(failure, "is_away", False) else error
 
 
 class RequestError(Exception):
-    """One try of one row failed; the message becomes the row's `error` if there is no further try."""
+    """One attempt of one row failed; the message becomes the row's `error` unless it is retried."""
 
     body: bytes | None = None
-    """Body of the answer by which the server refused the row; None where there is none."""
+    """Body of the reply that refused the row; None where there is none."""
 
     def __init__(self, message: str) -> None:
         """Take the message."""
@@ -233,40 +237,40 @@ class RequestError(Exception):
 
 
 class RowRefusedError(RequestError):
-    """The row itself is at fault (too long, bad schema, template error); it is not sent again."""
+    """The row itself is at fault (too long, bad schema, template error); it is not retried."""
 
 
 class AttemptFailedError(RequestError):
-    """The try failed, possibly because of the row (status 500, aborted, empty); repeated a few times."""
+    """The attempt failed, possibly because of the row (status 500, aborted, empty); retried a few times."""
 
 
 class GivenBackError(RequestError):
-    """We took the row from the engine ourselves, for its users; it is sent again later."""
+    """The runner preempted the row in favour of the server's users; it is requeued."""
 
     tokens = 0
-    """Output tokens that it had, which are lost."""
+    """Output tokens of the row so far, which are lost."""
 
 
 class EngineBusyError(RequestError):
     """The engine refused the row for now (429, 502 to 504, no connection): see `dispatch.attempt`."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
-        """`retry_after_s` is the pause that the server asked for, in seconds."""
+        """Take the message, and the pause in seconds that the server asks for."""
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
 class EngineDownError(EngineBusyError):
-    """The engine, or the replica behind a gateway, accepts no connection: it is down or still starting."""
+    """The engine, or a replica behind a gateway, accepts no connection: it is down or still starting."""
 
 
 class EngineDiedError(EngineDownError):
-    """The engine died while it was working on the row, possibly because of it."""
+    """The engine died while it processed the row, possibly because of the row."""
 
 
 class BundleRefusedError(RequestError):
-    """The engine did not take several rows in one request; they are sent in halves, until one is alone."""
+    """The engine refused several rows in one request; they are sent in halves, down to single rows."""
 
 
 class NoAnswerError(AttemptFailedError):
-    """No answer came within `limits.request_timeout`."""
+    """No answer arrived within `limits.request_timeout`."""

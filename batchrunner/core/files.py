@@ -1,4 +1,4 @@
-"""Files by their names, and files that are read whole: formats, URIs, JSON objects, the cache directory."""
+"""Names of files: formats by ending, URIs, the cache directory; and small JSON files."""
 
 import json
 import os
@@ -21,10 +21,9 @@ ENDINGS: dict[str, Kind] = {
     ".ipc": "Arrow",
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4", ".br": "brotli"}
-"""Names of pyarrow's codecs, by the ending that comes last; Parquet compresses by itself."""
-
+"""pyarrow's codecs by the last ending of a name. Parquet compresses by itself."""
 LONGEST_LINE_BYTES = 64 << 20
-"""Longest line of a text file that is read; a record with a longer one fails."""
+"""Longest line of a text file; a record with a longer line fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +32,13 @@ class FileFormat:
 
     kind: Kind
     ending: str
-    """The ending without that of the compression, such as ".csv"."""
+    """The ending without the compression's, such as ".csv"."""
     compression: str | None
-    """Name of pyarrow's codec; None for a file that is not compressed."""
+    """Name of pyarrow's codec; None for an uncompressed file."""
 
 
 def known_format(path: str) -> FileFormat | None:
-    """Return the format that the ending of a path names; None for any other ending."""
+    """Return the format that the ending of a path names; None for an unknown ending."""
     suffixes = [suffix.lower() for suffix in PurePosixPath(path).suffixes]
     compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
     ending = "".join((suffixes[:-1] if compression else suffixes)[-1:])
@@ -50,34 +49,36 @@ def known_format(path: str) -> FileFormat | None:
 
 
 def format_of(path: str) -> FileFormat:
-    """Return the format of a file that was named: Parquet where its ending says nothing."""
+    """Return the format of a file; Parquet for an unknown ending."""
     return known_format(path) or FileFormat("Parquet", "", None)
 
 
 def is_special(path: Path) -> bool:
-    """Tell whether a path that is there is a device, a pipe or a socket; raises OSError."""
+    """Tell whether an existing path is a device, a pipe or a socket; raises OSError."""
     return not path.is_file() and not path.is_dir()
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; {} where the file is missing or holds no valid JSON object."""
+    """Return the JSON object in a file; {} where the file is missing or has no JSON object."""
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def cache_directory() -> Path:
-    """Return the directory of our files, in XDG_CACHE_HOME or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "batchrunner"
+    """Return the directory of this package's files, in XDG_CACHE_HOME or ~/.cache."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():
+        base = Path.home() / ".cache"
+    return base / "batchrunner"
 
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""Beginning of a URI; a `Path` of it has one slash only."""
+"""Beginning of a URI. One slash suffices: a `Path` made of a URI keeps only one."""
 
 
-def is_uri(given: str) -> bool:
-    """Tell whether a text is a URI and no path on this machine."""
-    return _URI.match(given) is not None
+def is_uri(text: str) -> bool:
+    """Tell whether a text is a URI, as opposed to a path on this machine."""
+    return _URI.match(text) is not None

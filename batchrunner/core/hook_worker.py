@@ -1,6 +1,6 @@
-"""A process that calls a job's Python functions: it gets rows on a socket, and sends back what came of them.
+"""The program of a worker process, which calls a job's Python functions for `hook_process`.
 
-It runs in a session of its own, without the job's engine, and is started by `hook_pool`.
+It runs in a session of its own, without the job's engine.
 """
 
 from __future__ import annotations
@@ -11,118 +11,80 @@ import faulthandler
 import os
 import resource
 import signal
-import sysconfig
+import socket
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from batchrunner.core.hook_protocol import (
+    FLUSH_S,
+    CallTooLongError,
+    Channel,
+    HookFacts,
+    HookLoadError,
+    HookResult,
+    WorkerSetup,
+    failure_text,
+)
 from batchrunner.core.processes import STOP_SIGNALS
+from batchrunner.core.rollout_worker import run_rollouts
 
-ROLLOUT = "prompt.rollout"
-"""Place in a job of the asynchronous function that `core.rollout_worker` runs."""
-ANSWER_S = 1.0
-"""Time after which the results of some rows are sent without waiting for those of the others."""
-_NOT_OWN = (str(Path(__file__).parent.parent), *{*sysconfig.get_paths().values(), "<frozen"})
-"""Beginnings of the paths of files that are not the user's own."""
-_LONGEST_ERROR = 500
 _PR_SET_PDEATHSIG = 1
 
 
-class HookResult(NamedTuple):
-    """What one call came to: a value, or the error of its row."""
+def main(descriptor: int, step_descriptor: int | None) -> None:
+    """Load the functions, and call them until the other end closes.
 
-    value: Any
-    error: str | None = None
-
-
-class HookFacts(NamedTuple):
-    """What is known of a function once it is loaded."""
-
-    where: str
-    """Its place in the job, such as `prompt.python`."""
-    name: str
-    """Its name in messages, `module:function`."""
-    columns: tuple[tuple[str, Any], ...] = ()
-    """Columns that it makes, with their kinds."""
-    takes_row: bool = False
-    """Whether it is called with the answer and the row, not with the answer only."""
-    reads: tuple[str, ...] | None = None
-    """Columns of a row that it reads, where the annotation of its argument says so."""
-
-
-class HookLoadError(Exception):
-    """A function that cannot be called; the message is one line for the user."""
+    With the descriptor of step memory the worker runs rollouts, otherwise plain calls.
+    """
+    channel = Channel(socket.socket(fileno=descriptor))
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        _prepare_process()
+        setup: WorkerSetup
+        (setup,) = channel.receive()
+        try:
+            facts, functions = setup.load()
+        except HookLoadError as failure:
+            channel.send(str(failure))
+            return
+        _limit_memory(setup.memory_bytes)
+        channel.send(facts)
+        if step_descriptor is None:
+            _answer_calls(channel, setup.limit_s, facts, functions)
+            return
+        run_rollouts(channel, step_descriptor, facts, functions)
 
 
-class UnusableValueError(Exception):
-    """A function returned what cannot be used; the message follows the function's place in the job."""
-
-
-class WorkerSetup(NamedTuple):
-    """What a worker needs."""
-
-    load: Callable[[], tuple[Sequence[HookFacts], Sequence[Callable[..., Any]]]]
-    """Returns what is known of the functions, and the functions, which may raise UnusableValueError; raises
-    HookLoadError."""
-    names: str
-    """Names of the functions, for messages."""
-    directories: tuple[str, ...]
-    """Where modules are looked up before the paths of the run's process, in order."""
-    limit_s: float
-    """Time of one call, in seconds."""
-    memory_bytes: int
-    """Memory that the process may take beyond what it has when its modules are imported."""
-
-
-class CallTooLongError(BaseException):
-    """Raised in a call that takes too long; no `except Exception` catches it."""
-
-
-Functions = tuple[WorkerSetup, Sequence[HookFacts], Sequence[Callable[..., Any]]]
-
-
-def load(channel: Connection) -> Functions | None:
-    """Load the functions that the other end names, and tell it what is known of them; None on an error."""
-    with contextlib.suppress(AttributeError, OSError):  # not Linux: then it ends when it next reads
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # when its pool's thread ends
+def _prepare_process() -> None:
+    """Set up this process before the user's code runs in it."""
+    with contextlib.suppress(AttributeError, OSError):  # Elsewhere than on Linux it ends at its next read.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # dies with its pool's thread
     _leave_stop_signals_to_the_run()
     faulthandler.enable()
-    try:
-        setup: WorkerSetup = channel.recv()
-        facts, functions = setup.load()
-    except HookLoadError as failure:
-        channel.send(str(failure))
-        return None
-    _limit_memory(setup.memory_bytes)
-    channel.send(facts)
-    return setup, facts, functions
 
 
-def main(descriptor: int) -> None:
-    """Load the functions, and call them until the other end closes."""
-    channel = Connection(descriptor)
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        signal.signal(signal.SIGALRM, _end_call)
-        loaded = load(channel)
-        if loaded is None:
-            return
-        setup, facts, functions = loaded
-        is_fit = True
-        while is_fit:
-            number, rows = channel.recv()
-            results, is_fit = _call_all(functions[number], facts[number].where, rows, setup.limit_s)
-            channel.send((results, is_fit))
+def _answer_calls(
+    channel: Channel,
+    limit_s: float,
+    facts: Sequence[HookFacts],
+    functions: Sequence[Callable[..., Any]],
+) -> None:
+    """Call functions with the rows of each frame until the worker is unfit for more."""
+    signal.signal(signal.SIGALRM, _raise_call_too_long)
+    is_fit = True
+    while is_fit:
+        number, rows = channel.receive()
+        results, is_fit = _call_all(functions[number], facts[number].where, rows, limit_s)
+        channel.send(results, is_fit)
 
 
 def _call_all(
-    function: Callable[..., Any], where: str, rows: Sequence[tuple[Any, ...]], limit_s: float
+    function: Callable[..., Any], place: str, rows: Sequence[tuple[Any, ...]], limit_s: float
 ) -> tuple[list[HookResult], bool]:
-    """Return the results of the first rows, and whether the process is fit for others."""
+    """Return the results of the first rows, and whether this process is fit for others."""
     results: list[HookResult] = []
-    process, ends_at = os.getpid(), time.monotonic() + ANSWER_S
+    process, flush_at = os.getpid(), time.monotonic() + FLUSH_S
     is_fit = True
     for row in rows:
         try:
@@ -131,60 +93,40 @@ def _call_all(
                 result = HookResult(function(*row))
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-                if os.getpid() != process:  # forked by the function: its results are nobody's
+                if os.getpid() != process:  # The function forked, and this is the child.
                     os._exit(0)
         except BaseException as failure:  # noqa: BLE001 - a function may raise anything, SystemExit too
-            is_fit = not isinstance(failure, (CallTooLongError, MemoryError))  # it may hold a lock still
-            result = HookResult(None, failure_text(where, failure, limit_s))
+            # A function that was interrupted anywhere may still hold a lock.
+            is_fit = not isinstance(failure, (CallTooLongError, MemoryError))
+            result = HookResult(None, failure_text(place, failure, limit_s))
         results.append(result)
-        if not is_fit or time.monotonic() > ends_at:
+        if not is_fit or time.monotonic() > flush_at:
             break
     return results, is_fit
 
 
-def failure_text(where: str, failure: BaseException, limit_s: float = 0.0) -> str:
-    """Return an exception of a function as the error of its row: place, file and line, class, message."""
-    if isinstance(failure, UnusableValueError):
-        return f"{where}: {failure}"
-    frames = traceback.extract_tb(failure.__traceback__)
-    while isinstance(failure, BaseExceptionGroup):  # of asyncio.TaskGroup: its first one says why
-        failure = failure.exceptions[0]
-        frames += traceback.extract_tb(failure.__traceback__)
-    file = ""
-    line: int | None = None
-    for frame in frames:
-        if not frame.filename.startswith(_NOT_OWN):
-            file, line = frame.filename, frame.lineno
-    if isinstance(failure, SyntaxError):
-        file, line = failure.filename or "", failure.lineno
-    place = f"{where}: {Path(file).name}:{line}: " if file else f"{where}: "
-    if isinstance(failure, CallTooLongError):
-        return f"{place}took more than {limit_s:g} s (limits.python)"
-    said = " ".join(traceback.format_exception_only(failure)[-1].split())
-    more = " (limits.python_memory_gb)" if isinstance(failure, MemoryError) else ""
-    return f"{place}{said}"[:_LONGEST_ERROR] + more
-
-
-def _end_call(*_: object) -> None:
+def _raise_call_too_long(*_: object) -> None:
     raise CallTooLongError
 
 
 def _leave_stop_signals_to_the_run() -> None:
-    """Ignore signals that stop the run, but not in processes that a function starts."""
+    """Ignore the signals that stop a run, but not in processes that a function starts."""
 
-    def in_child() -> None:
+    def restore_in_child() -> None:
         for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_DFL)  # multiprocessing ends its processes with SIGTERM
+            signal.signal(number, signal.SIG_DFL)  # multiprocessing ends its processes by SIGTERM
 
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited
-    os.register_at_fork(after_in_child=in_child)
+    os.register_at_fork(after_in_child=restore_in_child)
 
 
-def _limit_memory(more_bytes: int) -> None:
-    """Let this process take so much more memory than it has now; then a call gets a MemoryError."""
+def _limit_memory(extra_bytes: int) -> None:
+    """Limit the memory of this process to its present size plus `extra_bytes`; beyond it is a MemoryError."""
     with contextlib.suppress(OSError, OverflowError, ValueError):
         sizes = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        most = (int(sizes["VmData"].split()[0]) << 10) + more_bytes
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (most if hard < 0 else min(most, hard), hard))
+        limit = (int(sizes["VmData"].split()[0]) << 10) + extra_bytes
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+        if hard_limit >= 0:
+            limit = min(limit, hard_limit)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard_limit))

@@ -1,4 +1,4 @@
-"""Media of a prompt: what is known of each file before its request, and how parts of a chat stand for it."""
+"""Media of a prompt: properties of each file before it is sent, and the parts of a chat that refer to it."""
 
 import re
 import sys
@@ -9,24 +9,24 @@ KindName: TypeAlias = Literal["image", "audio", "video"]
 
 
 class BadFileError(Exception):
-    """An image, audio, a video or a document that cannot be sent; its text says why, after what it is."""
+    """An image, audio, video or document cannot be sent; the text names the file, then the reason."""
 
 
 class MediaKind(NamedTuple):
-    """A kind of media, and what jobs and SGLang (0.5.23) call it."""
+    """A kind of media, with its names in jobs and in SGLang (0.5.23)."""
 
     name: KindName
-    """Type of a part that stands for it in chats of Hugging Face, and what it is in words."""
+    """Type of its part in chats of Hugging Face; also its name in messages."""
     media_type: str
-    """Type in the data URL; SGLang looks at the content only."""
+    """Media type in the data URL; SGLang reads only the content."""
     field: str
-    """Field of `prompt` that names its columns."""
+    """Field of `prompt` with the names of its columns."""
     usual_bytes: int
-    """Bytes that one is expected to have before its file is read, to bound the memory of those read ahead."""
+    """Expected bytes of a file that is not read yet; they bound the memory of files that are read ahead."""
 
     @property
     def url_part(self) -> str:
-        """Type of a part with its data URL in `/v1/chat/completions`."""
+        """Type of the part with the data URL in `/v1/chat/completions`."""
         return f"{self.name}_url"
 
     @property
@@ -36,7 +36,7 @@ class MediaKind(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """What stands for one in texts of LLaVA's form."""
+        """Placeholder of a file in texts of LLaVA's form."""
         return f"<{self.name}>"
 
 
@@ -45,28 +45,28 @@ AUDIO = MediaKind("audio", "audio/wav", "audio", 4 << 20)
 VIDEO = MediaKind("video", "video/mp4", "videos", 16 << 20)
 KINDS: Mapping[KindName, MediaKind] = {kind.name: kind for kind in (IMAGE, AUDIO, VIDEO)}
 PDF_FIELD = "pdf"
-"""Field of `prompt` with documents, whose pages are images."""
+"""Field of `prompt` with PDF documents, whose pages are sent as images."""
 KIND_OF_FIELD = {**{kind.field: kind for kind in KINDS.values()}, PDF_FIELD: IMAGE}
-"""What is sent of the files that a field of `prompt` names, by the field's name."""
+"""Kind of media that is sent for the files of a field of `prompt`, by the field's name."""
 
 
 class MediaRules(NamedTuple):
-    """How the files of a column are read and sent; see `prompt.images`, `audio`, `videos` and `pdf`."""
+    """Rules for the files of a column; see `prompt.images`, `audio`, `videos` and `pdf`."""
 
     folder: str
-    """Where relative paths begin."""
+    """Directory of relative paths."""
     confined: bool
-    """Whether paths must stay in the folder."""
+    """Whether paths must stay in `folder`."""
     allow_urls: bool
     max_pixels: int | None
     dpi: float | None = None
-    """Dots an inch of the pages of a PDF document; None for other files."""
+    """Dots per inch of the pages of a PDF document; None for other files."""
     kind: KindName = "image"
-    """What is sent."""
+    """Kind of media that is sent."""
 
     @property
     def field(self) -> str:
-        """Field of the job that names the column."""
+        """Field of the job with the name of the column."""
         return f"prompt.{KINDS[self.kind].field if self.dpi is None else PDF_FIELD}"
 
 
@@ -74,46 +74,48 @@ class PromptFile(NamedTuple):
     """A file of a prompt: an image, audio, a video, or a PDF document, whose pages are images."""
 
     key: bytes
-    """Hash of the content, or of what names it: equal files have equal keys."""
+    """Hash of the content, or of the path or URL; equal files have equal keys."""
     tokens: int
-    """Tokens that it is expected to take in the prompt."""
+    """Estimated prompt tokens of the file."""
     label: str
-    """Where it comes from, in words."""
+    """Origin of the file, for messages."""
     content: bytes
-    """Bytes of the file; empty where a path or a URL names it, and once the file is ready."""
+    """Bytes of the file; empty for a path or URL, and once the file is ready."""
     place: str
     """Path or URL, or empty."""
     pages: str
     """Pages of a PDF document."""
     rules: MediaRules
     ready: tuple[bytes, ...] | None = None
-    """Files that are sent (PNG, WAV, MP4 and such): one, or one for each page; None before they are made."""
+    """Files to send (PNG, WAV, MP4 and such): one, or one for each page; None before they are ready."""
 
     @property
     def kind(self) -> MediaKind:
-        """What is sent."""
+        """Kind of media that is sent."""
         return KINDS[self.rules.kind]
 
     @property
     def size(self) -> int:
-        """Bytes that it takes in memory."""
+        """Bytes of the file in memory."""
         return len(self.content) + sum(map(len, self.ready or ()))
 
     @property
     def expected_size(self) -> int:
-        """Bytes that it will take once it is ready, as far as that is known."""
+        """Bytes in memory once it is ready; an estimate before."""
         return self.size or self.kind.usual_bytes
 
 
 def file_of_part(part: Any) -> int | None:
-    """Return the index of the file that a part of a content stands for; None for any other part."""
-    name = part.get("type") if isinstance(part, Mapping) else None
-    own = part.get(name) if isinstance(name, str) and name in KINDS else None
-    return own if type(own) is int else None
+    """Return the index of the file that a part of a message refers to; None for any other part."""
+    if not isinstance(part, Mapping):
+        return None
+    kind = part.get("type")
+    index = part.get(kind) if isinstance(kind, str) and kind in KINDS else None
+    return index if type(index) is int else None
 
 
 def with_labels(message: Mapping[str, Any], files: Sequence[PromptFile]) -> Mapping[str, Any]:
-    """Return a message as a person reads it: parts for files say where these come from."""
+    """Return a message for a person, with the label of each file in place of its index."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -129,18 +131,19 @@ _PAGES = re.compile(r"\s*\d+\s*(-\s*\d+\s*)?(,\s*\d+\s*(-\s*\d+\s*)?)*")
 
 
 def page_ranges(pages: str) -> list[range]:
-    """Return ranges of page numbers, counted from 1; raises ValueError, whose text says what is wrong.
+    """Return the ranges of page numbers in a text, counted from 1; `all` is a range without an end.
 
-    `all` has no end.
+    Raises ValueError, whose text says what is wrong.
     """
     if pages.strip() == "all":
         return [range(1, sys.maxsize)]
     if not _PAGES.fullmatch(pages):
         raise ValueError(f"pages are `all`, a number, or ranges such as 1-3,7 (got {pages!r})")
-    found = []
+    ranges = []
     for part in pages.split(","):
         first, _, last = part.partition("-")
-        found.append(range(int(first), int(last or first) + 1))
-        if found[-1].start < 1 or not found[-1]:
+        numbers = range(int(first), int(last or first) + 1)
+        if numbers.start < 1 or not numbers:
             raise ValueError(f"pages are counted from 1, and a range goes up (got {part.strip()!r})")
-    return found
+        ranges.append(numbers)
+    return ranges

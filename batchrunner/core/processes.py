@@ -10,65 +10,66 @@ from types import FrameType
 from typing import Self
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that stop a run. Slurm, systemd and `timeout` send them to all of its processes, but only the run
-takes them: it waits for its rows in flight, which need those processes."""
+"""Signals that stop a run. Slurm, systemd and `timeout` send them to all processes of a run. Its child
+processes ignore them, because the run still needs them for its rows in flight."""
 
 
 class SignalWatch:
-    """Tells a listener of each signal that Python handles, while it is open; for the main thread only.
+    """Passes each signal to a listener at once, even while the main thread blocks.
 
-    Python runs a signal's handler in the main thread, and an event loop its own between two callbacks: both
-    wait for a call that blocks. The C handler writes the signal's number to a pipe at once, which a thread
-    reads here. Whoever had that pipe's place before, such as the event loop, gets the numbers too.
+    Python runs the handler of a signal in the main thread, and an event loop runs its own between two
+    callbacks: both wait for a call that blocks. The C handler writes the number of the signal to a pipe at
+    once (`signal.set_wakeup_fd`), which a thread reads here. The numbers are passed on to the pipe that was
+    set before, such as the event loop's.
     """
 
     def __init__(
         self, listener: Callable[[signal.Signals], None], caught: Collection[signal.Signals] = ()
     ) -> None:
-        """Call `listener` with each signal, in another thread than the main one.
+        """Call `listener` with each signal, in a thread of its own.
 
-        `caught` are signals that do nothing else meanwhile; those that are ignored stay ignored.
+        Signals in `caught` have no other effect meanwhile, and stay ignored where they were.
         """
         self._listener = listener
         self._caught = caught
         self._handlers: dict[signal.Signals, signal.Handlers | object] = {}
-        self._reading, self._writing, self._next = -1, -1, -1
+        self._read_end, self._write_end, self._previous_pipe = -1, -1, -1
         self._thread = threading.Thread(target=self._read, daemon=True, name="signals")
 
     def __enter__(self) -> Self:
-        """Begin; nothing is done in another thread than the main one, where Python refuses it."""
+        """Start listening; outside the main thread, where Python refuses it, do nothing."""
         if threading.current_thread() is not threading.main_thread():
             return self
-        self._reading, self._writing = os.pipe()
-        os.set_blocking(self._writing, False)
-        self._next = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        self._previous_pipe = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         for number in self._caught:
             if signal.getsignal(number) != signal.SIG_IGN:
-                self._handlers[number] = signal.signal(number, listened_to)
+                self._handlers[number] = signal.signal(number, ignore_signal)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End, and leave everything as it was before."""
-        if self._writing < 0:
+        """Stop listening, and restore the earlier handlers."""
+        if self._write_end < 0:
             return
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-        signal.set_wakeup_fd(self._next, warn_on_full_buffer=False)
-        os.close(self._writing)
+        signal.set_wakeup_fd(self._previous_pipe, warn_on_full_buffer=False)
+        os.close(self._write_end)
         self._thread.join()
-        os.close(self._reading)
+        os.close(self._read_end)
 
     def _read(self) -> None:
-        while numbers := os.read(self._reading, 64):
-            with contextlib.suppress(OSError):  # there is nobody, or it is about to read what it has
-                os.write(self._next, numbers)
+        while numbers := os.read(self._read_end, 64):
+            with contextlib.suppress(OSError):  # There is no other pipe, or it is full of numbers to read.
+                os.write(self._previous_pipe, numbers)
             for number in numbers:
                 self._listener(signal.Signals(number))
 
 
-def listened_to(_number: int, _frame: FrameType | None) -> None:
-    """Handle a signal that a SignalWatch catches: its listener does."""
+def ignore_signal(_number: int, _frame: FrameType | None) -> None:
+    """Do nothing: the handler of a signal whose SignalWatch has a listener."""
 
 
 @contextlib.contextmanager
@@ -91,7 +92,7 @@ def repeating(action: Callable[[], object], every_s: float, *, thread: str) -> I
 
 @contextlib.contextmanager
 def thread_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
-    """Open a pool of threads and wait for their end, but not after a Ctrl-C: a mount may never answer."""
+    """Open a pool of threads and wait for their end, except after a Ctrl-C: a mount may never answer."""
     pool = ThreadPoolExecutor(threads)
     try:
         yield pool

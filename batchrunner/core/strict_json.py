@@ -1,4 +1,4 @@
-"""Servers' JSON with values that JSON does not have (NaN, -Infinity, half a surrogate pair) → JSON."""
+"""Repair of replies that are not strict JSON: with NaN, -Infinity or half a surrogate pair."""
 
 import json
 import math
@@ -10,37 +10,37 @@ import msgspec
 import orjson
 
 LOWEST = -sys.float_info.max
-"""What stands for minus infinity, which JSON cannot write: the lowest number of 64 bits."""
+"""Replacement of minus infinity: the lowest 64-bit number."""
 REPLACEMENT = "\ufffd"
-"""What stands for half a surrogate pair, which no text in UTF-8 can hold."""
+"""Replacement of half a surrogate pair, which UTF-8 cannot encode."""
 _MOST_DIGITS = 300
-"""Most digits of a whole number that surely fits into a double."""
+"""Digits up to which a whole number certainly fits into a double."""
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 Value = TypeVar("Value")
 
 
 def strict_json(content: bytes) -> bytes:
-    """Return JSON as it is where all can read it; else NaN, and what is too large for a double, as null.
+    """Return strict JSON unchanged; repair other JSON.
 
-    Minus infinity becomes LOWEST and half a surrogate pair REPLACEMENT. Content that is no JSON even then
-    comes back as it is.
+    NaN and numbers too large for a double become null, minus infinity LOWEST, and half a surrogate pair
+    REPLACEMENT. Content that cannot be repaired is returned unchanged.
     """
     try:
         orjson.loads(content)
     except orjson.JSONDecodeError:
-        return _rewritten(content)
+        return _repaired(content)
     return content
 
 
 def decode_reply(decoder: msgspec.json.Decoder[Value], content: bytes) -> Value:
-    """Decode a reply, else what `strict_json` makes of it; raises what the decoder raises."""
+    """Decode a reply, after a repair if necessary; raises what the decoder raises."""
     try:
         return decoder.decode(content)
     except (ValueError, RecursionError):
-        return decoder.decode(_rewritten(content))
+        return decoder.decode(_repaired(content))
 
 
-def _rewritten(content: bytes) -> bytes:
+def _repaired(content: bytes) -> bytes:
     try:
         value = json.loads(
             content.decode("utf-8", "surrogatepass"),

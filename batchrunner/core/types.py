@@ -1,6 +1,7 @@
-"""Immutable records of rows that pass between the folders of the package, such as Request and Outcome.
+"""Immutable records of rows that pass between folders, such as Request and Outcome.
 
-Records of which every row has one are named tuples: a frozen dataclass takes four times as long to create.
+A record that exists once for every row is a named tuple: a frozen dataclass takes four times as long to
+create.
 """
 
 from __future__ import annotations
@@ -23,20 +24,25 @@ import base64
 from array import array
 
 PromptKind = Literal["messages", "text", "input_ids", "body"]
-"""Form of a prompt, named as the key of the job's `prompt`; `body` is a whole request of a batch file."""
+"""Form of a prompt, named like the key of the job's `prompt`; `body` is a whole request of a batch file."""
 BYTES_PER_TOKEN = 4
 """Bytes of text per token, on average: what a prompt is estimated by until its tokens are known."""
 LEFT_OUT = "left_out"
-"""The finish reason of a row that `prompt.python` left out; no engine has it."""
+"""Finish reason of a row that `prompt.python` left out; no engine reports it."""
 FinishReason = str
 """SGLang's finish reason: "stop", "length" or "abort"."""
+PROMPT, PARSE, CHECK, ROLLOUT = "prompt.python", "parse", "accept.python", "prompt.rollout"
+"""Places of a job's Python functions: they make the prompt of a row, the columns of an answer, a judgement of
+an answer, or the rows of a multi-turn rollout."""
+MEDIA = "prompt"
+"""Place of this package's function that prepares the files of a row; it runs as a job's functions do."""
 ColumnKind: TypeAlias = str | tuple[str, Any]
 """Type of a column: the name of a plain type, ("list", kind), or ("struct", ((name, kind), …))."""
 NO_COLUMNS: Mapping[str, list[Any]] = MappingProxyType({})
 
 
 class RowRef(NamedTuple):
-    """A row's origin: its ordinal in the input, and its carried columns."""
+    """Origin of a row: its ordinal in the input, and its carried columns."""
 
     row: int
     """Ordinal in the input, counted from 0 over all files."""
@@ -45,44 +51,44 @@ class RowRef(NamedTuple):
     position: int
     """Index of the row in `carried`."""
     digests: list[bytes | None] | None = None
-    """Digests of the requests of the rows in `carried`, as they become known; None where nobody asks."""
+    """Digests of the requests of the rows in `carried`, filled in as rows are rendered; None if unused."""
 
 
 class RequestBody(NamedTuple):
     """The body of a whole request, as a batch file has it."""
 
     path: str
-    """Endpoint that it is for, such as /v1/chat/completions."""
+    """Endpoint of the request, such as /v1/chat/completions."""
     content: bytes
     """A JSON object without `model`, `stream` and `stream_options`."""
     model: str | None
-    """Name of the model that the request asks for."""
+    """Model that the request names."""
     most_tokens: int
-    """Most tokens of an output; where the request has no limit, those that are expected."""
+    """Limit of output tokens; an estimate where the request has no limit."""
 
 
 class AskedColumns(NamedTuple):
-    """Columns of the results that an answer is asked for, beyond those of every result."""
+    """Result columns that a request asks for, beyond those of every result."""
 
     names: frozenset[str]
     """Keys of ANSWER_COLUMNS in `job.output`."""
     top_logprobs: int
-    """Likeliest tokens for each position."""
+    """Number of likeliest tokens for each position."""
     of_tokens: bool
-    """Whether the answer must have token ids or probabilities."""
+    """Whether the answer must include token ids or probabilities."""
     only_reasoning: bool = False
-    """Whether reasoning is all, as in most chats."""
+    """Whether reasoning is the only such column, as in most chats."""
 
 
 class Tools(NamedTuple):
     """Tools that the model may call in a chat."""
 
     tools: list[Any] | None
-    """In OpenAI's form: `{"type": "function", "function": {"name": …}}`; None where messages have them."""
+    """In OpenAI's form: `{"type": "function", "function": {"name": …}}`; None if messages include them."""
     choice: Any = None
     """`tool_choice` of the chat endpoint; None for its default."""
     by_row: bool = False
-    """Whether other rows may have other tools."""
+    """Whether rows may have different tools."""
 
 
 class Request(NamedTuple):
@@ -97,38 +103,38 @@ class Request(NamedTuple):
     lora_path: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continues: bool = False
-    """Whether a last message of the assistant is the beginning of the answer, which goes on from there."""
+    """Whether the last message, of the assistant, is the beginning of the answer."""
     asks: AskedColumns | None = None
-    """What the answer is asked for besides its text; None for nothing."""
+    """Columns that the answer must have besides its text; None for none."""
     row: Mapping[str, Any] | None = None
-    """Values of the row by which its answer is checked; None where there are none."""
+    """Values of the row that the checks of its answer use; None for none."""
     task: ForwardTask | None = None
-    """What the model is asked to do with the prompt; None for generating text."""
+    """Task of the model; None for generating text."""
     tools: Tools | None = None
-    """Tools of a chat; None where it has none."""
+    """Tools of a chat; None for none."""
     media: tuple[PromptFile, ...] = ()
-    """Images, audio and videos of the prompt: a part such as `{"type": "image", "image": n}` of a content
-    stands for number n."""
+    """Images, audio and videos of the prompt. A part `{"type": "image", "image": n}` of a message refers to
+    file n."""
     items: tuple[str, ...] = ()
-    """Texts that the task is done with, each together with the prompt: choices or documents."""
+    """Texts that the task combines with the prompt: choices or documents."""
     item_ids: tuple[list[int], ...] = ()
-    """Token ids of the choices, each as it goes on after the prompt; empty where there are none."""
+    """Token ids of the choices as continuations of the prompt; empty where they are not tokenized here."""
 
     @property
     def shown(self) -> Any:
-        """The prompt as a person reads it: parts for files say where these come from."""
+        """The prompt for a person, with the label of each file in place of its index."""
         if not self.media or not isinstance(self.prompt, list):
             return self.prompt
         return [with_labels(message, self.media) for message in self.prompt]
 
     @property
     def media_bytes(self) -> int:
-        """Bytes that its files take in memory."""
+        """Bytes of its files in memory."""
         return sum(file.size for file in self.media) if self.media else 0
 
 
 class Completion(NamedTuple):
-    """The engine's answer to one request; the lists have one entry for each sample (`sampling.n`)."""
+    """The engine's answer to one request; the lists have one entry for each of `sampling.n` completions."""
 
     texts: list[str]
     finish_reasons: list[FinishReason | None]
@@ -138,27 +144,27 @@ class Completion(NamedTuple):
     retractions: int = 0
     """Times that the scheduler preempted the request because the KV pool was full."""
     weights: str | None = None
-    """Version of the weights that made the answer (`weight_version`); None where the engine does not tell."""
+    """Version of the weights (`weight_version`); None where the engine does not report it."""
     columns: Mapping[str, list[Any]] = NO_COLUMNS
-    """Values of further columns by name: one for each sample, or one for all where they are of the prompt."""
+    """Values of further columns by name: one for each completion, or a single one about the prompt."""
 
     @property
     def output_tokens(self) -> int:
-        """Output tokens of all samples; those that the engine did not tell count as 0."""
+        """Output tokens of all completions; unreported ones count as 0."""
         tokens = self.completion_tokens
         return (tokens[0] or 0) if len(tokens) == 1 else sum(filter(None, tokens))
 
 
 class Outcome(NamedTuple):
-    """The final result of a row: a completion or an error, or both where the answer is why the row failed."""
+    """Final result of a row: a completion, an error, or both where the answer made the row fail."""
 
     ref: RowRef
     completion: Completion | None
     error: str | None
     latency_s: float | None
-    """Seconds from sending the last try to its whole answer; None where nothing was sent."""
+    """Seconds from sending the last attempt to the end of its answer; None where nothing was sent."""
     attempts: int
-    """Tries that were sent; 0 for a row that was refused here or has the answer of an equal row."""
+    """Attempts that were sent; 0 for a row that was refused here or got the answer of an equal row."""
 
     @classmethod
     def unsent(cls, ref: RowRef, error: str | None) -> Outcome:
@@ -175,66 +181,65 @@ class Outcome(NamedTuple):
 class ForwardTask(ABC):
     """A task that a model does in one forward pass, without decoding, such as an embedding. Pure.
 
-    A subclass says all that differs from other tasks; they are in `batchrunner.job.tasks`. Its
-    instance has the values of the job's fields that it takes, and goes along with each request.
+    A subclass in `batchrunner.job.tasks` holds everything that differs between tasks. Its instance has the
+    values of the task's fields in the job; each request refers to it.
     """
 
     name: ClassVar[str]
     """`task` of a job."""
     path: ClassVar[str]
-    """Endpoint of SGLang that takes one row, or a list of rows."""
+    """Endpoint of SGLang for one row or a list of rows."""
     architectures: ClassVar[str] = ""
-    """Pattern in the names of the architectures that can do it; empty for all."""
+    """Pattern in the names of suitable architectures; empty for all."""
     by_generation: ClassVar[bool] = False
-    """Whether it needs a model that generates text (a server without `--is-embedding`)."""
+    """Whether it needs a generating model (a server without `--is-embedding`)."""
     takes: ClassVar[tuple[str, ...]] = ()
-    """Fields of a job that this task has and generating lacks: the arguments of the subclass, by their last
-    part."""
+    """Fields of a job that only this task has. Their last parts are the arguments of the subclass."""
     meanings: ClassVar[Mapping[str, str]]
-    """Its columns of the results, with their meanings."""
+    """Its result columns, with their meanings."""
 
     @property
     @abstractmethod
     def columns(self) -> tuple[tuple[str, ColumnKind], ...]:
-        """Its columns of the results, with their types, in order."""
+        """Its result columns with their types, in order."""
 
     @abstractmethod
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return the bodies for `path`, each of which is sent when the one before is answered.
+        """Return the bodies for `path`, which are sent one after the other.
 
-        Several requests are all of texts, or all of token ids.
+        Several requests have either all texts, or all token ids.
         """
 
     @abstractmethod
     def answers(
         self, requests: Sequence[Request], replies: Sequence[bytes]
     ) -> list[Completion | RequestError]:
-        """Read the replies to `bodies`; return the answer to each request, or why that one has none.
+        """Read the replies to `bodies`; return the answer or the error of each request.
 
-        The values of `columns` stand under their names in `Completion.columns`, each in a list of one. Raises
-        AttemptFailedError, or what msgspec raises, where a reply is not one.
+        `Completion.columns` has the values of `columns`, each in a list of one. Raises AttemptFailedError, or
+        an error of msgspec, for an invalid reply.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Rows that one task is to do."""
+    """Rows that are leased to one worker."""
 
     number: int
     turn: int
-    """Number of tasks that held the lease before."""
+    """Number of workers that held the lease before."""
     rows: BitMap64
     """Ordinals of the rows."""
     positions: range | None
-    """Where the rows stand in the order of sending; None for somewhere in the input."""
+    """Positions of the rows in sending order; None where they are in input order."""
     copy: Path | None = None
-    """The sorted copy that has the rows in the order of sending; None for the input itself."""
+    """The sorted copy, with the rows in sending order; None for the input itself."""
 
 
 CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
 EMBEDDINGS_PATH = "/v1/embeddings"
 BATCH_PATHS = (CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH)
-"""Endpoints that the lines of a batch file may be for."""
+"""Endpoints that the lines of a batch file may name."""
 
 
 def rows_to_text(rows: BitMap64) -> str:

@@ -1,30 +1,33 @@
 """Whether an answer is good, by the job's conditions, and what its row is asked next where it is not."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import chain, product
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import orjson
 import regex
 
 from batchrunner.core.errors import JobError, RowRefusedError
-from batchrunner.core.hook_pool import HookPool
-from batchrunner.core.types import Completion, Outcome, Request
+from batchrunner.core.types import CHECK, Completion, Outcome, Request
 from batchrunner.dispatch.queue import AnswerHistory, PendingRow
 from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.input.dataset import carried_of
 from batchrunner.input.templates import AnswerExpression
 from batchrunner.job.answers import AnswerPlan, of_sample
 from batchrunner.job.arrow_types import fit, kind_of_schema
-from batchrunner.job.hook_loading import CHECK
 from batchrunner.job.output import CUT, PARSED, REASONING, TOOL_CALLS
 from batchrunner.job.spec import Job
 from batchrunner.output.counts import ASKED_AGAIN, AskedAgain, Rejected
+
+if TYPE_CHECKING:
+    from batchrunner.core.hook_pool import HookPool
 
 MOST_LENGTHENED = 3
 """Times that a cut answer is asked for with more tokens: twice as many each time."""

@@ -24,10 +24,11 @@ from typing import Any, TypeAlias
 from xxhash import xxh3_128_hexdigest
 
 from batchrunner.core.errors import JobError, RowRefusedError, hidden
-from batchrunner.core.hook_pool import HookPool, HookProcess, ProcessEndedError
-from batchrunner.core.hook_worker import ROLLOUT, WorkerSetup
-from batchrunner.core.rollout_worker import STEP_BYTES, RolloutAnswer, frame, read_frame, step_in, step_memory
-from batchrunner.core.types import LEFT_OUT, Outcome, Request, Tools
+from batchrunner.core.hook_pool import HookPool
+from batchrunner.core.hook_process import HookProcess, ProcessEndedError
+from batchrunner.core.hook_protocol import WorkerSetup, frame, read_frame
+from batchrunner.core.rollout_worker import STEP_BYTES, RolloutAnswer, running_step, step_memory
+from batchrunner.core.types import LEFT_OUT, ROLLOUT, Outcome, Request, Tools
 from batchrunner.dispatch.queue import (
     AnswerHistory,
     Backlog,
@@ -104,9 +105,9 @@ class RolloutProcess(HookProcess):
         """Start it; it loads the function meanwhile."""
         with tempfile.TemporaryFile() as memory:
             memory.truncate(STEP_BYTES)
-            self.step = partial(step_in, step_memory(memory.fileno()))
+            self.step = partial(running_step, step_memory(memory.fileno()))
             """Returns the number of the rollout whose code runs, 0 for none, and since when."""
-            super().__init__(setup, "rollout_worker", memory.fileno())
+            super().__init__(setup, step_descriptor=memory.fileno())
         self.rollouts: dict[int, Rollout] = {}
         """Those that run in it, by the numbers that it knows them by."""
         self.is_shared = is_shared
@@ -122,7 +123,7 @@ class RolloutProcess(HookProcess):
     async def connect(self) -> asyncio.StreamReader:
         """Open the connection to it, once its function is loaded. Raises HookLostError."""
         await asyncio.to_thread(self.facts)
-        connection = socket.socket(fileno=os.dup(self.channel.fileno()))
+        connection = socket.socket(fileno=os.dup(self.channel.socket.fileno()))
         reader, self.writer = await asyncio.open_connection(sock=connection)
         self.is_loaded.set()
         return reader
@@ -145,10 +146,6 @@ class RolloutProcess(HookProcess):
         """Whether the code of one row often keeps the others waiting."""
         is_often = self._blocked_looks >= BLOCKED_SHARE * self._looks
         return is_often and len(self._long_steps) >= LONG_STEPS
-
-    def has_ended(self) -> bool:
-        """Tell whether it has; what it started may keep its connection open."""
-        return self._process.poll() is not None
 
     def send(self, *values: Any) -> None:
         """Send a frame, unless the process has ended."""
@@ -196,7 +193,7 @@ class Rollouts:
         self._open: set[Rollout] = set()
         self._starting: set[Rollout] = set()
         self._processes: list[RolloutProcess] = []
-        self._alone = asyncio.Semaphore(self._functions.most)
+        self._alone = asyncio.Semaphore(self._functions.most_processes)
         self._numbers = count(1)
         self._says_blocked = False
 
@@ -231,7 +228,7 @@ class Rollouts:
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:
-            await asyncio.gather(*(asyncio.to_thread(process.end) for process in self._processes))
+            await asyncio.gather(*(asyncio.to_thread(process.close) for process in self._processes))
 
     async def _open_all(self) -> None:
         batches = self._source.batches()
@@ -321,7 +318,7 @@ class Rollouts:
         """Return a new process where all have many rollouts, else the loaded one with the fewest."""
         shared = [process for process in self._processes if process.is_shared]
         are_busy = all(len(process.rollouts) >= ROWS_A_PROCESS for process in shared)
-        if are_busy and len(shared) < self._functions.most:
+        if are_busy and len(shared) < self._functions.most_processes:
             return self._new_process(is_shared=True)
         return min(shared, key=lambda each: (not each.is_loaded.is_set(), len(each.rollouts)))
 
@@ -355,7 +352,7 @@ class Rollouts:
             for rollout in process.rollouts.values():
                 if not rollout.returned.done():
                     rollout.returned.set_exception(ProcessEndedError(how))
-            await asyncio.to_thread(process.end)
+            await asyncio.to_thread(process.close)
             self._processes.remove(process)
         finally:
             process.writer.close()

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
+from tenacity import AsyncRetrying
 
 from batchrunner.core.engine_info import EngineInfo, TokenizerInfo
 from batchrunner.core.errors import (
@@ -24,12 +24,11 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.files import read_json
-from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Outcome, PromptKind, Request
+from batchrunner.core.retry import backoff
+from batchrunner.core.types import MEDIA, Outcome, PromptKind, Request
 from batchrunner.engines.base import Engine
 from batchrunner.input.tokenize.chat_template import RESERVED_ARGUMENTS
 from batchrunner.input.tokenize.encoder import Encoder, TokenBudget
-from batchrunner.job.hook_loading import MEDIA
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import ChoiceTask, ClassifyTask, RerankTask, ScoreTask
 from batchrunner.output.events import EventLog
@@ -150,12 +149,11 @@ async def engine_tokens(
 
     With `special` the tokens that begin and end a prompt are there too.
     """
-    retrying = AsyncRetrying(
-        retry=retry_if_exception_type((AttemptFailedError, EngineBusyError)),
-        stop=stop_after_attempt(ATTEMPTS),
-        wait=wait_exponential(TIMING.first_retry, TIMING.longest_retry),
-        reraise=True,
-    )
+
+    def is_transient(failure: BaseException) -> bool:
+        return isinstance(failure, (AttemptFailedError, EngineBusyError))
+
+    retrying = AsyncRetrying(**backoff(is_transient, attempts=ATTEMPTS))
     try:
         tokens: list[int] | None = await retrying(engine.tokens_of, request, special=special)
     except RowRefusedError as refusal:

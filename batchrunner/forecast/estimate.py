@@ -17,6 +17,7 @@ from pyroaring import BitMap64
 from batchrunner.core.console import counted, duration
 from batchrunner.core.engine_info import EngineInfo, TokenizerInfo
 from batchrunner.core.errors import BatchrunError, CannotTokenizeError, JobError
+from batchrunner.core.loop_thread import LoopThread
 from batchrunner.core.types import BYTES_PER_TOKEN, Completion, Outcome, Request, RequestBody
 from batchrunner.dispatch.concurrency.law import UNKNOWN_ENGINE_WINDOW
 from batchrunner.dispatch.tokenize import make_encoder
@@ -45,7 +46,6 @@ from batchrunner.output.resume import read_done
 from batchrunner.output.run_dir import ESTIMATE, RunDir
 from batchrunner.output.task_lock import hold_task
 from batchrunner.runner.control import Control
-from batchrunner.runner.open_engine import cancelled_once, open_portal
 from batchrunner.runner.plan import RunState, StartOptions, plan_run
 from batchrunner.runner.prepare import PreparedJob, check_resumes, prepare
 from batchrunner.runner.run import execute
@@ -293,9 +293,8 @@ def estimate(
             raise JobError(f"{name} {value}", hint=f"give a number from {least} on")
     loaded = load_job(job, overrides=overrides)
     request = _EstimateRequest(rows=rows, price=price, replicas=replicas, workers=workers, cold=cold)
-    with contextlib.closing(prepare(loaded)) as prepared, open_portal() as portal:
-        result: Estimate = portal.call(cancelled_once, _estimate(prepared, request))
-        return result
+    with contextlib.closing(prepare(loaded)) as prepared, LoopThread() as loop:
+        return loop.call(lambda: _estimate(prepared, request))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

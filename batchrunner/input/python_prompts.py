@@ -5,11 +5,10 @@ from typing import Any
 
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.hook_pool import HookPool
-from batchrunner.core.hook_worker import HookFacts, HookResult
-from batchrunner.core.types import Outcome, PromptKind, Request
+from batchrunner.core.hook_protocol import HookFacts, HookResult
+from batchrunner.core.types import PROMPT, Outcome, PromptKind, Request
 from batchrunner.input.dataset import ColumnSource, usable_columns
 from batchrunner.input.messages import ASSISTANT, conversation
-from batchrunner.job.hook_loading import PROMPT
 
 
 def columns_given(facts: HookFacts, source: ColumnSource) -> list[str]:

@@ -12,16 +12,8 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from batchrunner.core.errors import Faults, InputError, JobError, RowRefusedError
-from batchrunner.core.hook_worker import ROLLOUT
 from batchrunner.core.media import PromptFile
-from batchrunner.core.types import (
-    Outcome,
-    PromptKind,
-    Request,
-    RequestBody,
-    RowRef,
-    Tools,
-)
+from batchrunner.core.types import ROLLOUT, Outcome, PromptKind, Request, RequestBody, RowRef, Tools
 from batchrunner.input.dataset import (
     ColumnSource,
     Row,

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.core.hook_worker import ROLLOUT
-from batchrunner.core.types import AskedColumns, ColumnKind, Completion, ForwardTask
-from batchrunner.job.hook_loading import CHECK, PARSE
+from batchrunner.core.types import CHECK, PARSE, ROLLOUT, AskedColumns, ColumnKind, Completion, ForwardTask
 from batchrunner.job.output import (
     ANSWER_COLUMNS,
     OF_TOKENS,

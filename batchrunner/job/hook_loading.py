@@ -15,14 +15,9 @@ from typing import Any, NamedTuple
 import msgspec
 import typing_extensions
 
-from batchrunner.core.hook_worker import ROLLOUT, HookFacts, HookLoadError, UnusableValueError, failure_text
-from batchrunner.core.types import ColumnKind, PromptKind
+from batchrunner.core.hook_protocol import HookFacts, HookLoadError, UnusableValueError, failure_text
+from batchrunner.core.types import CHECK, MEDIA, PARSE, PROMPT, ROLLOUT, ColumnKind, PromptKind
 
-PROMPT, PARSE, CHECK = "prompt.python", "parse", "accept.python"
-"""Job fields with functions, by which the pool knows them: they turn a row into a prompt, turn an answer into
-columns, and check an answer."""
-MEDIA = "prompt"
-"""Name for our own function that prepares the files of a row; it runs like those of the job."""
 Columns = tuple[tuple[str, ColumnKind], ...]
 _read_mapping = msgspec.json.Decoder(dict)
 

@@ -1,25 +1,23 @@
 """Python functions of a job: opens the processes that run them."""
 
+from __future__ import annotations
+
 import functools
 import importlib.util
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from batchrunner.core.errors import JobError, install_command
-from batchrunner.core.hook_pool import HookPool
-from batchrunner.core.hook_worker import ROLLOUT, HookFacts, HookLoadError, WorkerSetup
 from batchrunner.core.media import IMAGE, PDF_FIELD
+from batchrunner.core.types import CHECK, MEDIA, PARSE, PROMPT, ROLLOUT
 from batchrunner.job.fields import PythonFunction, name_of
-from batchrunner.job.hook_loading import (
-    CHECK,
-    MEDIA,
-    PARSE,
-    PROMPT,
-    HookFunction,
-    known_of,
-    load_functions,
-)
 from batchrunner.job.output import REQUEST_DIGEST, RESULT_COLUMNS, ROLLOUT_COLUMNS, TURNS
 from batchrunner.job.spec import Job
+
+if TYPE_CHECKING:
+    from batchrunner.core.hook_pool import HookPool
+    from batchrunner.core.hook_protocol import HookFacts
+    from batchrunner.job.hook_loading import HookFunction
 
 _PREPARE = "batchrunner.input.media.prepare:prepare"
 _PACKAGES = {IMAGE.field: ("PIL",), PDF_FIELD: ("PIL", "pypdfium2")}
@@ -27,7 +25,7 @@ _PACKAGES = {IMAGE.field: ("PIL",), PDF_FIELD: ("PIL", "pypdfium2")}
 
 
 def open_functions(job: Job) -> HookPool | None:
-    """Start the processes of a job's Python functions, which load them; None if the job has none.
+    """Start the processes of a job's Python functions and load the functions; None for a job without any.
 
     Raises JobError for a function that cannot be loaded or called.
     """
@@ -37,17 +35,22 @@ def open_functions(job: Job) -> HookPool | None:
         CHECK: job.accept.python,
         ROLLOUT: job.prompt.rollout,
     }
-    functions = [_function(where, function) for where, function in by_place.items() if function is not None]
+    user_functions = {place: function for place, function in by_place.items() if function is not None}
+    if not user_functions and not job.prompt.media:
+        return None
+    from batchrunner.core.hook_pool import HookPool  # noqa: PLC0415 - few jobs have functions
+    from batchrunner.core.hook_protocol import WorkerSetup  # noqa: PLC0415
+    from batchrunner.job.hook_loading import HookFunction, load_functions  # noqa: PLC0415
+
+    hooks = [_hook(place, function) for place, function in user_functions.items()]
     if job.prompt.media:
         _check_packages(job)
-        functions.append(HookFunction(MEDIA, "reading its files", _PREPARE))
-    if not functions:
-        return None
+        hooks.append(HookFunction(MEDIA, "reading its files", _PREPARE))
     limits = job.limits
     directories = [str(Path(path).absolute()) for path in dict.fromkeys([*job.python_path, str(Path.cwd())])]
     setup = WorkerSetup(
-        load=functools.partial(load_functions, functions),
-        names=", ".join(function.name for function in functions),
+        load=functools.partial(load_functions, hooks),
+        names=", ".join(hook.name for hook in hooks),
         directories=tuple(directories),
         limit_s=limits.python,
         memory_bytes=int(limits.python_memory_gb * (1 << 30)),
@@ -70,7 +73,11 @@ def _check_packages(job: Job) -> None:
                 raise JobError(f"prompt.{field}: needs {module}", hint=install_command("images"))
 
 
-def _function(where: str, function: PythonFunction) -> HookFunction:
+def _hook(where: str, function: PythonFunction) -> HookFunction:
+    """Return a function in the form in which a worker loads it; raises JobError."""
+    from batchrunner.core.hook_protocol import HookLoadError  # noqa: PLC0415
+    from batchrunner.job.hook_loading import HookFunction, known_of  # noqa: PLC0415
+
     name = name_of(function)
     if isinstance(function, str):
         return HookFunction(where, name, function)

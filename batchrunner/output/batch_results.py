@@ -4,11 +4,12 @@ import contextlib
 import re
 import secrets
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from http import HTTPStatus
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -17,10 +18,10 @@ from batchrunner.core.files import COMPRESSIONS, known_format
 from batchrunner.job.output import RESPONSE
 from batchrunner.output.buckets import release_unused
 from batchrunner.output.export import CHUNK_ROWS, open_to_write
-from batchrunner.output.files import file_to_write, json_line, whole_file, writing
+from batchrunner.output.files import file_to_write, json_line, make_directory, whole_file, writing
 from batchrunner.output.merge import durable_results, in_order, work_directory
 from batchrunner.output.run_dir import RunDir
-from batchrunner.output.run_json import require_run_json
+from batchrunner.output.run_json import read_run_json, require_run_json
 
 TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 RESULT_COLUMNS = ["row", "custom_id", "attempts", "error", *TOKENS, RESPONSE]
@@ -48,47 +49,88 @@ def results_path(name: str, option: str) -> Path:
     return file_to_write(name, f"{option} {name}")
 
 
-def publish(run_dir: RunDir, results: Path, errors: Path | None) -> dict[str, Any] | None:
+class Published(NamedTuple):
+    """Totals of the lines that were written for a batch file."""
+
+    usage: dict[str, Any]
+    """Tokens of all lines, in OpenAI's form."""
+    completed: int
+    failed: int
+
+
+def publish(
+    run_dir: RunDir,
+    results: Path,
+    errors: Path | None,
+    *,
+    unanswered: Iterable[tuple[str | None, str]] | None = None,
+) -> Published | None:
     """Write the lines of all requests to `results`, those of failed ones to `errors` if it is given.
 
-    Each file appears when it is complete, and replaces an older one. Return the `usage` of the whole batch
-    as OpenAI reports it, or None, without any file, while rows are missing. Raises StorageError, and
-    ResumeError where a part is damaged.
+    Each file appears when it is complete, and replaces an older one. Return None, without any file, while
+    results are missing. A batch that ended early gives `unanswered`: for each request of the file, in order,
+    its custom_id and the error to write where it has no result. Raises StorageError, and ResumeError where a
+    part is damaged.
     """
     release_unused()  # memory of the run that has just ended
-    run_json = require_run_json(run_dir)
-    digest = run_json["fingerprint"]["files"][0]["digest"]
+    run_json = require_run_json(run_dir) if unanswered is None else read_run_json(run_dir)
+    # A batch that was cancelled before its run began has no run.json, and no results either.
+    digest = run_json["fingerprint"]["files"][0]["digest"] if run_json else run_dir.name
     errors = errors or results
-    rows, tokens = 0, Counter[str]()
+    total, failed, tokens = 0, 0, Counter[str]()
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(writing(run_dir.path))
+            make_directory(run_dir.path)
             work = stack.enter_context(work_directory(run_dir, run_dir.path))
             files = {path: stack.enter_context(_result_file(path)) for path in {results, errors}}
-            tables = in_order(
-                run_dir,
-                durable_results(run_dir, work),
-                work,
-                columns=RESULT_COLUMNS,
-                bucket_bytes=RESULT_BUCKET_BYTES,
-            )
-            for batch in (batch for table in tables for batch in table.to_batches(CHUNK_ROWS)):
+            rows = _result_rows(run_dir, work) if run_json else iter(())
+            if unanswered is not None:
+                rows = _with_unanswered(rows, unanswered)
+            while chunk := [*islice(rows, CHUNK_ROWS)]:
                 lines: dict[Path, list[bytes]] = {path: [] for path in files}
-                for row in batch.to_pylist():
-                    rows += 1
+                for row in chunk:
                     tokens.update({name: row[name] or 0 for name in TOKENS})
                     path = results if row["error"] is None else errors
                     lines[path].append(json_line(_result_line(row, digest)))
+                    failed += row["error"] is not None
+                total += len(chunk)
                 for path, file in files.items():
                     with writing(path):
                         file.writelines(lines[path])
-            if rows < run_json["rows_total"]:
+            if run_json and total < run_json["rows_total"]:
                 raise NoResultYetError  # noqa: TRY301 - so that the files do not appear
     except NoResultYetError:
         return None
     except OutputError as failure:  # of the work directory; the user does the same as for the results
         raise StorageError(failure.message, hint=failure.hint) from None
-    return _usage(tokens)
+    return Published(_usage(tokens), completed=total - failed, failed=failed)
+
+
+def _result_rows(run_dir: RunDir, work: Path) -> Iterator[dict[str, Any]]:
+    """Yield the durable results of a batch file in input order; none where no row is durable."""
+    try:
+        parts = durable_results(run_dir, work)
+    except NoResultYetError:
+        return
+    tables = in_order(run_dir, parts, work, columns=RESULT_COLUMNS, bucket_bytes=RESULT_BUCKET_BYTES)
+    for table in tables:
+        for batch in table.to_batches(CHUNK_ROWS):
+            yield from batch.to_pylist()
+
+
+def _with_unanswered(
+    results: Iterator[dict[str, Any]], unanswered: Iterable[tuple[str | None, str]]
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each request of a batch file: its result, or its error in `unanswered`."""
+    result = next(results, None)
+    for number, (custom_id, error) in enumerate(unanswered):
+        if result is not None and result["row"] == number:
+            yield result
+            result = next(results, None)
+        else:
+            blank = dict.fromkeys(RESULT_COLUMNS)
+            yield {**blank, "row": number, "custom_id": custom_id, "attempts": 0, "error": error}
 
 
 def _usage(tokens: Counter[str]) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
-from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
+from tenacity import Retrying
 
 from batchrunner.core.errors import JobError, StoreRequestError
+from batchrunner.core.retry import backoff
 from batchrunner.core.timing import TIMING
 from batchrunner.job.output import StorageSpec
 from batchrunner.output.addresses import StoreAddress, endpoint_of
@@ -255,13 +256,7 @@ def read_whole(request: Callable[[], Answer]) -> Answer:
 
     obstore itself repeats requests that are refused or get no answer.
     """
-    retry = Retrying(
-        retry=retry_if_exception(_is_truncated),
-        stop=stop_after_attempt(READ_TRIES),
-        wait=wait_exponential(multiplier=0.2),
-        reraise=True,
-    )
-    return retry(request)
+    return Retrying(**backoff(_is_truncated, attempts=READ_TRIES, first_s=0.2))(request)
 
 
 def _is_truncated(failure: BaseException) -> bool:

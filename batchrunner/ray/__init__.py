@@ -1,7 +1,7 @@
 """Batch inference on a Ray cluster: stages of Ray Data pipelines, and whole jobs.
 
-`generate` takes a Ray data set and returns one with the answers. A whole job is `batchrun ray JOB.yaml`
-(`whole_job.py`). `import batchrunner` imports nothing of this.
+`generate` takes a Ray dataset and returns it with the answers. `batchrun ray JOB.yaml` runs a whole job
+(`whole_job.py`). `import batchrunner` does not import this package.
 """
 
 from batchrunner.core.errors import install_command

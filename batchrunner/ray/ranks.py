@@ -1,8 +1,8 @@
-"""Start a program on each machine of a placement group, together: what `srun` is for Slurm.
+"""Runs a command on every machine of a placement group at once, as `srun` does on Slurm.
 
-`python ranks.py GROUP COMMAND…` runs the command here, in the group's first place, and by an actor in each of
-the others. All are told the first line of its standard input, and end with it; SLURM_PROCID numbers them.
-Where one of them ends, all do.
+`python ranks.py GROUP COMMAND…` runs the command on this machine, the group's first place, and in an actor on
+each of the others. SLURM_PROCID numbers these ranks. Each rank gets the first line of standard input. All of
+them end when one of them does, or when standard input closes.
 """
 
 import logging
@@ -19,52 +19,52 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 
 def start(
-    command: Sequence[str], environ: Mapping[str, str], rank: int, first: bytes
+    command: Sequence[str], environ: Mapping[str, str], rank: int, first_line: bytes
 ) -> subprocess.Popen[bytes]:
-    """Start the command as one of the ranks, which is told this first line."""
-    started = subprocess.Popen(
+    """Start the command as one of the ranks, with this first line of standard input."""
+    process = subprocess.Popen(
         command, stdin=subprocess.PIPE, env={**environ, "SLURM_PROCID": str(rank)}, bufsize=0
     )
-    assert started.stdin is not None
-    started.stdin.write(first)
-    return started
+    assert process.stdin is not None
+    process.stdin.write(first_line)
+    return process
 
 
 class Rank:
-    """An actor that runs the command on one machine; it ends with the actor."""
+    """An actor that runs the command on one machine; the command ends with the actor."""
 
-    def run(self, command: Sequence[str], environ: Mapping[str, str], rank: int, first: bytes) -> int:
-        """Return the command's exit status."""
-        own = {name: value for name, value in os.environ.items() if name == "CUDA_VISIBLE_DEVICES"}
-        return start(command, {**environ, **own}, rank, first).wait()
+    def run(self, command: Sequence[str], environ: Mapping[str, str], rank: int, first_line: bytes) -> int:
+        """Run the command and return its exit status."""
+        gpus = {name: value for name, value in os.environ.items() if name == "CUDA_VISIBLE_DEVICES"}
+        return start(command, {**environ, **gpus}, rank, first_line).wait()
 
 
 def main() -> int:
-    """Run all ranks until one ends or standard input does; return the exit status of that one."""
+    """Run all ranks until one ends or standard input closes; return the exit status of the first to end."""
     group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(sys.argv[1])))
-    command, first = sys.argv[2:], sys.stdin.buffer.readline()
+    command, first_line = sys.argv[2:], sys.stdin.buffer.readline()
     ray.init(logging_level=logging.ERROR, log_to_driver=False)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # the run judges them, and closes our standard input
-    ended = []
+        signal.signal(number, signal.SIG_IGN)  # the run handles them, and closes standard input here
+    other_ranks = []
     for rank, place in enumerate(group.bundle_specs[1:], 1):
         actor = ray.remote(Rank).options(
             num_cpus=place["CPU"],
             num_gpus=place.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank),
         )
-        ended.append(actor.remote().run.remote(command, dict(os.environ), rank, first))
-    here = start(command, os.environ, 0, first)
+        other_ranks.append(actor.remote().run.remote(command, dict(os.environ), rank, first_line))
+    first_rank = start(command, os.environ, 0, first_line)
     try:
-        while here.poll() is None:
-            done, _ = ray.wait(ended, timeout=0)
-            if done:
-                return ray.get(done[0]) or 1
+        while first_rank.poll() is None:
+            ready, _ = ray.wait(other_ranks, timeout=0)
+            if ready:
+                return ray.get(ready[0]) or 1
             if select.select([sys.stdin], [], [], 0.2)[0]:
                 break
-        return here.returncode or 0
+        return first_rank.returncode or 0
     finally:
-        here.communicate()
+        first_rank.communicate()
 
 
 if __name__ == "__main__":

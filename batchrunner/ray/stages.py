@@ -1,4 +1,4 @@
-"""The stages of a Ray Data pipeline: a data set in, the same rows with their answers out."""
+"""Stages of Ray Data pipelines: a dataset in, the same rows with their answers out."""
 
 import asyncio
 import functools
@@ -29,63 +29,64 @@ from batchrunner.job.load import EngineLike, parse_engine
 from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job, LimitsSpec
 from batchrunner.output.columns import schema_of_run, table_of
-from batchrunner.runner.open_engine import EngineLoop, OpenEngine
+from batchrunner.runner.open_engine import OpenEngine
 from batchrunner.runner.stream import MOST_ROWS, ProgramRows, RowBuffer, send_stream
 from batchrunner.sglang.model_files import cards_of
 
 
-def gpus_asked(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
-    """Return the GPUs that an actor asks for on each of its machines; `on_nodes` are those of all nodes.
+def gpus_required(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
+    """Return the GPUs that an actor needs on each of its machines; `on_nodes` has the GPUs of each node.
 
-    With `device: auto` an engine runs on the CPU where no node has a GPU. Raises JobError where the number
-    is not known before the start, or no node has as many.
+    With `device: auto` an engine runs on the CPU if no node has a GPU. Raises JobError where the number is
+    unknown before the start, or larger than on any node.
     """
     if not isinstance(engine, ServerEngine):
         return 0
-    most = int(max(on_nodes, default=0))
-    if engine.device == "cpu" or (engine.device == "auto" and not most):
+    largest_node = int(max(on_nodes, default=0))
+    if engine.device == "cpu" or (engine.device == "auto" and not largest_node):
         return 0
     if engine.replicas == "auto":
         raise JobError(
             "engine.replicas: auto: Ray gives an actor its GPUs before the replicas are counted",
-            hint="give a number, or leave it out and take more actors",
+            hint="give a number, or omit it and use more actors",
         )
-    asked = engine.replicas * cards_of({**engine.args, "tp-size": engine.tp} if engine.tp else engine.args)
-    asked = -(-asked // engine.nodes)  # those of one machine
-    if asked > most:
+    required = engine.replicas * cards_of({**engine.args, "tp-size": engine.tp} if engine.tp else engine.args)
+    required = -(-required // engine.nodes)  # on one machine
+    if required > largest_node:
         raise JobError(
-            f"engine: it takes {counted(asked, 'GPU')}, and no node of the Ray cluster has more than {most}",
+            f"engine: it takes {counted(required, 'GPU')}, and no node of the Ray cluster has more than "
+            f"{largest_node}",
             hint="set engine.tp to fewer, or add a node with as many",
         )
-    return asked
+    return required
 
 
-def of_nodes(resource: str) -> list[float]:
-    """Return how much each node has of a resource, in the cluster that this process is connected to."""
+def resource_of_nodes(resource: str) -> list[float]:
+    """Return the amount of a resource on each live node of the connected cluster."""
     return [node["Resources"].get(resource, 0) for node in ray.nodes() if node["Alive"]]
 
 
 @dataclass(frozen=True, slots=True)
 class StageCall:
-    """A call of the library for the rows of a data set, and what becomes of their columns."""
+    """A call of the library for the rows of a dataset, and the columns of the resulting dataset."""
 
     call: LibraryCall
     columns: list[str] | None = None
     """Columns that the rows keep; None for all."""
     prefix: str = ""
-    """What the names of the result columns begin with."""
+    """Prefix of the names of the result columns."""
 
     def job(self, columns: pa.Schema, directory: Path) -> Job:
-        """Return the job on rows of these columns; raises JobError or InputError."""
+        """Return the job for rows with these columns; raises JobError or InputError."""
         call = self.call
         if call.parse is not None:  # the function may ask for the row
             call = replace(call, columns=columns.names if self.columns is None else self.columns)
         return call.job(columns, [str(directory)], directory)
 
     def check(self, columns: pa.Schema) -> None:
-        """Raise JobError or InputError where the call does not fit rows of these columns.
+        """Raise JobError or InputError where the call does not suit rows with these columns.
 
-        What takes a Python function is not tried: that runs where the rows are.
+        Prompts of Python functions are not tested: these functions run in the actors.
         """
         job = self.job(columns, Path("rows"))
         if job.prompt.python is None and job.prompt.rollout is None:
@@ -93,48 +94,48 @@ class StageCall:
         self.check_names(columns, plan_answers(job))
 
     def check_names(self, columns: pa.Schema, plan: AnswerPlan) -> None:
-        """Raise JobError where a column that the rows keep is missing, or has the name of one of the results.
+        """Raise an error where a column to keep is missing, or has the name of a result column of `plan`.
 
-        `plan` tells the columns of the results.
+        These errors are InputError and JobError.
         """
-        kept = columns.names if self.columns is None else self.columns
-        for name in kept:
+        names_to_keep = columns.names if self.columns is None else self.columns
+        for name in names_to_keep:
             if name not in columns.names:
                 raise unknown_column(InputError, "columns", name, columns.names)
-        names = schema_of_run(pa.schema([]), plan).names
-        results = {f"{self.prefix}{name}" for name in names if name != "row"}
-        if both := [name for name in kept if name in results]:
+        result_names = schema_of_run(pa.schema([]), plan).names
+        new_names = {f"{self.prefix}{name}" for name in result_names if name != "row"}
+        if duplicates := [name for name in names_to_keep if name in new_names]:
             raise JobError(
-                f"the data set has a column {both[0]!r}, and so do the results",
+                f"the data set has a column {duplicates[0]!r}, and so do the results",
                 hint='give a prefix for the names of the results, such as prefix="answer_"',
             )
 
 
 @dataclass(slots=True, eq=False)
-class SentBlock:
-    """Rows that are sent together; done when each has an outcome."""
+class PendingBlock:
+    """Rows of one call that wait for their outcomes."""
 
     rows: range
     """Their ordinals in the stream."""
     outcomes: list[Outcome] = field(default_factory=list)
     done: Future[list[Outcome] | None] = field(default_factory=Future)
-    """Becomes the outcomes in the order of the rows; None if the stream ends before."""
+    """The outcomes of all rows, in the order of the rows; None if the stream ends before."""
 
 
 class BlockOutlet:
-    """Takes the outcomes of a stream and sorts them into their blocks. `add` is thread-safe."""
+    """Collects the outcomes of a stream by block. `add` is thread-safe."""
 
     def __init__(self) -> None:
-        self._blocks: deque[SentBlock] = deque()  # in the order of their rows
+        self._blocks: deque[PendingBlock] = deque()  # in the order of rows
         self._lock = threading.Lock()
         self._rows = 0
         self._ended = False
 
-    def add(self, rows: int) -> SentBlock:
+    def add(self, rows: int) -> PendingBlock:
         """Return a new block of the next rows."""
         with self._lock:
-            block = SentBlock(range(self._rows, self._rows + rows))
-            block.done.set_running_or_notify_cancel()  # who waits may be cancelled, and this cannot
+            block = PendingBlock(range(self._rows, self._rows + rows))
+            block.done.set_running_or_notify_cancel()  # A caller that is cancelled must not cancel it.
             self._rows += rows
             if self._ended:
                 block.done.set_result(None)
@@ -143,19 +144,19 @@ class BlockOutlet:
             return block
 
     async def put(self, outcome: Outcome) -> None:
-        """Take the outcome of a row."""
+        """Add the outcome of a row to its block."""
         with self._lock:
             block = next(block for block in self._blocks if outcome.ref.row < block.rows.stop)
             block.outcomes.append(outcome)
             if len(block.outcomes) == len(block.rows):
                 self._blocks.remove(block)
-                block.done.set_result(sorted(block.outcomes, key=lambda each: each.ref.row))
+                block.done.set_result(sorted(block.outcomes, key=lambda outcome: outcome.ref.row))
 
     def check(self) -> None:
-        """Do nothing: nothing is written."""
+        """Do nothing: no write can fail."""
 
     def end(self) -> None:
-        """Give up the blocks that are not done: no more outcomes come."""
+        """Complete the pending blocks without outcomes."""
         with self._lock:
             self._ended = True
             while self._blocks:
@@ -163,16 +164,16 @@ class BlockOutlet:
 
 
 class BlockStream:
-    """One endless stream of rows to an engine, which answers tables in tables of the same rows.
+    """An endless stream of rows to an engine, fed by tables, whose answers are tables of the same rows.
 
-    All methods but `close` are called in one event loop, which is not that of the engine.
+    All methods except `close` are called in one event loop, which is not the engine's.
     """
 
-    def __init__(self, call: StageCall, loop: EngineLoop, columns: pa.Schema) -> None:
-        """Begin with rows of these columns; raises JobError or InputError. Blocks."""
+    def __init__(self, call: StageCall, engine: OpenEngine, columns: pa.Schema) -> None:
+        """Start a stream for rows with these columns; raises JobError or InputError. Blocks."""
         self._call = call
-        self._order = asyncio.Lock()  # first come, first sent
-        self._feeding = threading.Lock()  # a call that is cancelled still feeds
+        self._order = asyncio.Lock()  # rows are sent in the order of the calls
+        self._feeding = threading.Lock()  # The thread of a cancelled call still feeds its block.
         self._buffer = RowBuffer()
         with ExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchrunner-")))
@@ -186,13 +187,13 @@ class BlockStream:
             call.check_names(columns, self._plan)
             self._outlet = BlockOutlet()
             work = functools.partial(send_stream, rows, self._outlet, (), scratch)
-            self._running = loop.start(work)
+            self._running = engine.start(work)
             self._stack = stack.pop_all()
 
     async def answer(self, block: pa.Table) -> pa.Table:
-        """Send the rows of a block and return them with their answers, in the same order.
+        """Send the rows of a block; return them with their answers, in the same order.
 
-        Several calls may wait at once: their rows are sent in the order of the calls, without a pause between
+        Several calls may wait at once. Their rows are sent in the order of the calls, without a pause between
         blocks. Raises BatchrunError where the stream ends: the engine is lost, or too many rows fail.
         """
         if not block.num_rows:
@@ -206,13 +207,13 @@ class BlockStream:
         return await asyncio.to_thread(self._with_answers, block, outcomes)
 
     def close(self) -> None:
-        """End the stream, whose requests in flight are cancelled. Blocks."""
+        """End the stream and cancel its requests in flight. Blocks."""
         self._buffer.stop()
-        self._running.cancel_blocking()
+        self._running.cancel_and_wait()
         self._stack.close()
 
-    def _feed(self, block: pa.Table) -> SentBlock:
-        """Add the rows of a block as there is room; stops where none are wanted any more. Blocks."""
+    def _feed(self, block: pa.Table) -> PendingBlock:
+        """Pass on the rows of a block as there is room, until the stream ends. Blocks."""
         with self._feeding:
             sent = self._outlet.add(block.num_rows)
             for batch in block.to_batches(max_chunksize=MOST_ROWS):
@@ -223,24 +224,24 @@ class BlockStream:
     def _with_answers(self, block: pa.Table, outcomes: list[Outcome]) -> pa.Table:
         """Return the rows of a block beside their answers."""
         answers = table_of(outcomes, self._schema, self._plan) if outcomes else self._schema.empty_table()
-        kept = block if self._call.columns is None else block.select(self._call.columns)
-        if answers.num_rows > block.num_rows:  # several of a rollout
+        table = block if self._call.columns is None else block.select(self._call.columns)
+        if answers.num_rows > block.num_rows:  # A rollout returned several rows.
             rows = answers.column("row")
-            kept = kept.take(pc.subtract(rows, pc.min(rows)))
+            table = table.take(pc.subtract(rows, pc.min(rows)))
         for name in answers.column_names:
             if name != "row":
-                kept = kept.append_column(f"{self._call.prefix}{name}", answers.column(name))
-        return kept
+                table = table.append_column(f"{self._call.prefix}{name}", answers.column(name))
+        return table
 
 
 class EngineWorker:
-    """Answers batches of rows; several calls at once keep the engine busy from one batch to the next.
+    """Answers batches of rows. Several calls at once keep the engine busy between batches.
 
-    Ray Data makes one in each actor, and calls it in an event loop.
+    Ray Data creates one in each actor, and calls it in an event loop.
     """
 
     def __init__(self, call: StageCall) -> None:
-        """Open the engine, which takes as long as a model is loaded; raises EngineStartError."""
+        """Open the engine, which may load its model for minutes; raises EngineStartError."""
         self._call = call
         self._stack = ExitStack()
         self._stream: BlockStream | None = None
@@ -255,7 +256,7 @@ class EngineWorker:
             stream = self._stream
             if stream is None:
                 stream = self._stream = await asyncio.to_thread(
-                    BlockStream, self._call, self._engine.loop, batch.schema
+                    BlockStream, self._call, self._engine, batch.schema
                 )
         try:
             return await stream.answer(batch)
@@ -264,23 +265,23 @@ class EngineWorker:
             raise
 
     def __del__(self) -> None:
-        """End the stream and the engine; Ray Data lets go of this object at the end of an actor."""
+        """End the stream and the engine: Ray Data drops this object at the end of an actor."""
         if self._stream is not None:
             self._stream.close()
         self._stack.close()
 
     async def _leave(self, stream: BlockStream) -> None:
-        """Close a stream that failed: a pipeline that goes on without its blocks begins another one."""
+        """Close a failed stream: a pipeline that ignores failed blocks continues with a new stream."""
         if self._stream is stream:
             self._stream = None
             await asyncio.to_thread(stream.close)
 
 
 BATCH_ROWS = 256
-"""Rows that are given to an actor together, unless a call says otherwise."""
+"""Default number of rows that an actor gets at once."""
 TASKS = 8
-"""Ray tasks that an actor works at together, unless a call says otherwise. Each has up to four batches in
-work (Ray Data's RAY_DATA_DEFAULT_ASYNC_BATCH_UDF_MAX_CONCURRENCY)."""
+"""Default number of concurrent Ray tasks of an actor. Each has up to four batches in progress (Ray Data's
+RAY_DATA_DEFAULT_ASYNC_BATCH_UDF_MAX_CONCURRENCY)."""
 
 
 def generate(
@@ -295,37 +296,41 @@ def generate(
     num_cpus: float = 1,
     **options: Unpack[CallOptions],
 ) -> Dataset:
-    """Return the data set with an answer to every row: a stage that Ray Data runs with the others.
+    """Return the dataset with an answer for every row, as a stage of its pipeline.
 
     Example: `batchrunner.ray.generate(ds, prompt="Describe {{ text }}", engine="Qwen/Qwen3-8B", replicas=4)`
 
-    `options` are those of `batchrunner.stream`; so is `engine`, but it cannot be an open one. Rows keep
-    `columns`, by default all, and get those of a result row but `row`, whose names begin with `prefix`. Of
-    `replicas` actors, or the least and the most of them, each opens the engine and has the GPUs that it takes
-    and `num_cpus` cores. It works at so many `tasks` of Ray together, in batches of `batch_size` rows.
+    `options` are those of `batchrunner.stream`; so is `engine`, except that it cannot be an open engine. Rows
+    keep `columns`, by default all, and get the columns of a result row except `row`, with `prefix` before
+    their names. `replicas` is the number of actors, or its lower and upper limit. Each actor opens the engine
+    on as many GPUs as the engine needs and on `num_cpus` cores. It runs this many `tasks` of Ray at once, in
+    batches of `batch_size` rows.
 
-    Failed rows have an `error`. An actor that dies is replaced, and what it had not finished is done again.
-    Raises JobError or InputError for what can be seen before the first row.
+    Failed rows have an `error`. An actor that dies is replaced, and its unfinished rows are sent again.
+    Raises JobError or InputError for errors that show before the first row.
     """
     if not isinstance(ds, Dataset):
         raise JobError(
-            f"ds is no data set of Ray Data (got {type(ds).__name__})",
+            f"ds is not a dataset of Ray Data (got {type(ds).__name__})",
             hint="make one with ray.data.from_arrow, from_pandas, from_items or read_parquet",
         )
     if isinstance(engine, OpenEngine):
-        raise JobError("engine: an open engine cannot move to an actor", hint="give what it was opened from")
+        raise JobError("engine: an open engine cannot move to an actor", hint="give its model or its address")
     call = LibraryCall(engine=parse_engine(engine), own_rows=True, **options)
     if getattr(call.engine, "nodes", 1) > 1:
-        raise JobError("engine.nodes: an actor of Ray Data is on one machine", hint="do it by `batchrun ray`")
-    least, most = (replicas, replicas) if isinstance(replicas, int) else replicas
+        raise JobError("engine.nodes: an actor of Ray Data is on one machine", hint="use `batchrun ray`")
+    min_actors, max_actors = (replicas, replicas) if isinstance(replicas, int) else replicas
     stage = StageCall(call, None if columns is None else list(columns), prefix)
-    known = getattr(ds.schema(fetch_if_missing=False), "base_schema", None)
-    if isinstance(known, pa.Schema):
-        stage.check(known)
+    schema = getattr(ds.schema(fetch_if_missing=False), "base_schema", None)
+    if isinstance(schema, pa.Schema):
+        stage.check(schema)
     elif call.prompt is not None:
         call.job(pa.schema([]), ["rows"], Path("rows"))
     compute = ActorPoolStrategy(
-        min_size=least, max_size=most, initial_size=least, max_concurrent_calls_per_actor=tasks
+        min_size=min_actors,
+        max_size=max_actors,
+        initial_size=min_actors,
+        max_concurrent_calls_per_actor=tasks,
     )
     return ds.map_batches(
         EngineWorker,
@@ -334,7 +339,7 @@ def generate(
         batch_format="pyarrow",
         compute=compute,
         num_cpus=num_cpus,
-        num_gpus=gpus_asked(call.engine, of_nodes("GPU")),
+        num_gpus=gpus_required(call.engine, resource_of_nodes("GPU")),
         udf_modifying_row_count=call.rollout is not None
         or (isinstance(call.prompt, Mapping) and "rollout" in call.prompt),
     )

@@ -31,14 +31,14 @@ from batchrunner.core.errors import (
     JobError,
     OutputError,
 )
-from batchrunner.core.processes import listened_to
+from batchrunner.core.processes import ignore_signal
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.launched.server import GROUP
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job
 from batchrunner.output.addresses import store_address
 from batchrunner.output.files import make_directory, writing
-from batchrunner.ray.stages import gpus_asked, of_nodes
+from batchrunner.ray.stages import gpus_required, resource_of_nodes
 from batchrunner.report.report import Report, report_of_all
 from batchrunner.runner.control import SIGNALS, Control
 from batchrunner.runner.foreground import log_to_stderr, under_signals
@@ -50,22 +50,22 @@ from batchrunner.runner.work import plan_failed_rows
 log = logging.getLogger(__name__)
 
 MOST_DEATHS = 5
-"""Deaths of workers after which none is started again."""
+"""Deaths of workers after which none is replaced."""
 COST_SHARE = 0.1
-"""Most of the time that is spent on reading the run's files for the display."""
+"""Share of the time that reading the run's files for the display may take."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPath:
-    """What every node must see: the command's directory, and a mark beside the job's results."""
+    """Paths that every node must see: the command's directory, and a mark beside the job's results."""
 
     directory: str | None
-    """Where relative paths start; None where Ray gives each worker a copy of the working directory."""
+    """Directory of relative paths; None where Ray gives each worker a copy of the working directory."""
     mark: str | None
-    """Path of a file; None where the results are in an object store."""
+    """Path of the mark, a file; None where the results are in an object store."""
 
     def enter(self) -> None:
-        """Go to the directory, and look for the mark; raises JobError where this node lacks one."""
+        """Change to the directory and check for the mark; raises JobError if one is missing."""
         host = socket.gethostname()
         if self.directory is not None:
             try:
@@ -83,25 +83,25 @@ class SharedPath:
 
 
 class JobWorker:
-    """An actor that does a share of a job, as `batchrun JOB --join` does. Ray calls it in one event loop."""
+    """An actor that runs a share of a job, like `batchrun JOB --join`. Ray calls it in one event loop."""
 
     def __init__(self, *, quiet: bool) -> None:
         log_to_stderr(quiet=quiet)
-        if group := get_current_placement_group():  # which the engine's other machines are in
+        if group := get_current_placement_group():  # the engine's other machines are in this group
             os.environ[GROUP] = group.id.hex()
             os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         self._control = Control()
 
     async def run(self, job: Job, shared: SharedPath) -> Report:
-        """Do rows until none is free, and return the report; raises BatchrunError."""
+        """Run rows until none is free, and return the report; raises BatchrunError."""
         shared.enter()
         return await execute(job, join=True, control=self._control)
 
-    async def begun(self) -> None:
-        """Return at once: the worker has found room."""
+    async def wait_until_started(self) -> None:
+        """Return at once; the call waits until Ray has placed the worker."""
 
     async def stop(self, reason: str, exit_code: int) -> None:
-        """Send no more rows; those in flight end."""
+        """Send no more rows; rows in flight finish."""
         self._control.drain(reason, exit_code)
 
 
@@ -116,9 +116,9 @@ def run_on_ray(
     quiet: bool,
     as_json: bool,
 ) -> Report:
-    """Do a job with so many workers, each with `cpus` cores and the GPUs of its engine; return the report.
+    """Run a job with several workers, each with `cpus` cores and the GPUs of its engine; return the report.
 
-    `retry_failed` sends the failed rows of earlier attempts again. Raises BatchrunError.
+    `retry_failed` retries the failed rows of earlier runs. Raises BatchrunError.
     """
     if workers < 1:
         raise JobError(f"--workers {workers}", hint="give a number from 1 on")
@@ -130,11 +130,11 @@ def run_on_ray(
 
     async def work() -> Report:
         with _connected(address, control, quiet=quiet), _shared_path(path) as shared:
-            gpus = gpus_asked(loaded.engine, of_nodes("GPU"))
-            most = max(of_nodes("CPU"), default=0)
-            if cpus > most:
+            gpus = gpus_required(loaded.engine, resource_of_nodes("GPU"))
+            most_cores = max(resource_of_nodes("CPU"), default=0)
+            if cpus > most_cores:
                 raise JobError(
-                    f"--cpus {cpus:g}: no node of the Ray cluster has more than {most:g} cores",
+                    f"--cpus {cpus:g}: no node of the Ray cluster has more than {most_cores:g} cores",
                     hint="give fewer",
                 )
             if retry_failed:
@@ -145,7 +145,7 @@ def run_on_ray(
                 for _ in range(workers):
                     place = _place(getattr(loaded.engine, "nodes", 1), cpus, gpus)
                     group.start(actor_class.options(**place).remote(quiet=quiet))
-                while await asyncio.to_thread(group.go_on):
+                while await asyncio.to_thread(group.watch):
                     if not quiet and time.monotonic() >= next_line:
                         next_line = await asyncio.to_thread(show_progress, path, group.working)
             return _report(group, path, control)
@@ -154,9 +154,10 @@ def run_on_ray(
 
 
 def _place(nodes: int, cpus: float, gpus: int) -> dict[str, Any]:
-    """Return where Ray is to put a worker: with an engine on several machines, first in a group of as many.
+    """Return the scheduling options of a worker.
 
-    Ray gives such a group all of its machines at once; it is there as long as this process.
+    An engine on several machines gets a placement group of that many, and its worker the first place. Ray
+    reserves all machines of the group at once, until this process ends.
     """
     if nodes == 1:
         return {}
@@ -169,29 +170,29 @@ def _place(nodes: int, cpus: float, gpus: int) -> dict[str, Any]:
 def _connected(address: str | None, control: Control, *, quiet: bool) -> Iterator[None]:
     """Connect this process to a cluster, by default that of RAY_ADDRESS or of this machine.
 
-    Raises JobError with what Ray says where it cannot. Unless `quiet`, what the workers log is shown.
+    Unless `quiet`, the logs of the workers are shown. Raises JobError with Ray's reason.
     """
-    found = address or os.environ.get("RAY_ADDRESS") or "auto"
-    if "://" in found:
+    cluster = address or os.environ.get("RAY_ADDRESS") or "auto"
+    if "://" in cluster:
         raise JobError(
-            f"--address {found}: a Ray client cannot start a job",
+            f"--address {cluster}: a Ray client cannot start a job",
             hint="give host:port of the head node, or submit the command with `ray job submit`",
         )
     if not sys.stderr.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     try:
-        ray.init(address=found, log_to_driver=not quiet, logging_level=logging.ERROR)
+        ray.init(address=cluster, log_to_driver=not quiet, logging_level=logging.ERROR)
     except (RayError, RuntimeError, ValueError, OSError) as failure:
         raise JobError(
-            f"--address {found}: Ray cannot connect: {_first_line(failure)}",
+            f"--address {cluster}: Ray cannot connect: {_first_line(failure)}",
             hint="give host:port of the head node, or --address local for a cluster of this machine alone",
         ) from None
-    except SystemExit:  # by Ray's own handler of SIGTERM
+    except SystemExit:  # raised by Ray's handler of SIGTERM
         control.drain(*SIGNALS[signal.SIGTERM])
         raise control.interrupted("before the first row was sent") from None
-    signal.signal(signal.SIGTERM, listened_to)
+    signal.signal(signal.SIGTERM, ignore_signal)
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # where Ray's own lines go; a result is on stdout
+        with contextlib.redirect_stdout(sys.stderr):  # Ray prints too, and stdout is for the result
             yield
     finally:
         ray.shutdown()
@@ -199,9 +200,9 @@ def _connected(address: str | None, control: Control, *, quiet: bool) -> Iterato
 
 @contextlib.contextmanager
 def _shared_path(output: str) -> Iterator[SharedPath]:
-    """Give what the workers look for; the mark is there meanwhile.
+    """Yield the paths that the workers check; the mark exists during the block.
 
-    Raises OutputError, and JobError where the results would be deleted with Ray's copy of a directory.
+    Raises OutputError, and JobError where Ray would delete the results with its copy of the directory.
     """
     is_copy = bool(ray.get_runtime_context().runtime_env.get("working_dir"))
     directory = None if is_copy else str(Path.cwd())
@@ -229,7 +230,7 @@ def _shared_path(output: str) -> Iterator[SharedPath]:
 
 
 class Workers:
-    """The workers of a job. Ray starts those that die again, where there is room; others may wait for it."""
+    """The workers of a job. Ray restarts dead workers once a node has room; others may wait for room."""
 
     def __init__(self, job: Job, shared: SharedPath, control: Control) -> None:
         self._job = job
@@ -238,86 +239,87 @@ class Workers:
         control.stage = "sending"
         self._deaths = 0
         self._actors: dict[Any, tuple[Any, Any]] = {}
-        """Actors by the reference of their reports, each with the reference that tells when it has begun."""
-        self._told: tuple[str, int] | None = None
-        """Why the workers are to end, and their exit code."""
+        """Actors by the reference of their report, each with a reference that is ready once it runs."""
+        self._stop_reason: tuple[str, int] | None = None
+        """Why the workers must stop, and their exit code; None while they may go on."""
         self.error: BatchrunError | None = None
-        """What ended the last worker that could not go on."""
+        """Error of a worker that failed; the first one, unless a later one has a higher exit code."""
         self.last: Report | None = None
-        """What the last worker that ended returned."""
+        """Report of the worker that ended last."""
 
     def start(self, actor: Any) -> None:
-        """Let an actor do rows."""
-        self._actors[actor.run.remote(self._job, self._shared)] = actor, actor.begun.remote()
+        """Start an actor on the rows of the job."""
+        self._actors[actor.run.remote(self._job, self._shared)] = actor, actor.wait_until_started.remote()
 
     @property
     def working(self) -> int:
-        """Workers that have found room."""
-        return sum(_is_ready(begun) for _, begun in self._actors.values())
+        """Number of workers that Ray has placed."""
+        return sum(_is_ready(placed) for _, placed in self._actors.values())
 
-    def go_on(self) -> bool:
-        """Look after the workers for a moment; tell whether some are left, and are waited for."""
-        ended, _ = ray.wait(list(self._actors), timeout=TIMING.ray_poll)
-        for reference in ended:
+    def watch(self) -> bool:
+        """Handle the workers that end within a moment; tell whether to go on watching."""
+        ready, _ = ray.wait(list(self._actors), timeout=TIMING.ray_poll)
+        for reference in ready:
             actor, _ = self._actors.pop(reference)
             try:
                 self.last = ray.get(reference)
             except RayTaskError as failure:
-                self._failed(failure.cause)
-            except RayError as failure:  # the actor, its process or its node is gone, or out of reach
-                if isinstance(failure, ActorUnavailableError):  # Ray still finds out whether it died
+                self._record_failure(failure.cause)
+            except RayError as failure:  # The actor, its process or its node is gone or unreachable.
+                if isinstance(failure, ActorUnavailableError):  # Ray does not know yet whether it died.
                     time.sleep(TIMING.ray_poll)
                 else:
                     self._deaths += 1
-                if self._told is None and self._deaths <= MOST_DEATHS:
-                    log.warning("a worker died, another one takes its place: %s", _first_line(failure))
+                if self._stop_reason is None and self._deaths <= MOST_DEATHS:
+                    log.warning("a worker died and is restarted: %s", _first_line(failure))
                     self.start(actor)
                     continue
-                self._failed(failure)
+                self._record_failure(failure)
             ray.kill(actor)
         self._stop_if_over()
         return bool(self._actors) and not self._control.at_once
 
     def close(self) -> None:
-        """End all workers at once."""
+        """Kill all workers."""
         for actor, _ in self._actors.values():
             ray.kill(actor)
         self._actors.clear()
 
-    def _failed(self, cause: Any) -> None:
-        if self._told is not None:  # it was to end
+    def _record_failure(self, cause: Any) -> None:
+        """Keep the error of a worker, unless the workers are stopping anyway."""
+        if self._stop_reason is not None:
             return
         if not isinstance(cause, BatchrunError):
             cause = BatchrunError(
                 f"a worker failed: {type(cause).__name__}: {_first_line(cause)}",
-                hint="look at its log (`ray logs`), and run the same command again: it resumes",
+                hint="see its log (`ray logs`) and run the same command again: it resumes",
             )
-        if self._actors and cause.exit_code != EXIT_WRONG:  # else it is what the command ends with
+        if self._actors and cause.exit_code != EXIT_WRONG:  # otherwise the command ends with it
             log.warning("a worker ended: %s", cause)
         if self.error is None or cause.exit_code > self.error.exit_code:
-            self.error = cause  # a wrong job before an engine that was lost
+            self.error = cause  # a wrong job takes precedence over a lost engine
 
     def _stop_if_over(self) -> None:
-        """Let the rows in flight end where the run is over; workers that wait for room are ended."""
-        if self._told is None:
+        """Stop the workers if the run is over; rows in flight finish, unplaced workers are killed."""
+        if self._stop_reason is None:
             if self._control.reason is not None:
-                self._told = self._control.reason, self._control.exit_code
+                self._stop_reason = self._control.reason, self._control.exit_code
             elif self._is_over():
-                self._told = "the run is over", EXIT_TERMINATED
+                self._stop_reason = "the run is over", EXIT_TERMINATED
             else:
                 return
-        for reference, (actor, begun) in list(self._actors.items()):
-            if _is_ready(begun):
-                actor.stop.remote(*self._told)
+        for reference, (actor, placed) in list(self._actors.items()):
+            if _is_ready(placed):
+                actor.stop.remote(*self._stop_reason)
             else:
                 del self._actors[reference]
                 ray.kill(actor)
 
     def _is_over(self) -> bool:
-        """Tell whether nothing is left, the job is wrong, or a limit of the job is reached.
+        """Tell whether no rows remain, the job is wrong, or a limit of the job is reached.
 
-        A worker that has done its own rows is no reason to end, whatever its exit code: rows have failed, or
-        a worker died whose rows are free now.
+        A worker that ended while others hold rows is no sign, whatever its exit code: it counts failed rows,
+        and rows of a worker that died may have become free meanwhile.
         """
         if self.error is not None and self.error.exit_code == EXIT_WRONG:
             return True
@@ -332,24 +334,28 @@ def _is_ready(reference: Any) -> bool:
 
 
 def show_progress(path: str, workers: int) -> float:
-    """Show how far a run is by a line, read from its files; return when to show the next one."""
-    began = time.monotonic()
-    with contextlib.suppress(BatchrunError):  # no worker has begun
-        state = status(path, watch=False)  # the cluster knows which workers live
+    """Print a progress line from the files of a run; return when to print the next one."""
+    started_at = time.monotonic()
+    with contextlib.suppress(BatchrunError):  # Before the first worker starts there is no run.
+        state = status(path, watch=False)  # The cluster knows better which workers live.
         if state.rows_total is not None:
-            done = f"{state.rows_on_disk:,}/{state.rows_total:,} rows"
-            at_work = f"{counted(workers, 'worker')}, {state.rows_failed:,} failed"
-            left = "" if state.time_left_s is None else f", {duration(state.time_left_s)} left"
-            tell(f"{time.strftime('%H:%M:%S')} {done}, {state.rows_per_s:,.1f} rows/s, {at_work}{left}")
+            line = (
+                f"{time.strftime('%H:%M:%S')} {state.rows_on_disk:,}/{state.rows_total:,} rows, "
+                f"{state.rows_per_s:,.1f} rows/s, {counted(workers, 'worker')}, "
+                f"{state.rows_failed:,} failed"
+            )
+            if state.time_left_s is not None:
+                line += f", {duration(state.time_left_s)} left"
+            tell(line)
     now = time.monotonic()
-    return now + max(LINE_EVERY_S, (now - began) / COST_SHARE)
+    return now + max(LINE_EVERY_S, (now - started_at) / COST_SHARE)
 
 
 def _report(group: Workers, path: str, control: Control) -> Report:
-    """Return the report of all workers; raises the error of one where rows are left because of it."""
+    """Return the report of all workers; raises the error of a failed worker if rows remain."""
     try:
         report: Report | None = report_of_all(path)
-    except OutputError:  # no worker has begun
+    except OutputError:  # No worker has started the run.
         report = None
     if control.reason is not None and (report is None or report.rows_left):
         if report is None:
@@ -360,13 +366,16 @@ def _report(group: Workers, path: str, control: Control) -> Report:
         raise group.error
     assert report is not None
     last = group.last
-    added = last is not None and last.exit_code == EXIT_STOPPED and not last.rows_left  # files, in mid-run
-    if last is not None and last.exit_code != EXIT_DONE and (report.rows_left or added):
+    if last is None or last.exit_code == EXIT_DONE:
+        return report
+    # A worker stops with no rows left when files were added to the input during the run.
+    has_new_files = last.exit_code == EXIT_STOPPED and not last.rows_left
+    if report.rows_left or has_new_files:
         return replace(report, reason=last.reason, exit_code=last.exit_code)
     return report
 
 
 def _first_line(failure: Any) -> str:
-    """Return what Ray says, without the lines of the actor's IDs, which begin with a tab."""
+    """Return Ray's message as one line, without the IDs of the actor, whose lines begin with a tab."""
     lines = (line for line in str(failure).splitlines() if not line.startswith("\t"))
     return " ".join(" ".join(lines).split())[:300]

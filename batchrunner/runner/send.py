@@ -16,7 +16,7 @@ import msgspec
 
 from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
 from batchrunner.core.errors import RowRefusedError
-from batchrunner.core.types import Completion, Outcome, PromptKind
+from batchrunner.core.types import PARSE, Completion, Outcome, PromptKind
 from batchrunner.dispatch.bundles import BundleSenders, BundleTotals
 from batchrunner.dispatch.dispatcher import Dispatcher
 from batchrunner.dispatch.feeder import Feeder
@@ -29,7 +29,6 @@ from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.engines.base import Engine
 from batchrunner.input.dataset import carried_of
 from batchrunner.job.answers import AnswerPlan, judges_by_row, of_sample
-from batchrunner.job.hook_loading import PARSE
 from batchrunner.job.spec import Job
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog

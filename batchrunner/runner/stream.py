@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from batchrunner.core.errors import BatchrunError, InputError
+from batchrunner.core.loop_thread import LoopThread
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Outcome, Request, RowRef
 from batchrunner.input.dataset import RowBatch, carried_of
@@ -45,7 +46,7 @@ from batchrunner.output.columns import schema_of_run, table_of
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.runner.control import Control
-from batchrunner.runner.open_engine import EngineLoop, open_portal
+from batchrunner.runner.open_engine import OpenEngine
 from batchrunner.runner.progress import Display
 from batchrunner.runner.send import Outlet, Sending
 from batchrunner.runner.shared_engine import SharedEngine, open_engine_of
@@ -474,8 +475,8 @@ class StreamCall:
 
     data: object
     call: LibraryCall
-    loop: EngineLoop | None
-    """The loop of an open engine; None where the call opens one."""
+    open_engine: OpenEngine | None
+    """The engine; None where the call opens that of the job."""
     displays: Sequence[Display]
 
     async def rows(self) -> AsyncGenerator[dict[str, Any]]:
@@ -487,24 +488,20 @@ class StreamCall:
             rows = await asyncio.to_thread(self._read_first, buffer, scratch, stack)
             if rows is not None:
                 handover = Handover(rows.plan)
-                loop = await self._open_loop(stack)
                 work = functools.partial(send_stream, rows, handover, self.displays, scratch)
-                running = loop.start(work)
-                stack.push_async_callback(running.cancel)
-                while ended := await loop.ask(handover.take):
-                    for row in ended:
+                if self.open_engine is not None:
+                    loop = self.open_engine.loop
+                    sending = self.open_engine.start(work)
+                else:
+                    loop = await _new_loop(stack)
+                    sending = loop.start(work)
+                stack.push_async_callback(sending.cancel_and_wait_async)
+                while finished_rows := await loop.start(handover.take).wait_async():
+                    for row in finished_rows:
                         yield row
-                await running.wait_async()
+                await sending.wait_async()
             if buffer.failure is not None:
                 raise buffer.failure
-
-    async def _open_loop(self, stack: contextlib.AsyncExitStack) -> EngineLoop:
-        if self.loop is not None:
-            return self.loop
-        opening = open_portal()  # its end waits for threads: not in the program's event loop
-        portal = await asyncio.to_thread(opening.__enter__)
-        stack.push_async_callback(asyncio.to_thread, opening.__exit__, None, None, None)
-        return EngineLoop(portal)
 
     def _read_first(
         self, buffer: RowBuffer, scratch: Path, stack: contextlib.AsyncExitStack
@@ -529,3 +526,11 @@ class StreamCall:
         total = rows_known(self.data)
         rows = ProgramRows(job, readable.schema, buffer, first=first, total=total, functions=functions)
         return rows if first else None
+
+
+async def _new_loop(stack: contextlib.AsyncExitStack) -> LoopThread:
+    """Start an event loop in another thread; `stack` ends it without blocking the program's own loop."""
+    loop = LoopThread()
+    await asyncio.to_thread(loop.__enter__)
+    stack.push_async_callback(asyncio.to_thread, loop.__exit__, None, None, None)
+    return loop

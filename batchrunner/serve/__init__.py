@@ -1,5 +1,5 @@
-"""`batchrun serve`: OpenAI's Files and Batches for one's own engine.
+"""`batchrun serve`: OpenAI's Files and Batches API on your own engine.
 
-state: files and batches on the disk. batches: what runs them on one engine. server: the HTTP API, and the
-server from start to end. Imported where the command is used.
+state: files and batches on the disk. batches: runs them on one engine. server: the HTTP API and the server's
+life from start to end. The package is imported only by the command.
 """

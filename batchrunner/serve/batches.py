@@ -1,8 +1,8 @@
-"""Runs batches on one engine, several at once, each as `batchrun batch` does it.
+"""Batches of `batchrun serve`: runs several at once on one engine, each as `batchrun batch` runs a file.
 
-A batch is checked, waits for its turn, is sent, and its results become files. Its run is resumed after a kill
-of the server, and while the engine is away. Lines that are left when it is cancelled or its time is over
-end with an error that says so.
+A batch is validated, waits for its turn, is run, and its results become files. Its run resumes after a kill
+of the server, and once a lost engine is back. When a batch is cancelled or expires, each unanswered line gets
+an error that says so.
 """
 
 import asyncio
@@ -12,19 +12,15 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
-from batchrunner.core.errors import BatchrunError, EngineLostError, InputError, RowRefusedError
-from batchrunner.core.types import Completion, Request
-from batchrunner.engines.base import Engine
+from batchrunner.core.errors import BatchrunError, EngineLostError, InputError
 from batchrunner.engines.registry import launched_model
 from batchrunner.input.batch_lines import request_lines
 from batchrunner.input.request_bodies import URL
 from batchrunner.input.text_files import BOM
-from batchrunner.job.call import job_of_batch
+from batchrunner.job.call import CUSTOM_ID, job_of_batch
 from batchrunner.job.spec import Job
 from batchrunner.output.batch_results import CANCELLED, EXPIRED, publish
 from batchrunner.output.run_dir import RunDir
@@ -38,180 +34,213 @@ from batchrunner.serve.state import BATCHES, FILES, Record, State, now
 
 log = logging.getLogger(__name__)
 
-MOST_AT_ONCE = 10
-"""Batches that share the engine; the others wait for the end of the oldest."""
+MOST_RUNNING = 10
+"""Batches that share the engine; the others wait until one of these ends."""
 RETRY_S = 5.0
-"""Pause before a run that could not go on is resumed."""
-EARLY = {EXPIRED: "expired", CANCELLED: "cancelled"}
-"""States of a batch that ends before all its lines are answered, by the reason."""
-_SHUTDOWN = "the server ends"
-_LINE = re.compile(r"lines? (\d+)")
+"""Pause before an interrupted run resumes."""
+EARLY_STATUS = {EXPIRED: "expired", CANCELLED: "cancelled"}
+"""Final status of a batch that ended before all its lines were answered, by the reason."""
+_SHUTDOWN = "the server shuts down"
+_LINE_NUMBER = re.compile(r"lines? (\d+)")
 
 
-class NoEngine(Engine):
-    """Ends each request with the same error: those that a batch leaves when it ends early."""
-
-    def __init__(self, why: str) -> None:
-        """Take the error."""
-        self._why = why
-
-    async def open(self) -> EngineInfo:
-        """Refuse to open."""
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        """Do nothing."""
-
-    async def generate(self, request: Request, route: str) -> Completion:  # noqa: ARG002 - all are refused
-        """Refuse a request."""
-        raise RowRefusedError(self._why)
-
-    async def loads(self) -> Sequence[SchedulerLoad]:
-        """Return no load."""
-        return ()
-
-
-def counts_of(total: int, failed: int = 0, ok: int = 0) -> Record:
-    """Return the counts of a batch's lines."""
-    return {"total": total, "completed": ok, "failed": failed}
+def request_counts(*, total: int, completed: int = 0, failed: int = 0) -> Record:
+    """Return `request_counts` of a batch."""
+    return {"total": total, "completed": completed, "failed": failed}
 
 
 class Batches:
-    """The batches of a server that have not ended."""
+    """The unfinished batches of a server."""
 
-    def __init__(self, state: State, engine: SharedEngine, options: dict[str, Any], server: Control) -> None:
-        """Run batches on an open engine; `options` are those of `job_of_batch`, `server` stops the server."""
+    def __init__(
+        self, *, state: State, engine: SharedEngine, options: dict[str, Any], server: Control
+    ) -> None:
+        """Run batches on an open engine.
+
+        `options` are those of `job_of_batch`; `server` stops the server when its engine is lost.
+        """
         self._server = server
-        self._state, self._engine, self._options = state, engine, options
+        self._state = state
+        self._engine = engine
         self.info = engine.info
-        self._at_work: dict[str, tuple[Control, asyncio.Task[None]]] = {}
-        self._turns = asyncio.Semaphore(MOST_AT_ONCE)
-        self._one = asyncio.Lock()
-        """Held where files are read or written whole: memory is for one."""
+        self._options = options
+        self._running: dict[str, tuple[Control, asyncio.Task[None]]] = {}
+        self._turns = asyncio.Semaphore(MOST_RUNNING)
+        self._whole_files = asyncio.Lock()
+        """Held while a file is read or written whole: memory suffices for one."""
         self.lost: EngineLostError | None = None
-        """Why the engine that the server started will not be up again."""
+        """Why the server's own engine is lost for good."""
 
     def start(self, batch: Record) -> None:
-        """Begin, or go on with, a batch."""
+        """Start or resume a batch."""
         control = Control()
-        self._at_work[batch["id"]] = control, asyncio.create_task(self._to_its_end(batch, control))
+        task = asyncio.create_task(self._run_to_end(batch, control))
+        self._running[batch["id"]] = control, task
 
     async def cancel(self, batch: Record) -> None:
-        """Cancel a batch; its requests in flight end at once."""
-        self._at_work[batch["id"]][0].stop(CANCELLED)
+        """Cancel a batch and its requests in flight."""
+        control, _ = self._running[batch["id"]]
+        control.stop(CANCELLED)
         await self._state.save(BATCHES, batch, status="cancelling", cancelling_at=now())
 
-    async def end(self) -> None:
-        """Stop sending; requests in flight have 15 s. The next start goes on."""
-        for control, _ in self._at_work.values():
+    async def drain(self) -> None:
+        """Stop sending and wait 15 s for the requests in flight. The next start of the server resumes."""
+        for control, _ in self._running.values():
             control.drain(_SHUTDOWN)
-        ends = asyncio.gather(*(task for _, task in self._at_work.values()), return_exceptions=True)
+        ends = asyncio.gather(*(task for _, task in self._running.values()), return_exceptions=True)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ends, TERM_DRAIN_S)
 
-    async def _to_its_end(self, batch: Record, control: Control) -> None:
-        """Do what is left of a batch, again after a pause where that could not go on."""
-        expiry = asyncio.get_running_loop().call_later(
-            batch["expires_at"] - time.time(), control.stop, EXPIRED
-        )
+    async def _run_to_end(self, batch: Record, control: Control) -> None:
+        """Run a batch until it has a final status; resume it after a pause when it is interrupted."""
+        seconds_left = batch["expires_at"] - time.time()
+        expiry = asyncio.get_running_loop().call_later(seconds_left, control.stop, EXPIRED)
         if batch["status"] == "cancelling":
             control.stop(CANCELLED)
         while True:
             try:
-                await self._do(batch, control)
+                await self._run(batch, control)
                 break
             except Exception as failure:
                 if isinstance(failure, EngineLostError) and launched_model(self._job(batch).engine):
                     self.lost = failure
                     self._server.drain("the engine is lost")
                     break
-                unknown = not isinstance(failure, BatchrunError)
-                log.warning("%s goes on in %g s: %s", batch["id"], RETRY_S, failure, exc_info=unknown)
+                is_unforeseen = not isinstance(failure, BatchrunError)
+                log.warning(
+                    "%s: %s; it resumes in %g s", batch["id"], failure, RETRY_S, exc_info=is_unforeseen
+                )
             await asyncio.sleep(RETRY_S)
         expiry.cancel()
-        del self._at_work[batch["id"]]
+        del self._running[batch["id"]]
 
-    async def _do(self, batch: Record, control: Control) -> None:
-        """Do what is left of a batch; raises BatchrunError where it cannot go on for now."""
+    async def _run(self, batch: Record, control: Control) -> None:
+        """Take a batch from its current status to a final one; raises BatchrunError on an interruption."""
         try:
             if batch["in_progress_at"] is None:
-                async with self._one:
-                    await asyncio.to_thread(self._check, batch)
-                state = batch["status"] if control.reason == CANCELLED else "in_progress"
-                await self._state.save(BATCHES, batch, status=state, in_progress_at=now())
-            try:
-                await control.wait_for(self._turns.acquire(), "before its turn")
-                try:
-                    await self._execute(batch, engine=self._engine, control=control)
-                finally:
-                    self._turns.release()
-            except BatchrunError:
-                if control.reason is None:
-                    raise
-            if control.reason == _SHUTDOWN:
-                return
-            if control.reason is not None:
-                info = replace(self.info, model=batch["model"], yields=None)  # it has no users
-                await self._execute(batch, engine=SharedEngine(NoEngine(control.reason), info))
-            if control.reason != CANCELLED:
-                await self._state.save(BATCHES, batch, status="finalizing", finalizing_at=now())
-            async with self._one:
-                await self._publish(batch)
-            state = EARLY.get(control.reason or "", "completed")
+                async with self._whole_files:
+                    await asyncio.to_thread(self._validate, batch)
+                status = batch["status"] if control.reason == CANCELLED else "in_progress"
+                await self._state.save(BATCHES, batch, status=status, in_progress_at=now())
+            await self._answer_lines(batch, control)
         except InputError as failure:
             if batch["in_progress_at"]:
                 raise
-            line = _LINE.search(failure.message)
-            error = {
-                "code": "invalid_file", "message": failure.message, "param": None,
-                "line": line and int(line[1]),
-            }  # fmt: skip
-            state, batch["errors"] = "failed", {"object": "list", "data": [error]}
-        await self._state.save(BATCHES, batch, **{"status": state, f"{state}_at": now()})
-        run = self._state.place_of(BATCHES, batch["id"])
-        await asyncio.to_thread(shutil.rmtree, run, ignore_errors=True)
+            batch["errors"] = {"object": "list", "data": [_invalid_file(failure)]}
+            await self._finish(batch, "failed")
+            return
+        if control.reason == _SHUTDOWN:
+            return
+        if control.reason != CANCELLED:
+            await self._state.save(BATCHES, batch, status="finalizing", finalizing_at=now())
+        async with self._whole_files:
+            await self._publish(batch, control.reason)
+        await self._finish(batch, EARLY_STATUS.get(control.reason or "", "completed"))
 
-    async def _execute(self, batch: Record, **options: Any) -> None:
-        """Run a batch; raises BatchrunError, also where lines are left."""
+    async def _answer_lines(self, batch: Record, control: Control) -> None:
+        """Run the batch in its turn until all lines are answered or `control` stops it."""
+        try:
+            await control.wait_for(self._turns.acquire(), "before its turn")
+            try:
+                await self._execute(batch, control)
+            finally:
+                self._turns.release()
+        except BatchrunError:
+            if control.reason is None:
+                raise
 
-        def count(state: Progress) -> None:
-            failed = state.rows_failed
-            batch["request_counts"] = counts_of(state.rows_total or 0, failed, state.rows_done - failed)
+    async def _execute(self, batch: Record, control: Control) -> None:
+        """Run the job of a batch; raises BatchrunError, also where lines remain."""
 
-        report = await execute(self._job(batch), displays=[ProgressCalls(count)], **options)
-        batch["request_counts"] = counts_of(report.rows_total, report.rows_failed, report.rows_ok)
+        def show_counts(progress: Progress) -> None:
+            completed = progress.rows_done - progress.rows_failed
+            batch["request_counts"] = request_counts(
+                total=progress.rows_total or 0, completed=completed, failed=progress.rows_failed
+            )
+
+        report = await execute(
+            self._job(batch),
+            displays=[ProgressCalls(show_counts)],
+            engine=self._engine,
+            control=control,
+        )
+        batch["request_counts"] = request_counts(
+            total=report.rows_total, completed=report.rows_ok, failed=report.rows_failed
+        )
         if report.rows_left:
             raise BatchrunError(report.reason)
 
+    async def _finish(self, batch: Record, status: str) -> None:
+        """Give a batch its final status and delete its run."""
+        await self._state.save(BATCHES, batch, **{"status": status, f"{status}_at": now()})
+        run = self._state.path_of(BATCHES, batch["id"])
+        await asyncio.to_thread(shutil.rmtree, run, ignore_errors=True)
+
     def _job(self, batch: Record) -> Job:
-        """Return the job of a batch, with the server's engine."""
-        content = self._state.place_of(FILES, batch["input_file_id"])
-        return job_of_batch(str(content), str(self._state.place_of(BATCHES, batch["id"])), **self._options)
+        """Return the job of a batch on the server's engine."""
+        requests = self._state.path_of(FILES, batch["input_file_id"])
+        run = self._state.path_of(BATCHES, batch["id"])
+        return job_of_batch(str(requests), str(run), **self._options)
 
-    def _check(self, batch: Record) -> None:
-        """Raise InputError where a file is no batch file for the batch's endpoint; a bad line fails alone."""
+    def _validate(self, batch: Record) -> None:
+        """Raise InputError for a file without requests, or with one for another endpoint than the batch's.
+
+        Other faults of a line fail that line alone.
+        """
         with contextlib.closing(prepare(self._job(batch), keeps_copies=True)) as prepared:
-            batch["request_counts"] = counts_of(prepared.dataset.total_rows)
-        place = self._state.place_of(FILES, batch["input_file_id"])
-        with place.open("rb") as content:
-            lines = itertools.chain([content.readline().removeprefix(BOM)], content)
-            for number, request, problem, _ in request_lines(lines, place.name):
-                if problem is None and request[URL] != batch["endpoint"]:
-                    raise InputError(f"line {number}: its url is not that of the batch")
+            batch["request_counts"] = request_counts(total=prepared.dataset.total_rows)
+        for number, request, problem in self._lines(batch):
+            if problem is None and request[URL] != batch["endpoint"]:
+                raise InputError(f"line {number}: its url differs from the endpoint of the batch")
 
-    async def _publish(self, batch: Record) -> None:
-        """Make files of the results and of the lines that failed, with the same names after any kill."""
-        names = {key: f"{batch['id'].replace('batch_', 'file-')}-{key}" for key in ("output", "error")}
-        places = [self._state.place_of(FILES, name) for name in names.values()]
-        run = RunDir(self._state.place_of(BATCHES, batch["id"]))
-        batch["usage"] = await asyncio.to_thread(publish, run, *places)
-        if batch["usage"] is None:
-            raise BatchrunError("lines are missing in its results")
-        for (key, name), place in zip(names.items(), places, strict=True):
-            if place.stat().st_size:
+    def _lines(self, batch: Record) -> Iterator[tuple[int, Mapping[str, Any], str | None]]:
+        """Yield each line of a batch's file: its number, its request, and what is wrong with it."""
+        path = self._state.path_of(FILES, batch["input_file_id"])
+        with path.open("rb") as file:
+            lines = itertools.chain([file.readline().removeprefix(BOM)], file)
+            for number, request, problem, _ in request_lines(lines, path.name):
+                yield number, request, problem and f"{path.name}: line {number}: {problem}"
+
+    async def _publish(self, batch: Record, reason: str | None) -> None:
+        """Write the files of answered and failed lines; their names stay the same after a kill.
+
+        `reason` says why the batch ended early; each unanswered line fails with it.
+        """
+        names = {kind: f"{batch['id'].replace('batch_', 'file-')}-{kind}" for kind in ("output", "error")}
+        output, error = (self._state.path_of(FILES, name) for name in names.values())
+        unanswered = None
+        if reason is not None:
+            lines = self._lines(batch)
+            unanswered = ((request.get(CUSTOM_ID), problem or reason) for _, request, problem in lines)
+        run = RunDir(self._state.path_of(BATCHES, batch["id"]))
+        published = await asyncio.to_thread(publish, run, output, error, unanswered=unanswered)
+        if published is None:
+            raise BatchrunError("results of some lines are missing")
+        batch["usage"] = published.usage
+        batch["request_counts"] = request_counts(
+            total=published.completed + published.failed,
+            completed=published.completed,
+            failed=published.failed,
+        )
+        for (kind, name), path in zip(names.items(), (output, error), strict=True):
+            if path.stat().st_size:
                 await self._state.add_file(
-                    name, f"{batch['id']}_{key}.jsonl", "batch_output", batch["output_expires_after"]
+                    name,
+                    filename=f"{batch['id']}_{kind}.jsonl",
+                    purpose="batch_output",
+                    expires_after=batch["output_expires_after"],
                 )
-                batch[f"{key}_file_id"] = name
+                batch[f"{kind}_file_id"] = name
             else:
-                place.unlink()
+                path.unlink()
+
+
+def _invalid_file(failure: InputError) -> Record:
+    """Return the error of a batch whose file cannot be run, with the line number that its message names."""
+    line = _LINE_NUMBER.search(failure.message)
+    return {
+        "code": "invalid_file",
+        "message": failure.message,
+        "param": None,
+        "line": line and int(line[1]),
+    }

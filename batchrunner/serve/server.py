@@ -1,4 +1,4 @@
-"""The HTTP API of `batchrun serve`, as OpenAI's clients speak it, and the server from start to end."""
+"""The HTTP server of `batchrun serve`: OpenAI's Files and Batches API."""
 
 import asyncio
 import contextlib
@@ -33,74 +33,78 @@ from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_lock import hold_task
 from batchrunner.runner.control import SIGNALS, Control
 from batchrunner.runner.shared_engine import SharedEngine, open_engine_of
-from batchrunner.serve.batches import RETRY_S, Batches, counts_of
+from batchrunner.serve.batches import RETRY_S, Batches, request_counts
 from batchrunner.serve.state import BATCHES, FILES, Record, State, new_id, now
 
 log = logging.getLogger(__name__)
 
-KEY = "BATCHRUN_API_KEY"
-"""Name of the environment variable with the key that clients have to send."""
-LOCAL = {"localhost", "127.0.0.1", "::1"}
-"""Addresses at which the server needs no key."""
-BLOCK_BYTES, MOST_FIELDS = 1 << 20, 5
-"""Bytes of an upload that are in memory, and most fields of its form, each of 1 MiB at most."""
-BROKEN_FORM = (ValueError, LookupError, RuntimeError, AssertionError, ConnectionError, TypeError)
-"""What is raised where an upload is no form, or ends too early."""
-FREE_SHARE, FREE_BYTES = 0.05, 10_000_000_000
-"""Share of the disk, or bytes where that is less, that uploads leave free: results need room too."""
+API_KEY_VARIABLE = "BATCHRUN_API_KEY"
+"""Environment variable with the API key that clients must send."""
+LOCAL_HOSTS = {"localhost", "127.0.0.1", "::1"}
+"""Addresses at which the server needs no API key."""
+BLOCK_BYTES = 1 << 20
+"""Bytes of an upload in memory."""
+MOST_FIELDS = 5
+"""Fields of an upload's form, each of at most 1 MiB."""
+FORM_ERRORS = (ValueError, LookupError, RuntimeError, AssertionError, ConnectionError, TypeError)
+"""Errors that aiohttp raises for an upload that is not a form or ends too early."""
+RESERVED_SHARE, RESERVED_BYTES = 0.05, 10_000_000_000
+"""Disk space that uploads leave for results: a share of the disk, but no more than these bytes."""
 MODELS = "models"
-SHOWN, MOST_SHOWN = {BATCHES: 20}, 10_000
-"""Records in a list, by kind, where a call does not say how many; and the most of any."""
-UNKNOWN = (
+LARGEST_PAGE = 10_000
+"""Records in a page at most; also the default where DEFAULT_PAGE has none."""
+DEFAULT_PAGE = {BATCHES: 20}
+"""Records in a page whose call sets no `limit`, by kind."""
+NULL_FIELDS = (
     "errors", "output_file_id", "error_file_id", "usage", "in_progress_at", "finalizing_at", "completed_at",
     "failed_at", "expired_at", "cancelling_at", "cancelled_at",
 )  # fmt: skip
-"""What is null in a new batch."""
+"""Fields of a new batch that are null."""
 SWEEP_S = 60.0
-"""Pause between two looks for files that have expired."""
-_WRONG = {
+"""Pause between two deletions of expired files."""
+_PARAMETER_ERRORS = {
     "missing": ("Missing required parameter: '{}'.", "missing_required_parameter"),
     "extra_forbidden": ("Unknown parameter: '{}'.", "unknown_parameter"),
 }
-"""What is said of a parameter, and its code, by the kind of pydantic's error."""
+"""Message and code of a wrong parameter, by the type of pydantic's error."""
 
 
 class ApiError(web.HTTPException):
-    """A call that is refused, in the words of OpenAI's API."""
+    """A refused call, with the error object of OpenAI's API."""
 
-    def __init__(self, status: int, told: str, param: str | None = None, code: str | None = None) -> None:
-        """Say what is wrong, and with which parameter."""
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        """Take the HTTP status, the message, the wrong parameter and OpenAI's code."""
         self.status_code = status
         kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
-        error = {"message": told, "type": kind, "param": param, "code": code}
+        error = {"message": message, "type": kind, "param": param, "code": code}
         super().__init__(text=json.dumps({"error": error}), content_type="application/json")
 
 
-def invalid(name: str, told: str) -> ApiError:
-    """Return the error of a call with a wrong parameter."""
-    return ApiError(400, f"Invalid '{name}': {told}.", name, "invalid_value")
+def invalid(name: str, problem: str) -> ApiError:
+    """Return the error of a call whose parameter `name` has a wrong value."""
+    return ApiError(400, f"Invalid '{name}': {problem}.", name, "invalid_value")
 
 
-class _Call(BaseModel):
+class _Parameters(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class ExpiresAfter(_Call):
-    """When a file is deleted by itself."""
+class ExpiresAfter(_Parameters):
+    """Lifetime of a file."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=3600, le=30 * 86400)]
 
 
-class NewFile(_Call):
-    """The form of an upload; `file` is the name that the client gives."""
+class NewFile(_Parameters):
+    """The form of an upload; `file` is the client's name of the file."""
 
     file: str
     purpose: Literal["batch"]
     expires_after: ExpiresAfter | None = None
 
 
-class NewBatch(_Call):
+class NewBatch(_Parameters):
     """The body of a call that creates a batch."""
 
     input_file_id: str
@@ -117,84 +121,96 @@ class NewBatch(_Call):
 
 
 class Page(BaseModel):
-    """What a call for a list asks for."""
+    """Query parameters of a list."""
 
-    limit: int = Field(ge=1, le=MOST_SHOWN)
+    limit: int = Field(ge=1, le=LARGEST_PAGE)
     after: str | None = None
     order: Literal["asc", "desc"] = "desc"
     purpose: str | None = None
 
 
 class Api:
-    """Answers the calls of clients; a dict that a method returns is the JSON of the answer."""
+    """Handlers of the calls; a dict that one returns is the JSON of the reply."""
 
     def __init__(
-        self, state: State, batches: Batches, endpoints: Sequence[str], most_bytes: int, most_files: int
+        self,
+        *,
+        state: State,
+        batches: Batches,
+        endpoints: Sequence[str],
+        most_bytes: int,
+        most_files: int,
     ) -> None:
-        """Take batches for some endpoints, those of the engine's model, and so many files of such a size."""
-        self._state, self._batches, self._endpoints = state, batches, endpoints
-        self._most_bytes, self._most_files = most_bytes, most_files
-        self._key, model = os.environ.get(KEY), batches.info.model
-        made = {"id": model, "object": "model", "created": now(), "owned_by": "batchrunner"}
-        self._records = {**state.records, MODELS: {model: made}}
+        """Accept batches for `endpoints`, and `most_files` files of at most `most_bytes` bytes."""
+        self._state = state
+        self._batches = batches
+        self._endpoints = endpoints
+        self._most_bytes = most_bytes
+        self._most_files = most_files
+        self._key = os.environ.get(API_KEY_VARIABLE)
+        model = batches.info.model
+        model_record = {"id": model, "object": "model", "created": now(), "owned_by": "batchrunner"}
+        self._records = {**state.records, MODELS: {model: model_record}}
 
     def application(self) -> web.Application:
-        """Return the application with all its paths."""
-        app = web.Application(middlewares=[self._answer])
-        known = "/v1/{kind:files|batches|models}"
+        """Return the application with all its routes."""
+        app = web.Application(middlewares=[self._reply])
+        records = "/v1/{kind:files|batches|models}"
         handlers: list[tuple[str, str, Any]] = [
-            ("GET", "/health", self._health), ("GET", "/metrics", self._metrics),
-            ("POST", "/v1/files", self._upload), ("DELETE", "/v1/{kind:files}/{id}", self._delete),
-            ("GET", "/v1/{kind:files}/{id}/content", self._content), ("POST", "/v1/batches", self._create),
+            ("GET", "/health", self._health),
+            ("GET", "/metrics", self._metrics),
+            ("POST", "/v1/files", self._upload),
+            ("DELETE", "/v1/{kind:files}/{id}", self._delete),
+            ("GET", "/v1/{kind:files}/{id}/content", self._content),
+            ("POST", "/v1/batches", self._create),
             ("POST", "/v1/{kind:batches}/{id}/cancel", self._cancel),
-            ("GET", known, self._list), ("GET", known + "/{id:.+}", self._one),
-        ]  # fmt: skip
-        for handler in handlers:
-            app.router.add_route(*handler)
+            ("GET", records, self._list),
+            ("GET", records + "/{id:.+}", self._one),
+        ]
+        for method, path, handler in handlers:
+            app.router.add_route(method, path, handler)
         return app
 
     @web.middleware
-    async def _answer(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Let a call in or not, and tell what is wrong as OpenAI's API does."""
+    async def _reply(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Authorize a call, handle it, and turn each error into one of OpenAI's API."""
         try:
             if request.path != "/health":
-                self._let_in(request)
-            made = await handler(request)
-            return made if isinstance(made, web.StreamResponse) else web.json_response(made)
+                self._authorize(request)
+            result = await handler(request)
         except ApiError:
             raise
         except ValidationError as failure:
-            wrong = failure.errors()[0]
-            name = ".".join(map(str, wrong["loc"])) or "body"
-            told, code = _WRONG.get(wrong["type"], ("Invalid '{}': {}.", "invalid_value"))
-            told = told.format(name, wrong["msg"].removeprefix("Value error, "))
-            raise ApiError(400, told, name, code) from None
+            raise _parameter_error(failure) from None
         except (HttpProcessingError, web.RequestPayloadError):
-            raise ApiError(400, "The body cannot be read: see its Content-Encoding.") from None
+            raise ApiError(400, "The body cannot be decoded: check its Content-Encoding.") from None
         except web.HTTPException as failure:
-            told = f"{failure.reason}: {request.method} {request.path}"
-            raise ApiError(failure.status, told) from None
+            raise ApiError(failure.status, f"{failure.reason}: {request.method} {request.path}") from None
         except Exception as failure:
-            unknown = not isinstance(failure, (OSError, BatchrunError))
-            log.warning("%s %s failed: %s", request.method, request.path, failure, exc_info=unknown)
-            raise ApiError(500, "The server could not do this: its log says why.") from None
+            is_unforeseen = not isinstance(failure, (OSError, BatchrunError))
+            log.warning("%s %s failed: %s", request.method, request.path, failure, exc_info=is_unforeseen)
+            raise ApiError(500, "The call failed: see the log of the server.") from None
+        return result if isinstance(result, web.StreamResponse) else web.json_response(result)
 
-    def _let_in(self, request: web.Request) -> None:
-        """Refuse who has no key, and without one pages of browsers, which may reach localhost."""
+    def _authorize(self, request: web.Request) -> None:
+        """Raise ApiError for a call without the API key.
+
+        A server without a key serves local programs only: the page of a website could reach localhost too.
+        """
         if not self._key:
             host = (request.url.host or "").lower()
-            if host not in LOCAL or "Origin" in request.headers:
-                raise ApiError(403, f"Only programs on this machine may call. Set {KEY} for others.")
+            if host not in LOCAL_HOSTS or "Origin" in request.headers:
+                raise ApiError(403, f"Only programs on this machine may call. Set {API_KEY_VARIABLE}.")
             return
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(errors="replace"), self._key.encode()):
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(key.encode(errors="replace"), self._key.encode()):
             raise ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
 
     async def _health(self, _: web.Request) -> Record:
         return {"status": "ok"}
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        """Return figures for Prometheus."""
+        """Return counts of files, batches and lines in the format of Prometheus."""
         batches = self._records[BATCHES].values()
         figures: Counter[str] = Counter(f'batches{{status="{batch["status"]}"}}' for batch in batches)
         figures["files"] = len(self._records[FILES])
@@ -204,50 +220,53 @@ class Api:
         return web.Response(text="".join(f"batchrunner_{name} {value}\n" for name, value in figures.items()))
 
     async def _list(self, request: web.Request) -> Record:
-        """Return a page of the records of a kind, the newest first unless the call says otherwise."""
+        """Return a page of the records of a kind, by default the newest first."""
         kind = request.match_info["kind"]
         records = self._records[kind]
-        wanted = Page.model_validate({"limit": SHOWN.get(kind, MOST_SHOWN), **request.query})
-        left = iter(records.values() if wanted.order == "asc" else reversed(records.values()))
-        if wanted.after and records.get(wanted.after, {}) not in left:
-            raise invalid("after", "it names nothing")
-        found = [record for record in left if wanted.purpose in {None, record.get("purpose")}]
-        shown = found[: wanted.limit]
-        ids = [record["id"] for record in shown] or [None]
+        page = Page.model_validate({"limit": DEFAULT_PAGE.get(kind, LARGEST_PAGE), **request.query})
+        remaining = iter(records.values() if page.order == "asc" else reversed(records.values()))
+        # The search for `after` takes the records up to it out of the iterator.
+        if page.after and records.get(page.after, {}) not in remaining:
+            raise invalid("after", "no such ID")
+        matching = [record for record in remaining if page.purpose in {None, record.get("purpose")}]
+        data = matching[: page.limit]
         return {
-            "object": "list", "data": shown, "first_id": ids[0], "last_id": ids[-1],
-            "has_more": len(shown) < len(found),
-        }  # fmt: skip
+            "object": "list",
+            "data": data,
+            "first_id": data[0]["id"] if data else None,
+            "last_id": data[-1]["id"] if data else None,
+            "has_more": len(data) < len(matching),
+        }
 
     async def _one(self, request: web.Request) -> Record:
-        """Return the record that a call names; raises ApiError."""
+        """Return the record of a call; raises ApiError for an unknown ID."""
         kind, name = request.match_info["kind"], request.match_info["id"]
         if name not in self._records[kind]:
             raise ApiError(404, f"No such id in {kind}: '{name}'.", "id")
         return self._records[kind][name]
 
-    def _refuse_more(self) -> None:
-        """Refuse a file or a batch, which becomes two files, where there are too many."""
-        count = len(self._state.records[FILES]) + 2 * len(self._state.under_way())
+    def _check_file_count(self) -> None:
+        """Raise ApiError where there are too many files; an unfinished batch counts as two."""
+        count = len(self._state.records[FILES]) + 2 * len(self._state.unfinished_batches())
         if count >= self._most_files:
             raise ApiError(400, f"There are {count} files: delete some.", code="too_many_files")
 
     async def _upload(self, request: web.Request) -> Record:
-        """Take a file; it is on the disk when the answer goes."""
-        self._refuse_more()
+        """Store a file; it is durable when the client gets the reply."""
+        self._check_file_count()
         name = new_id("file-")
         with contextlib.ExitStack() as stack:
-            temporary = stack.enter_context(whole_file(self._state.place_of(FILES, name)))
+            temporary = stack.enter_context(whole_file(self._state.path_of(FILES, name)))
             try:
-                fields = await self._take_form(request, temporary)
-            except BROKEN_FORM:
-                raise ApiError(400, "The upload is no form (multipart/form-data) with an end.") from None
-            wanted = NewFile.model_validate(fields)
+                fields = await self._read_form(request, temporary)
+            except FORM_ERRORS:
+                raise ApiError(400, "The upload is not a complete multipart/form-data form.") from None
+            new_file = NewFile.model_validate(fields).model_dump()
             await asyncio.to_thread(stack.pop_all().close)
-        return await self._state.add_file(name, **wanted.model_dump())
+        return await self._state.add_file(name, filename=new_file.pop("file"), **new_file)
 
-    async def _take_form(self, request: web.Request, target: Path) -> Record:
-        """Return the fields of an upload; the file's is its name, and its content is in `target`."""
+    async def _read_form(self, request: web.Request, target: Path) -> Record:
+        """Write the file of an upload to `target`; return the fields, of which `file` is the file's name."""
         fields: Record = {}
         async for part in await request.multipart():
             if not isinstance(part, BodyPartReader) or len(fields) == MOST_FIELDS:
@@ -256,51 +275,57 @@ class Api:
                 with target.open("wb") as content:
                     while block := await part.read_chunk(BLOCK_BYTES):
                         await asyncio.to_thread(self._write, content, block)
+                # File names may have lone surrogates, which no JSON can hold.
                 fields["file"] = (part.filename or "upload").encode(errors="replace").decode()
             else:
                 fields[str(part.name)] = await part.text()
-        for name in [*fields]:
-            outer, bracket, inner = name.partition("[")  # expires_after[seconds]
+        for name in [*fields]:  # such as expires_after[seconds]
+            outer, bracket, inner = name.partition("[")
             if bracket:
                 fields.setdefault(outer, {})[inner.removesuffix("]")] = fields.pop(name)
         return fields
 
     def _write(self, content: IO[bytes], block: bytes) -> None:
-        """Write a part of an upload, unless it is too large or the disk is nearly full."""
+        """Write a block of an upload; raises ApiError where the file is too large or the disk nearly full."""
         if content.tell() + len(block) > self._most_bytes:
             raise ApiError(413, f"'file' is larger than {self._most_bytes} bytes.", "file", "too_large")
         disk = shutil.disk_usage(content.name)
-        if disk.free < min(FREE_SHARE * disk.total, FREE_BYTES):
+        if disk.free < min(RESERVED_SHARE * disk.total, RESERVED_BYTES):
             raise ApiError(413, "The disk is nearly full: delete files.", "file", "disk_full")
         content.write(block)
 
     async def _content(self, request: web.Request) -> web.FileResponse:
-        place = self._state.place_of(FILES, (await self._one(request))["id"])
-        return web.FileResponse(place, headers={"Content-Type": "application/octet-stream"})
+        path = self._state.path_of(FILES, (await self._one(request))["id"])
+        return web.FileResponse(path, headers={"Content-Type": "application/octet-stream"})
 
     async def _delete(self, request: web.Request) -> Record:
         name = (await self._one(request))["id"]
-        if any(batch["input_file_id"] == name for batch in self._state.under_way()):
+        if any(batch["input_file_id"] == name for batch in self._state.unfinished_batches()):
             raise ApiError(409, "A batch reads this file: cancel the batch first.", "id", "file_in_use")
         self._state.delete_file(name)
         return {"id": name, "object": "file", "deleted": True}
 
     async def _create(self, request: web.Request) -> Record:
-        """Take a batch; it is on the disk when the answer goes."""
+        """Start a batch; it is durable when the client gets the reply."""
         body = await request.read()
-        wanted = NewBatch.model_validate_json(body)
-        if wanted.endpoint not in self._endpoints:
+        new_batch = NewBatch.model_validate_json(body)
+        if new_batch.endpoint not in self._endpoints:
             raise invalid("endpoint", f"supported are {', '.join(self._endpoints)}")
-        file = self._records[FILES].get(wanted.input_file_id)
+        file = self._records[FILES].get(new_batch.input_file_id)
         if file is None or file["purpose"] != "batch":
-            raise invalid("input_file_id", "it names no file with the purpose 'batch'")
-        self._refuse_more()
+            raise invalid("input_file_id", "no such file with the purpose 'batch'")
+        self._check_file_count()
         batch = await self._state.save(BATCHES, {
-            "id": new_id("batch_"), "object": "batch", "status": "validating",
-            "model": self._batches.info.model, "created_at": now(),
-            "expires_at": now() + math.ceil(wanted.completion_window), "request_counts": counts_of(0),
-            **dict.fromkeys(UNKNOWN), **wanted.model_dump(),
+            **dict.fromkeys(NULL_FIELDS),
+            **new_batch.model_dump(),
+            "id": new_id("batch_"),
+            "object": "batch",
+            "status": "validating",
+            "model": self._batches.info.model,
+            "created_at": now(),
+            "expires_at": now() + math.ceil(new_batch.completion_window),
             "completion_window": json.loads(body)["completion_window"],
+            "request_counts": request_counts(total=0),
         })  # fmt: skip
         self._batches.start(batch)
         return batch
@@ -314,72 +339,103 @@ class Api:
         return batch
 
 
-async def opened_engine(
-    job: Job, task: TaskName, directory: Path, control: Control, stack: contextlib.AsyncExitStack
+def _parameter_error(failure: ValidationError) -> ApiError:
+    """Return the error of OpenAI's API for the first parameter that pydantic refuses."""
+    error = failure.errors()[0]
+    name = ".".join(map(str, error["loc"])) or "body"
+    template, code = _PARAMETER_ERRORS.get(error["type"], ("Invalid '{}': {}.", "invalid_value"))
+    message = template.format(name, error["msg"].removeprefix("Value error, "))
+    return ApiError(400, message, name, code)
+
+
+async def open_engine_patiently(
+    job: Job,
+    task: TaskName,
+    *,
+    log_directory: Path,
+    control: Control,
+    stack: contextlib.AsyncExitStack,
 ) -> SharedEngine:
-    """Open the engine, which `stack` closes; where servers of others are away, they are waited for."""
+    """Open the engine, which `stack` closes; wait for attached servers that are away."""
     while True:
         try:
             async with contextlib.AsyncExitStack() as opening:
-                opened = await open_engine_of(
-                    job, task, log_directory=directory, control=control, stack=opening
+                engine = await open_engine_of(
+                    job, task, log_directory=log_directory, control=control, stack=opening
                 )
                 stack.push_async_callback(opening.pop_all().aclose)
-                return opened
+                return engine
         except EngineAwayError as failure:
-            log.warning("%s: tried again in %g s", failure, RETRY_S)
+            log.warning("%s; the next try is in %g s", failure, RETRY_S)
         await control.wait_for(asyncio.sleep(RETRY_S), "while the engine was away")
 
 
 async def serve(
-    engine: Sequence[str], directory: Path, *, host: str, port: int, task: TaskName, overrides: Sequence[str],
-    most_bytes: int, most_files: int,
-) -> None:  # fmt: skip
+    engine: Sequence[str],
+    directory: Path,
+    *,
+    host: str,
+    port: int,
+    task: TaskName,
+    overrides: Sequence[str],
+    most_bytes: int,
+    most_files: int,
+) -> None:
     """Serve batches until a signal comes, and print the address; raises BatchrunError.
 
-    `engine` is a model, addresses of servers, or a job file whose engine, limits and order hold.
+    `engine` is a model, addresses of servers, or a job file, whose engine, limits and order are used.
     """
-    if host not in LOCAL and not os.environ.get(KEY):
-        raise JobError(f"--host {host}: whoever reaches it may send batches", hint=f"set {KEY} to a key")
+    if host not in LOCAL_HOSTS and not os.environ.get(API_KEY_VARIABLE):
+        raise JobError(
+            f"--host {host}: anybody who reaches it could send batches",
+            hint=f"set {API_KEY_VARIABLE} to a key",
+        )
     if is_uri(str(directory)):
         raise JobError(f"--dir {directory}: is a URI", hint="give a directory")
-    more = ("limits.deadline=null", "limits.abort_failed_share=1")
-    options: dict[str, Any] = {"engine": engine, "overrides": [*overrides, *more]}
+    # A batch expires instead of having a deadline, and like OpenAI's it continues however many lines fail.
+    limits = ("limits.deadline=null", "limits.abort_failed_share=1")
+    options: dict[str, Any] = {"engine": engine, "overrides": [*overrides, *limits]}
     job = job_of_batch("requests", str(directory), **options)
-    control, ended, loop = Control(), asyncio.Event(), asyncio.get_running_loop()
+    control, stop_event, loop = Control(), asyncio.Event(), asyncio.get_running_loop()
 
-    def came(_: object) -> None:
+    def drain(_: object) -> None:
         loop.call_soon_threadsafe(control.drain, "interrupted")
 
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(control.listening(ended.set))
-        stack.enter_context(SignalWatch(came, SIGNALS))
+        stack.enter_context(control.listening(stop_event.set))
+        stack.enter_context(SignalWatch(drain, SIGNALS))
         with using_run(f"--dir {directory}"):
             make_directory(directory)
             stack.enter_context(hold_task(RunDir(directory), directory=directory))
             state = State(directory)
-        named = f"--port {port}, --host {host}"
-        with using_run(named):  # before a model is loaded
+        address = f"--port {port}, --host {host}"
+        with using_run(address):  # An address in use is reported before a model loads for minutes.
             (await loop.create_server(asyncio.Protocol, host, port)).close()
-        shared = await opened_engine(job, task, directory, control, stack)
-        batches = Batches(state, shared, options, control)
-        stack.push_async_callback(batches.end)
-        embeds = task == EMBED
-        served = [
-            path for path in BATCH_PATHS if shared.info.simulated or (path == EMBEDDINGS_PATH) == embeds
-        ]
-        api = Api(state, batches, served, most_bytes, most_files)
+        shared = await open_engine_patiently(job, task, log_directory=directory, control=control, stack=stack)
+        batches = Batches(state=state, engine=shared, options=options, server=control)
+        stack.push_async_callback(batches.drain)
+        is_embedder = task == EMBED
+        endpoints = [*BATCH_PATHS]
+        if not shared.info.simulated:
+            endpoints = [path for path in BATCH_PATHS if (path == EMBEDDINGS_PATH) == is_embedder]
+        api = Api(
+            state=state,
+            batches=batches,
+            endpoints=endpoints,
+            most_bytes=most_bytes,
+            most_files=most_files,
+        )
         runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=1)
         stack.push_async_callback(runner.cleanup)
         await runner.setup()
-        with using_run(named):
+        with using_run(address):
             await web.TCPSite(runner, host, port).start()
-        for batch in state.under_way():
+        for batch in state.unfinished_batches():
             batches.start(batch)
         show([str(URL.build(scheme="http", host=host, port=runner.addresses[0][1], path="/v1"))])
-        while not ended.is_set():
+        while not stop_event.is_set():
             state.delete_expired()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(ended.wait(), SWEEP_S)
+                await asyncio.wait_for(stop_event.wait(), SWEEP_S)
     if batches.lost is not None:
         raise batches.lost

@@ -1,9 +1,9 @@
-"""Files and batches on the disk, in the server's directory: a kill at any moment loses none.
+"""Files and batches in the server's directory, safe against a kill at any moment.
 
-files/ID.json and batches/ID.json are records; files/ID is the content of a file, batches/ID the run of a
-batch that has not ended. A file's record comes last: content without one is none.
+`files/ID.json` and `batches/ID.json` are records; `files/ID` is the content of a file, `batches/ID` the run
+of an unfinished batch. The record of a file is written last: content without a record is deleted.
 
-Names on the disk are made here. What clients call a file or a batch is only looked up among those names.
+The server makes all names on the disk. A name from a client is only looked up among them.
 """
 
 import asyncio
@@ -24,27 +24,26 @@ Record: TypeAlias = dict[str, Any]
 """A file or a batch, with the keys of OpenAI's API."""
 FILES, BATCHES = "files", "batches"
 """The two kinds of records, as in the paths of the API and on the disk."""
-_OURS = re.compile(r"\.?(file-|batch_)[0-9a-f]{48}(-output|-error)?(\..*tmp)?")
-"""Names of contents, of runs, and of files that are not whole: nothing else in the directory is touched."""
-ENDED = {"completed", "failed", "expired", "cancelled"}
-"""States of a batch in which it stays."""
+_SERVER_NAMES = re.compile(r"\.?(file-|batch_)[0-9a-f]{48}(-output|-error)?(\..*tmp)?")
+"""Names of contents, runs and temporary files. Nothing else in the directory is touched."""
+FINAL_STATUSES = {"completed", "failed", "expired", "cancelled"}
 
 
 def now() -> int:
-    """Return the time as OpenAI's API has it."""
+    """Return the Unix time in whole seconds, as OpenAI's API writes it."""
     return int(time.time())
 
 
-def new_id(kind: str) -> str:
-    """Return a name that nobody can guess; later ones come later in the alphabet."""
-    return f"{kind}{time.time_ns():016x}{secrets.token_hex(16)}"
+def new_id(prefix: str) -> str:
+    """Return an ID that nobody can guess; IDs sort by age."""
+    return f"{prefix}{time.time_ns():016x}{secrets.token_hex(16)}"
 
 
 class State:
-    """All files and batches: their records in memory, and on the disk."""
+    """All files and batches: their records in memory and on the disk."""
 
     def __init__(self, directory: Path) -> None:
-        """Read what is in a directory, and delete what a kill left half done.
+        """Read the records in `directory`, and delete what a kill left incomplete.
 
         Raises OSError, and OutputError where a record cannot be read.
         """
@@ -55,12 +54,12 @@ class State:
             make_directory(directory / kind)
             self.records[kind] = {}
             for path in sorted((directory / kind).glob("*.json")):
-                if _OURS.fullmatch(path.stem):
+                if _SERVER_NAMES.fullmatch(path.stem):
                     with using_run(str(path)):
                         self.records[kind][path.stem] = json.loads(path.read_bytes())
-        kept = {*self.records[FILES], *(batch["id"] for batch in self.under_way())}
+        used_names = {*self.records[FILES], *(batch["id"] for batch in self.unfinished_batches())}
         for path in [*(directory / FILES).iterdir(), *(directory / BATCHES).iterdir()]:
-            if not _OURS.fullmatch(path.name) or path.name in kept:
+            if not _SERVER_NAMES.fullmatch(path.name) or path.name in used_names:
                 continue
             if path.is_dir():
                 shutil.rmtree(path)
@@ -68,45 +67,54 @@ class State:
                 path.unlink()
         self._saving = asyncio.Lock()
 
-    def place_of(self, kind: str, name: str) -> Path:
+    def path_of(self, kind: str, name: str) -> Path:
         """Return the path of a file's content, or of a batch's run."""
         return self._directory / kind / name
 
-    def under_way(self) -> list[Record]:
-        """Return the batches that have not ended, the oldest first."""
-        return [batch for batch in self.records[BATCHES].values() if batch["status"] not in ENDED]
+    def unfinished_batches(self) -> list[Record]:
+        """Return the batches without a final status, the oldest first."""
+        return [batch for batch in self.records[BATCHES].values() if batch["status"] not in FINAL_STATUSES]
 
     async def save(self, kind: str, record: Record, **changes: Any) -> Record:
-        """Change a record, or add one, here and on the disk; return it. Raises StorageError."""
+        """Add or change a record, in memory and on the disk; return it. Raises StorageError."""
         record.update(changes)
         name = record["id"]
         async with self._saving:
-            await asyncio.to_thread(write_json, self.place_of(kind, f"{name}.json"), {**record})
+            await asyncio.to_thread(write_json, self.path_of(kind, f"{name}.json"), {**record})
         self.records[kind][name] = record
         log.info("%s: %s", name, record["status"])
         return record
 
-    async def add_file(self, name: str, file: str, purpose: str, expires_after: Record | None) -> Record:
-        """Make a file, which clients call `file`, of content that is on the disk; return its record.
+    async def add_file(
+        self, name: str, *, filename: str, purpose: str, expires_after: Record | None
+    ) -> Record:
+        """Return a new record for content that is on the disk already; raises StorageError.
 
-        Raises StorageError.
+        `filename` is the name that clients see.
         """
-        size, created = self.place_of(FILES, name).stat().st_size, now()
+        created = now()
         return await self.save(FILES, {
-            "id": name, "object": "file", "bytes": size, "created_at": created, "filename": file,
-            "expires_at": expires_after and created + expires_after["seconds"], "purpose": purpose,
-            "status": "processed", "status_details": None,
+            "id": name,
+            "object": "file",
+            "bytes": self.path_of(FILES, name).stat().st_size,
+            "created_at": created,
+            "expires_at": expires_after and created + expires_after["seconds"],
+            "filename": filename,
+            "purpose": purpose,
+            "status": "processed",
+            "status_details": None,
         })  # fmt: skip
 
     def delete_file(self, name: str) -> None:
-        """Delete a file."""
+        """Delete a file and its record."""
         del self.records[FILES][name]
-        for each in (f"{name}.json", name):
-            self.place_of(FILES, each).unlink(missing_ok=True)
+        self.path_of(FILES, f"{name}.json").unlink(missing_ok=True)
+        self.path_of(FILES, name).unlink(missing_ok=True)
 
     def delete_expired(self) -> None:
-        """Delete the files whose time is over and that no batch reads."""
-        read = {batch["input_file_id"] for batch in self.under_way()}
+        """Delete expired files, except those that a batch reads."""
+        files_in_use = {batch["input_file_id"] for batch in self.unfinished_batches()}
         for name, file in [*self.records[FILES].items()]:
-            if name not in read and file["expires_at"] and file["expires_at"] < now():
+            is_expired = file["expires_at"] and file["expires_at"] < now()
+            if is_expired and name not in files_in_use:
                 self.delete_file(name)

@@ -10,9 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tenacity import Retrying
+
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.files import read_json
-from batchrunner.core.timing import TIMING
+from batchrunner.core.retry import backoff
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.fields import is_hub_name
 from batchrunner.sglang.flags import name_in
@@ -139,30 +141,22 @@ def check_on_hub(spec: ServerEngine) -> None:
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
-    from tenacity import (  # noqa: PLC0415
-        Retrying,
-        retry_if_exception_type,
-        stop_after_attempt,
-        wait_exponential,
-    )
 
     hub = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
-    unreachable = (httpx.ConnectError, ConnectionError)  # ConnectionError: HF_HUB_OFFLINE is set
-    retry = Retrying(
-        retry=retry_if_exception_type(unreachable),
-        stop=stop_after_attempt(HUB_TRIES),
-        wait=wait_exponential(multiplier=2 * TIMING.first_retry),
-        reraise=True,
-    )
+
+    def is_unreachable(failure: BaseException) -> bool:
+        return isinstance(failure, (httpx.ConnectError, ConnectionError))  # the second by HF_HUB_OFFLINE
+
+    retrying = Retrying(**backoff(is_unreachable, attempts=HUB_TRIES))
     try:
-        retry(hub.model_info, repository, revision=revision, timeout=HUB_TIMEOUT_S)
+        retrying(hub.model_info, repository, revision=revision, timeout=HUB_TIMEOUT_S)
     except (RepositoryNotFoundError, RevisionNotFoundError):
         at = f" at revision {revision}" if revision else ""
         raise EngineStartError(
             f"engine.model: {model}: {hub.endpoint} has no such model{at}, or shows it only with a token",
             hint="correct the name, set HF_TOKEN, or give a folder",
         ) from None
-    except unreachable as failure:
+    except (httpx.ConnectError, ConnectionError) as failure:
         raise EngineStartError(
             f"engine.model: {model}: is not on this machine, and {hub.endpoint} cannot be reached: {failure}",
             hint=f"`hf download {repository}` where there is a network, or give a folder",

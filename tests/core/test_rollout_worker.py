@@ -5,13 +5,13 @@ import sys
 import tempfile
 import time
 
-from batchrunner.core.rollout_worker import STEP_BYTES, step_in, step_memory
+from batchrunner.core.rollout_worker import STEP_BYTES, running_step, step_memory
 
 LOOP = """
 import asyncio, sys
 from batchrunner.core import rollout_worker as worker
 async def steps():
-    worker._NUMBER.set(7)
+    worker._CURRENT.set(7)
     for _ in range(60_000):
         await asyncio.sleep(0)
 memory = worker.step_memory(int(sys.argv[1]))
@@ -31,7 +31,7 @@ def test_a_step_is_read_while_it_is_written() -> None:
         with subprocess.Popen(command, pass_fds=[file.fileno()]) as process:
             while process.poll() is None:
                 for _ in range(1000):
-                    number, since = step_in(step)
+                    number, since = running_step(step)
                     seen.add(number)
                     assert not number or since >= began
         assert seen == {0, 7}

@@ -53,8 +53,7 @@ def _long_job(tmp_path: Path, engine: dict[str, Any], rows: int, tokens: int = 3
 
 
 def _fleet(engine: batchrunner.OpenEngine) -> LaunchedFleet:
-    assert engine.loop._engine is not None
-    made = engine.loop._engine.engine
+    made = engine.shared.engine
     assert isinstance(made, LaunchedFleet)
     return made
 

@@ -81,8 +81,7 @@ def engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[b
 @pytest.fixture(scope="module")
 def scoring(engine: batchrunner.OpenEngine) -> Iterator[batchrunner.OpenEngine]:
     """The same server, for another task."""
-    assert engine.loop._engine is not None
-    fleet = engine.loop._engine.engine
+    fleet = engine.shared.engine
     assert isinstance(fleet, LaunchedFleet)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_API_KEY", fleet._key)

@@ -163,8 +163,7 @@ def test_an_interrupt_of_a_blocked_main_thread() -> None:
     """A call that never returns, such as one to a dead mount, does not keep the command."""
     blocked = """
 import signal, sys, time
-from batchrunner.cli import results
-from batchrunner.cli.command import main
+from batchrunner.cli import main
 from batchrunner.report import merged
 
 def merge_run(*args, **options):

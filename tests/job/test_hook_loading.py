@@ -13,7 +13,7 @@ import pydantic
 import pytest
 from typing_extensions import TypedDict
 
-from batchrunner.core.hook_worker import HookLoadError
+from batchrunner.core.hook_protocol import HookLoadError
 from batchrunner.core.types import ColumnKind
 from batchrunner.job.hook_loading import (
     Annotations,

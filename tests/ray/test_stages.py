@@ -15,7 +15,7 @@ import batchrunner.ray
 from batchrunner.core.errors import BatchrunError, InputError, JobError
 from batchrunner.job.call import LibraryCall
 from batchrunner.job.load import parse_engine
-from batchrunner.ray.stages import EngineWorker, StageCall, gpus_asked
+from batchrunner.ray.stages import EngineWorker, StageCall, gpus_required
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.ray_cluster import RayNodes
 
@@ -90,7 +90,7 @@ def test_what_is_wrong_is_told_before_the_pipeline_runs(nodes: RayNodes, server:
     engine: dict[str, Any] = {"engine": server.url, "prompt": TEXT}
     with batchrunner.open_engine("simulated") as opened, pytest.raises(JobError, match="open engine"):
         batchrunner.ray.generate(ds, prompt=TEXT, engine=opened)  # type: ignore[arg-type]
-    with pytest.raises(JobError, match=r"ds is no data set of Ray Data \(got list\)"):
+    with pytest.raises(JobError, match=r"ds is not a dataset of Ray Data \(got list\)"):
         batchrunner.ray.generate(["a"], **engine)
     with pytest.raises(InputError, match="nothing"):
         batchrunner.ray.generate(ds, engine=server.url, prompt={"text": "nothing"})
@@ -117,7 +117,7 @@ def test_what_is_wrong_is_told_before_the_pipeline_runs(nodes: RayNodes, server:
 )
 def test_an_engine_takes_so_many(engine: Any, on_nodes: list[float], asked: int) -> None:
     """Tensor, pipeline and data parallelism count, and the replicas."""
-    assert gpus_asked(parse_engine(engine), on_nodes) == asked
+    assert gpus_required(parse_engine(engine), on_nodes) == asked
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_an_engine_takes_so_many(engine: Any, on_nodes: list[float], asked: int)
 def test_what_no_node_can_give_is_refused(engine: Any, on_nodes: list[float], said: str) -> None:
     """An actor that no node has room for would be waited for without end."""
     with pytest.raises(JobError, match=said):
-        gpus_asked(parse_engine(engine), on_nodes)
+        gpus_required(parse_engine(engine), on_nodes)
 
 
 SIMULATED = {"kind": "simulated", "step_s": 0}

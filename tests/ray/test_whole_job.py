@@ -73,7 +73,7 @@ def test_a_node_that_dies_is_replaced_and_ctrl_c_can_be_resumed(
     path, run = write_job(job, tmp_path), tmp_path / "run"
     with started("ray", path, "--workers", 2, "--address", nodes.address) as command:
         nodes.kill_the_node_of(WORKER, at_work(run, 2).pop())
-        command.wait_for_line("a worker died, another one takes its place")
+        command.wait_for_line("a worker died and is restarted")
         command.process.send_signal(signal.SIGINT)
         command.wait_for_line("interrupted: waiting for the rows in flight")
         eventually(lambda: are_stopping(run))
@@ -103,7 +103,7 @@ def test_a_cluster_grows_and_shrinks(nodes: RayNodes, server: FakeSGLang, tmp_pa
         nodes.add()
         newcomer = (at_work(tmp_path / "run", 3) - first).pop()
         nodes.take_away_the_node_of(WORKER, newcomer)
-        run.wait_for_line("a worker died, another one takes its place")
+        run.wait_for_line("a worker died and is restarted")
         server.script = lambda _: "answer"
         server.answer_held()
         assert run.end() == 0
@@ -195,8 +195,8 @@ def test_a_worker_out_of_reach_has_not_died(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(TIMING, "ray_poll", 0.0)
     workers = whole_job.Workers(load_job(job_of(tmp_path)), whole_job.SharedPath(None, None), Control())
     remote = SimpleNamespace(remote=lambda *_: object())
-    workers.start(SimpleNamespace(run=remote, begun=remote, stop=remote))
-    while workers.go_on():
+    workers.start(SimpleNamespace(run=remote, wait_until_started=remote, stop=remote))
+    while workers.watch():
         pass
     assert workers.error is None
     assert workers.last is not None

@@ -411,6 +411,7 @@ def memory_caps_running(server: Mapping[str, Any]) -> bool:
         return False
     if argument is None:
         return bool(state.get("max_mamba_cache_size")) and in_effect < LEAST_DEFAULT_RUNNING
+
     return in_effect < argument // Facts(arguments=dict(server)).attn_dp
 
 

@@ -1,0 +1,229 @@
+"""The program `batchrun`: reads the command line, runs one command, and ends with its exit code."""
+
+import difflib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer import Typer
+from typer.core import TyperGroup
+
+from batchrunner.cli.commands import (
+    EXIT_CODES,
+    advise,
+    batch,
+    check,
+    engine,
+    estimate,
+    init,
+    merge,
+    ray,
+    report,
+    run,
+    schema,
+    serve,
+    slurm,
+    status,
+    tune,
+)
+from batchrunner.core.console import (
+    lost_output,
+    open_standard_streams,
+    show,
+    tell,
+    tell_failure,
+    unforeseen,
+    version_line,
+    wants_json,
+)
+from batchrunner.core.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    EXIT_TERMINATED,
+    EXIT_TIME_UP,
+    BatchrunError,
+    JobError,
+    interrupted,
+)
+from batchrunner.core.processes import SignalWatch, ignore_signal
+from batchrunner.core.timing import TIMING
+
+HELP_OPTIONS = ("-h", "--help")
+_OPTIONS_OF_BATCHRUN = {*HELP_OPTIONS, "--version"}
+"""Options of `batchrun` itself, which need no command."""
+_FLAGS = {"--json", "--quiet", "-q", "--verbose", "-v"}
+"""Options without a value that may come before the command."""
+_UsageError: Any = typer.BadParameter.__base__
+"""Base class of usage errors, for which typer has no public name."""
+
+
+class CommandGroup(TyperGroup):
+    """Inserts `run` before a job file, and turns errors into one line and an exit code."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Insert `run` before a job file; raises JobError for a word that looks like a misspelt command."""
+        args = args or ["--help"]
+        place = next((i for i, arg in enumerate(args) if arg == "-" or not arg.startswith("-")), None)
+        if place is not None and args[place] not in self.commands and args[0] not in _OPTIONS_OF_BATCHRUN:
+            if _FLAGS.issuperset(args[:place]):
+                self._refuse_misspelt(args[place])
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; an interrupt that it does not handle becomes a BatchrunError."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise interrupted() from None
+
+    def main(self, *positional: Any, **options: Any) -> Any:
+        """Run the command of `args` (default: `sys.argv`) and exit with its code.
+
+        With `standalone_mode=False` the code is returned instead. With `--json` among the arguments an error
+        is also printed as an object on standard output.
+        """
+        options = {**dict(zip(("args", "prog_name"), positional, strict=False)), **options}
+        args = options.pop("args", None)
+        words = list(sys.argv[1:] if args is None else args)
+        exits = options.pop("standalone_mode", True)
+        as_json = wants_json(words)
+        try:
+            result = super().main(words, **options, standalone_mode=False)
+            code = result if isinstance(result, int) else 0
+        except BatchrunError as error:
+            code = tell_failure(error, as_json=as_json)
+        except _UsageError as error:
+            command = error.ctx.command_path if error.ctx else "batchrun"
+            hint = f"{command} --help describes the arguments"
+            usage_error = JobError(error.format_message().rstrip("."), hint=hint)
+            code = tell_failure(usage_error, as_json=as_json, cause=error)
+        except typer.Abort as abort:  # typer raises it in place of an EOFError, which no command foresees
+            raise (abort.__cause__ or abort) from None
+        if exits:
+            sys.exit(code)
+        return code
+
+    def _refuse_misspelt(self, word: str) -> None:
+        """Raise JobError for a word that is not a file and resembles the name of a command."""
+        matches = difflib.get_close_matches(word.lower(), self.commands, n=1)
+        # os.path.exists raises no error for a name that is too long, unlike Path.exists.
+        if matches and not Path(word).suffix and not os.path.exists(word):  # noqa: PTH110
+            raise JobError(f"{word}: no such command or job file", hint=f"did you mean {matches[0]!r}?")
+
+
+class Interrupts:
+    """Ends a command that ignores a Ctrl-C: after some seconds, or at once after a second Ctrl-C."""
+
+    _count = 0
+
+    def receive(self, number: signal.Signals) -> None:
+        """Handle a signal; see `SignalWatch`. A run handles its signals itself."""
+        is_handled_elsewhere = signal.getsignal(number) in {signal.SIG_IGN, signal.SIG_DFL, ignore_signal}
+        if number != signal.SIGINT or is_handled_elsewhere:
+            return
+        self._count += 1
+        if self._count > 1:
+            _end_process()
+        timer = threading.Timer(TIMING.stop_at_once, _end_process)
+        timer.daemon = True
+        timer.start()
+
+
+def _end_process() -> None:
+    """End the process, whatever its threads do. No file is left half written: each appears whole."""
+    os._exit(tell_failure(interrupted(), as_json=wants_json(sys.argv[1:])))
+
+
+_SIGNAL_CODES = {EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP}
+"""Exit codes of a command that a signal stopped; its threads are not waited for."""
+
+
+class _NoPandas:
+    """Import hook that hides pandas.
+
+    pyarrow would import it to make the first column of a list: 1 s and 47 MB. Only Ray Data needs it.
+    """
+
+    @staticmethod
+    def find_spec(name: str, *_: object) -> None:
+        """Raise ImportError for pandas, unless Ray is loaded."""
+        if name == "pandas" and "ray" not in sys.modules:
+            raise ImportError
+
+
+def start(app: Typer) -> NoReturn:
+    """Run the command of `sys.argv` and end the process with its exit code, whatever happens."""
+    sys.meta_path.insert(0, _NoPandas)
+    open_standard_streams()
+    with SignalWatch(Interrupts().receive):
+        code = _run(app)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to interrupt
+    if lost := lost_output():
+        tell(f"batchrun: standard output: cannot be written: {lost}")
+        code = code or EXIT_STOPPED
+    other_threads = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
+    if code in _SIGNAL_CODES or (code and any(not thread.daemon for thread in other_threads)):
+        os._exit(code)  # sys.exit would wait for these threads
+    sys.exit(code)
+
+
+def _run(app: Typer) -> int:
+    """Run the command of `sys.argv`; return its exit code, whatever happens."""
+    try:
+        app()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:  # before a command began, or after it
+        return tell_failure(interrupted(), as_json=wants_json(sys.argv[1:]))
+    except Exception as failure:  # noqa: BLE001 - a defect, which the user reports
+        return tell_failure(unforeseen(failure), as_json=wants_json(sys.argv[1:]), cause=failure)
+    return 0
+
+
+app = typer.Typer(
+    cls=CommandGroup,
+    context_settings={"help_option_names": list(HELP_OPTIONS)},
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Offline batch inference that keeps an SGLang engine at its highest throughput.\n\n"
+    "batchrun JOB.yaml runs a job; run it again to resume. `batchrun init FILE` writes a first job.\n\n"
+    "Example: batchrun jobs/summarize.yaml",
+    epilog=EXIT_CODES,
+)
+
+
+def _show_version(is_given: bool) -> None:
+    if is_given:
+        show([version_line()])
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+_COMMANDS: tuple[Callable[..., None], ...] = (
+    run, batch, init, check, estimate, tune, engine, serve, slurm, ray, status, merge, report, advise, schema,
+)  # fmt: skip
+"""The commands, in the order in which `--help` lists them."""
+for _command in _COMMANDS:
+    _epilog = EXIT_CODES if _command in {run, batch, estimate, tune, ray} else None
+    app.command(epilog=_epilog)(_command)
+
+
+def main() -> None:
+    """Entry point of `batchrun`."""
+    start(app)

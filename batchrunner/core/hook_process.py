@@ -1,0 +1,139 @@
+"""A worker process for a job's Python functions, as the run sees it.
+
+`concurrent.futures` and loky break, or wait forever, when a process dies, and have no time limit; pebble has
+one, but its processes import the user's main module again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import IO, Any
+
+from batchrunner.core.errors import HookLostError
+from batchrunner.core.hook_protocol import FLUSH_S, Channel, HookFacts, HookResult, WorkerSetup
+from batchrunner.core.timing import TIMING
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.2
+"""Pause between two checks whether a process lives, or a run is stopped."""
+_LONGEST_LINE = 2000
+Arguments = tuple[Any, ...]
+"""Arguments of one call."""
+
+
+class ProcessEndedError(Exception):
+    """A process ended, or was killed, during a call; the message says how."""
+
+
+class HookProcess:
+    """A process; its methods block, belong to one thread, and it dies with this thread."""
+
+    def __init__(self, setup: WorkerSetup, step_descriptor: int | None = None) -> None:
+        """Start the process, which loads the functions meanwhile.
+
+        With the descriptor of step memory it runs rollouts, otherwise plain calls.
+        """
+        self._setup = setup
+        self.is_fit = True
+        """Whether it can take rows."""
+        our_end, its_end = socket.socketpair()
+        paths = [*setup.directories, *map(os.path.abspath, sys.path)]  # "" is the current directory
+        code = (
+            f"import sys; sys.dont_write_bytecode = True; sys.path[:] = {paths!r}; "
+            f"from batchrunner.core.hook_worker import main; main({its_end.fileno()}, {step_descriptor})"
+        )
+        shared = [its_end.fileno()] if step_descriptor is None else [its_end.fileno(), step_descriptor]
+        with its_end:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-P", "-c", code],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                errors="replace",
+                pass_fds=shared,
+                # No Ctrl-C of the terminal reaches it, and what a function starts can be killed with it.
+                start_new_session=True,
+            )
+        self.channel = Channel(our_end)
+        self._printing = threading.Thread(target=_log_lines, args=(self._process.stdout,), daemon=True)
+        self._printing.start()
+
+    def facts(self) -> Sequence[HookFacts]:
+        """Wait until the functions are loaded; return their properties. Raises HookLostError."""
+        try:
+            (reply,) = self._request(self._setup, limit_s=TIMING.hook_import)
+        except ProcessEndedError as failure:
+            raise HookLostError(f"{self._setup.names}: cannot be imported: the import {failure}") from None
+        if isinstance(reply, str):
+            self.is_fit = False
+            raise HookLostError(reply)
+        facts: Sequence[HookFacts] = reply
+        return facts
+
+    def call(self, number: int, rows: Sequence[Arguments]) -> list[HookResult]:
+        """Call a function with the first of these rows; return their results. Raises ProcessEndedError."""
+        limit_s = self._setup.limit_s
+        results, self.is_fit = self._request(number, rows, limit_s=limit_s, limit_name=" (limits.python)")
+        checked: list[HookResult] = results
+        return checked
+
+    def kill(self) -> None:
+        """Kill the process and what it started; a thread that waits for it notices."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill the process and wait for its end; called by its own thread, or after that thread has ended."""
+        self.kill()
+        self._process.wait()
+        self.channel.close()
+        self._printing.join(1.0)  # unless a program that a function started keeps its output open
+
+    def has_ended(self) -> bool:
+        """Tell whether it has ended; a process that it started may keep its channel open."""
+        return self._process.poll() is not None
+
+    def how_it_ended(self) -> str:
+        """Wait for the end of a process that has closed its channel; return how it ended, in words."""
+        try:
+            status = self._process.wait(TIMING.hook_end)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return "closed its connection"
+        how = f"exit code {status}" if status >= 0 else signal.Signals(-status).name
+        if how == "SIGKILL":
+            how = "SIGKILL, which the kernel sends where memory runs out"
+        return f"ended its process ({how})"
+
+    def _request(self, *values: Any, limit_s: float, limit_name: str = "") -> tuple[Any, ...]:
+        """Send values and return the reply; raises ProcessEndedError."""
+        ends_at = time.monotonic() + limit_s + FLUSH_S + TIMING.hook_end
+        with contextlib.suppress(EOFError, OSError):
+            self.channel.send(*values)
+            while time.monotonic() < ends_at:
+                if self.channel.can_receive(POLL_S):
+                    return self.channel.receive()
+                if self.has_ended():
+                    raise EOFError
+            self.is_fit = False
+            raise ProcessEndedError(f"took more than {limit_s:g} s{limit_name}")
+        self.is_fit = False
+        raise ProcessEndedError(self.how_it_ended())
+
+
+def _log_lines(output: IO[str]) -> None:
+    """Log what a process prints."""
+    with output:
+        while line := output.readline(_LONGEST_LINE):
+            if text := line.rstrip():
+                log.info("python: %s", text)

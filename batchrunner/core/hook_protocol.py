@@ -1,0 +1,150 @@
+"""The protocol between a run and its worker processes: frames on a socket, and the records in them.
+
+A frame is the length of a pickle, and the pickle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import select
+import socket
+import struct
+import sysconfig
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FLUSH_S = 1.0
+"""Seconds of work after which a worker returns the results that it has, without waiting for the others."""
+_OTHERS_CODE = (str(Path(__file__).parent.parent), *{*sysconfig.get_paths().values(), "<frozen"})
+"""Beginnings of the paths of files that are not the user's."""
+_LONGEST_ERROR = 500
+_LENGTH = struct.Struct("=Q")
+
+
+def frame(*values: Any) -> bytes:
+    """Return values as a frame."""
+    content = pickle.dumps(values)
+    return _LENGTH.pack(len(content)) + content
+
+
+async def read_frame(reader: asyncio.StreamReader) -> tuple[Any, ...]:
+    """Return the values of the next frame; raises EOFError once the other end has closed."""
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        content = await reader.readexactly(length)
+    except (asyncio.IncompleteReadError, OSError):
+        raise EOFError from None
+    values: tuple[Any, ...] = pickle.loads(content)  # noqa: S301 - written by this package
+    return values
+
+
+class Channel:
+    """One end of the socket between a run and a worker, for a thread that may block."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Take over the socket."""
+        self.socket = connection
+        self._reader = connection.makefile("rb")
+        self._poll = select.poll()  # select.select() fails for descriptors above 1023
+        self._poll.register(connection, select.POLLIN)
+
+    def send(self, *values: Any) -> None:
+        """Send values as a frame; raises OSError where the other end has closed."""
+        self.socket.sendall(frame(*values))
+
+    def can_receive(self, timeout_s: float) -> bool:
+        """Wait for a frame; tell whether it begins to arrive."""
+        return bool(self._poll.poll(1000 * timeout_s))
+
+    def receive(self) -> tuple[Any, ...]:
+        """Return the values of the next frame; raises EOFError or OSError once the other end has closed."""
+        content = self._read(_LENGTH.unpack(self._read(_LENGTH.size))[0])
+        values: tuple[Any, ...] = pickle.loads(content)  # noqa: S301 - written by this package
+        return values
+
+    def close(self) -> None:
+        """Close this end."""
+        self._reader.close()
+        self.socket.close()
+
+    def _read(self, length: int) -> bytes:
+        content = self._reader.read(length)
+        if len(content) < length:
+            raise EOFError
+        return content
+
+
+class HookResult(NamedTuple):
+    """Result of one call: a value, or the error of its row."""
+
+    value: Any
+    error: str | None = None
+
+
+class HookFacts(NamedTuple):
+    """Properties of a loaded function."""
+
+    where: str
+    """Its place in the job, such as `prompt.python`."""
+    name: str
+    """Its name in messages, `module:function`."""
+    columns: tuple[tuple[str, Any], ...] = ()
+    """Columns that it makes, with their kinds."""
+    takes_row: bool = False
+    """Whether its arguments are the answer and the row, instead of the answer alone."""
+    reads: tuple[str, ...] | None = None
+    """Columns of the row that it reads, from the annotation of its argument; None for all."""
+
+
+class HookLoadError(Exception):
+    """A function cannot be called; the message is one line for the user."""
+
+
+class UnusableValueError(Exception):
+    """A function returned an unusable value; the message follows the function's place in the job."""
+
+
+class WorkerSetup(NamedTuple):
+    """Everything a worker needs before its first call."""
+
+    load: Callable[[], tuple[Sequence[HookFacts], Sequence[Callable[..., Any]]]]
+    """Returns the functions and their properties; raises HookLoadError. A call of a function may raise
+    UnusableValueError."""
+    names: str
+    """Names of the functions, for messages."""
+    directories: tuple[str, ...]
+    """Directories where modules are looked up first, in order."""
+    limit_s: float
+    """Time limit of one call, in seconds."""
+    memory_bytes: int
+    """Memory that the worker may use beyond what its imported modules take."""
+
+
+class CallTooLongError(BaseException):
+    """A call exceeds its time limit; no `except Exception` catches it."""
+
+
+def failure_text(place: str, failure: BaseException, limit_s: float = 0.0) -> str:
+    """Return a function's exception as the error of its row: place, file and line, class, message."""
+    if isinstance(failure, UnusableValueError):
+        return f"{place}: {failure}"
+    frames = traceback.extract_tb(failure.__traceback__)
+    while isinstance(failure, BaseExceptionGroup):  # asyncio.TaskGroup raises one; its first member says why
+        failure = failure.exceptions[0]
+        frames += traceback.extract_tb(failure.__traceback__)
+    file = ""
+    line: int | None = None
+    for frame_summary in frames:
+        if not frame_summary.filename.startswith(_OTHERS_CODE):
+            file, line = frame_summary.filename, frame_summary.lineno
+    if isinstance(failure, SyntaxError):
+        file, line = failure.filename or "", failure.lineno
+    prefix = f"{place}: {Path(file).name}:{line}: " if file else f"{place}: "
+    if isinstance(failure, CallTooLongError):
+        return f"{prefix}took more than {limit_s:g} s (limits.python)"
+    message = " ".join(traceback.format_exception_only(failure)[-1].split())
+    limit = " (limits.python_memory_gb)" if isinstance(failure, MemoryError) else ""
+    return f"{prefix}{message}"[:_LONGEST_ERROR] + limit

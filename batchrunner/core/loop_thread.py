@@ -1,0 +1,166 @@
+"""The bridge between threads and event loops: work that either side starts, cancels and waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar, copy_context
+from threading import Lock, Thread
+from typing import Any, Generic, Self, TypeVar
+
+import uvloop
+
+from batchrunner.core.console import open_missing_descriptors
+from batchrunner.core.errors import BatchrunError
+
+T = TypeVar("T")
+_CLOSED = "the engine is closed: use it within its `with open_engine(…)`"
+STOP: ContextVar[Future[None] | None] = ContextVar("STOP", default=None)
+"""Completes when the blocking call in this context is cancelled; what the call started ends then."""
+
+
+class LoopWork(Generic[T]):
+    """Work on the event loop of another thread.
+
+    It is cancelled at most once: a run that is cancelled still awaits while it writes its finished rows.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        """Start the work; raises RuntimeError where the loop is closed."""
+        self._loop = loop
+        self._task: asyncio.Task[T] | None = None
+        self._is_cancelled = False
+        self.result: Future[T] = Future()
+        """Completes once the work has ended. Cancelled work ends with BatchrunError."""
+        self.result.set_running_or_notify_cancel()  # From now on only the end of the work completes it.
+        loop.call_soon_threadsafe(self._begin, work)
+        if (stop := STOP.get()) is not None:
+            stop.add_done_callback(lambda _: self.cancel())
+
+    def cancel(self) -> None:
+        """Cancel the work unless it has ended. Thread-safe; does not wait."""
+        if not self.result.done():
+            with contextlib.suppress(RuntimeError):  # It ended meanwhile, and its loop is closed.
+                self._loop.call_soon_threadsafe(self._cancel)
+
+    def wait(self) -> T:
+        """Wait for the end and return the result; an interrupt cancels the work.
+
+        Raises BatchrunError where the engine was closed meanwhile.
+        """
+        try:
+            return self.result.result()
+        except KeyboardInterrupt:
+            self.cancel_and_wait()
+            raise
+
+    async def wait_async(self) -> T:
+        """Wait for the end and return the result; cancelling this call cancels the work.
+
+        Raises BatchrunError where the engine was closed meanwhile.
+        """
+        try:
+            return await asyncio.wrap_future(self.result)
+        except asyncio.CancelledError:
+            await self.cancel_and_wait_async()
+            raise
+
+    def cancel_and_wait(self) -> None:
+        """Cancel the work unless it has ended, and wait for its end."""
+        self.cancel()
+        self.result.exception()
+
+    async def cancel_and_wait_async(self) -> None:
+        """Cancel the work unless it has ended, and wait for its end."""
+        self.cancel()
+        await asyncio.gather(asyncio.wrap_future(self.result), return_exceptions=True)
+
+    def _begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        async def run() -> T:
+            return await work()
+
+        self._task = self._loop.create_task(run())
+        self._task.add_done_callback(self._end)
+
+    def _cancel(self) -> None:
+        if self._task is not None and not self._is_cancelled:
+            self._is_cancelled = True
+            self._task.cancel()
+
+    def _end(self, task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            self.result.set_exception(BatchrunError(_CLOSED))
+        elif (failure := task.exception()) is not None:
+            self.result.set_exception(failure)
+        else:
+            self.result.set_result(task.result())
+
+
+class LoopThread:
+    """An event loop in a thread of its own, which runs while the `with` block does."""
+
+    def __init__(self) -> None:
+        self._loop = uvloop.new_event_loop()
+        self._thread = Thread(target=self._run, name="batchrunner loop")
+        self._lock = Lock()
+        self._works: set[LoopWork[Any]] = set()
+        self._is_closed = False
+
+    def __enter__(self) -> Self:
+        """Start the thread."""
+        open_missing_descriptors()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Cancel the work that has not ended, wait for its end, and end the thread."""
+        self.cancel_all()
+        with self._lock:
+            self._is_closed = True
+        self.cancel_all()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def start(self, work: Callable[[], Coroutine[Any, Any, T]]) -> LoopWork[T]:
+        """Start work on the loop; raises BatchrunError where the block has ended."""
+        with self._lock:
+            if self._is_closed:
+                raise BatchrunError(_CLOSED)
+            loop_work = LoopWork(self._loop, work)
+            self._works.add(loop_work)
+        loop_work.result.add_done_callback(lambda _: self._works.discard(loop_work))
+        return loop_work
+
+    def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine on the loop and return its result. Blocks."""
+        return self.start(work).wait()
+
+    def cancel_all(self) -> None:
+        """Cancel all work, such as streams that a program did not end, and wait for its end. Blocks."""
+        for work in list(self._works):
+            work.cancel_and_wait()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.get_loop().run_forever()
+
+
+async def call_in_thread(blocking: Callable[..., T], *args: Any, **options: Any) -> T:
+    """Run a blocking call in a thread of its own; cancelling this stops the work that the call started."""
+    stop: Future[None] = Future()
+    context = copy_context()
+    context.run(STOP.set, stop)
+    work = functools.partial(context.run, blocking, *args, **options)
+    thread = ThreadPoolExecutor(1, "batchrunner call")  # The few threads of the program's loop stay free.
+    call = asyncio.get_running_loop().run_in_executor(thread, work)
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        stop.set_result(None)
+        await asyncio.gather(call, return_exceptions=True)
+        raise
+    finally:
+        thread.shutdown(wait=False)

@@ -1,0 +1,27 @@
+"""The policy by which failed requests to stores and the Hub are repeated."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tenacity import retry_if_exception, stop_after_attempt, wait_exponential
+
+from batchrunner.core.timing import TIMING
+
+
+def backoff(
+    is_transient: Callable[[BaseException], bool],
+    *,
+    attempts: int,
+    first_s: float | None = None,
+) -> dict[str, Any]:
+    """Return a retry policy as arguments of tenacity's `Retrying` or `AsyncRetrying`.
+
+    An attempt that ends with a transient error is repeated after a pause. The first pause is `first_s`, by
+    default that of rows; each further one is twice as long. The last of `attempts` raises its error.
+    """
+    return {
+        "retry": retry_if_exception(is_transient),
+        "stop": stop_after_attempt(attempts),
+        "wait": wait_exponential(first_s or TIMING.first_retry, TIMING.longest_retry),
+        "reraise": True,
+    }
