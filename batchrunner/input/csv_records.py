@@ -110,12 +110,16 @@ def _records(lines: _CsvLines, path: str, delimiter: str) -> Iterator[_Cells]:
         try:
             cells = next(reader, None)
         except _LineTooLongError:
-            if not lines.ends_outside_quotes():
+            if not lines.skip_long_record(delimiter):
                 raise _endless_value(path, line) from None
             yield line, [], TOO_LONG
         except csv.Error as failure:
             if "larger than field limit" in str(failure):
-                raise _endless_value(path, line) from None
+                if not lines.skip_long_record(delimiter):
+                    raise _endless_value(path, line) from None
+                reader = csv.reader(lines, delimiter=delimiter, strict=True)  # the old one is amid a value
+                yield line, [], TOO_LONG
+                continue
             lines.requeue_below_first()
             yield line, [], f"has misplaced quotes: {failure}"
         else:
@@ -127,9 +131,18 @@ def _records(lines: _CsvLines, path: str, delimiter: str) -> Iterator[_Cells]:
 
 def _endless_value(path: str, line: int) -> InputError:
     return InputError(
-        f"{path}: line {line}: a quote is not closed within {LONGEST_LINE_BYTES >> 20} MiB",
+        f"{path}: line {line}: a value of more than {LONGEST_LINE_BYTES >> 20} MiB has no closing quote",
         hint="correct the quotes of this record, or write the file as Parquet",
     )
+
+
+def _closes_value(line: str, delimiter: str) -> bool:
+    """Tell whether a line that begins within a quoted value ends the record as CSV demands."""
+    try:
+        next(csv.reader([f'"{line}'], delimiter=delimiter, strict=True))
+    except csv.Error:
+        return False
+    return True
 
 
 class _LineTooLongError(Exception):
@@ -181,8 +194,27 @@ class _CsvLines:
             self._requeued.append(line)
         return delimiter
 
-    def ends_outside_quotes(self) -> bool:
-        """Tell whether no quote of this record is open: it has an even number of quotes."""
+    def skip_long_record(self, delimiter: str) -> bool:
+        """Skip the rest of a record that is too long to be read; tell whether its quotes are closed.
+
+        Without a closing quote nobody can tell which of the lines below are records.
+        """
+        while not self._has_paired_quotes():
+            self._record.clear()
+            try:
+                line = next(self, None)
+            except _LineTooLongError:
+                if not self._has_paired_quotes():
+                    return False
+            else:
+                if line is None:
+                    return False
+                if not self._has_paired_quotes():
+                    return _closes_value(line, delimiter)
+            self._record[:] = ['"']  # the value is still open
+        return True
+
+    def _has_paired_quotes(self) -> bool:
         return sum(line.count('"') for line in self._record) % 2 == 0
 
     def _skip_rest_of_line(self) -> None:

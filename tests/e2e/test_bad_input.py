@@ -300,10 +300,13 @@ def file_with(name: str, record: bytes) -> bytes:
         ("a.jsonl", b'{"id": "2", "text": "%s"}\n', 2),
         ("a.csv", b"2,%s\n", 3),
         ("a.csv", b'2,"%s"\n', 3),
+        ("a.csv", b'2,"%s,\n,""%s""\n"\n', 3),
+        ("a.csv", b'2,"' + b"line,of\n" * 300 + b'"\n', 3),
+        ("a.csv", b'2,"' + b'a ""word""\n' * 300 + b'and more",\n', 3),
     ],
 )
-def test_a_very_long_line(tmp_path: Path, name: str, record: bytes, line: int) -> None:
-    """It fails alone, with its number."""
+def test_a_very_long_value(tmp_path: Path, name: str, record: bytes, line: int) -> None:
+    """A line, or a value of many lines, that is too long fails alone, with its number."""
     job = job_on(tmp_path, name, file_with(name, record))
     batchrunner.run(job)
     rows = results_of(job)
@@ -316,17 +319,16 @@ def test_a_very_long_line(tmp_path: Path, name: str, record: bytes, line: int) -
 @pytest.mark.parametrize(
     "record",
     [
-        b'2,"%s,\n,""%s""\n"\n',
-        b'2,"' + b"line,of\n" * 300 + b'"\n',
+        b'2,"' + b"line,of\n" * 300 + b'5" wide\n',
         b'2,%s 5" wide\n',
         b'2,"not closed\n',
         b'2,%s"\n',
     ],
 )
-def test_a_quoted_value_whose_end_is_too_far(tmp_path: Path, record: bytes) -> None:
+def test_a_long_value_without_a_closing_quote(tmp_path: Path, record: bytes) -> None:
     """The file is refused with the line: nobody can tell which lines below it are records."""
     line = refusal(job_on(tmp_path, "a.csv", file_with("a.csv", record)), tmp_path)
-    assert f"{tmp_path}/a.csv: line 3: a quote is not closed within" in line
+    assert f"{tmp_path}/a.csv: line 3: a value of more than 0 MiB has no closing quote" in line
 
 
 @pytest.mark.parametrize(
