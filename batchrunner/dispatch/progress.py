@@ -47,7 +47,7 @@ class Rates:
         """There are so many `counts`, all of them 0 now."""
         self._points: deque[tuple[float, tuple[int, ...]]] = deque([(now, (0,) * counts)])
 
-    def update(self, now: float, *counts: int) -> list[float]:
+    def update(self, now: float, counts: tuple[int, ...]) -> list[float]:
         """Add the counts so far; return the rate of each, per second."""
         self._points.append((now, counts))
         while len(self._points) > 2 and self._points[1][0] <= now - SPAN_S:  # noqa: PLR2004
@@ -290,7 +290,7 @@ class AttemptProgress:
         """Return the state of the run, as a `sample` event has it; `loads` is the newest load sample."""
         counts, concurrency = self._counts, self._concurrency
         rows_s, output_s, prompt_s, cached_s = self._rates.update(
-            now, counts.own, counts.output_tokens, counts.prompt_tokens, counts.cached_tokens
+            now, (counts.own, counts.output_tokens, counts.prompt_tokens, counts.cached_tokens)
         )
         total, done = self._rows.total, len(self._done.rows) + counts.done
         stopping, in_flight = self._backlog.is_stopping, self._routes.in_flight
@@ -341,7 +341,7 @@ class AttemptProgress:
                 state["corner"] = str(scheduler.controller.corner)
             if scheduler.route.only_scheduler is scheduler:
                 ended = scheduler.route.ended
-                (tokens_s,) = self._token_rates[name].update(now, ended.output_tokens)
+                (tokens_s,) = self._token_rates[name].update(now, (ended.output_tokens,))
                 state["output_tokens_per_s"] = round(tokens_s, 1)
                 state["retractions"] = ended.retractions
         return states
