@@ -240,19 +240,19 @@ class Bundle:
             row.answer.set_exception(error)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class BundleSender:
-    """Sends the rows of one route."""
+    """Sends the rows of one route, several in a request where that is faster."""
 
-    _engine: Engine
-    _route: str
-    _size: BundleSize
-    _totals: BundleTotals
-    _events: EventLog
-    _one_by_one: str | None
+    engine: Engine
+    url: str
+    size: BundleSize
+    totals: BundleTotals
+    events: EventLog
+    one_by_one: str | None
     """Why each row is a request of its own; None where there is no reason."""
-    _told: set[str] = field(default_factory=set)
-    """The reasons of this kind that were told."""
+    _logged: set[str] = field(default_factory=set)
+    """The reasons of this kind that are in the log already."""
     _works: bool = False
     """Whether the engine has answered a bundle."""
     _refused: int = 0
@@ -264,17 +264,17 @@ class BundleSender:
         """Send a request once, `alone` or with others, and wait for its answer; see `Engine.generate`."""
         self._outstanding += 1
         try:
-            self._size.taken(request)
-            most = self._size.rows(self._outstanding)
+            self.size.taken(request)
+            most = self.size.rows(self._outstanding)
             if most > 1 and not alone and self._may_share(request):
                 completion = await self._share(request, most)
                 if completion is not None:
                     return completion
-            self._totals.add(1)
-            return await self._engine.generate(request, self._route)
+            self.totals.add(1)
+            return await self.engine.generate(request, self.url)
         finally:
             self._outstanding -= 1
-            self._size.ended(time.monotonic())
+            self.size.ended(time.monotonic())
             self._send_if_nothing_else_comes()
 
     async def close(self) -> None:
@@ -284,17 +284,17 @@ class BundleSender:
         await asyncio.gather(*self._sending, return_exceptions=True)
 
     def _may_share(self, request: Request) -> bool:
-        why = self._one_by_one or why_alone(request)
-        if why is not None and why not in self._told:
-            self._told.add(why)
+        why = self.one_by_one or why_alone(request)
+        if why is not None and why not in self._logged:
+            self._logged.add(why)
             log.info("rows are sent one by one: %s", why)
-            self._events.write("bundles_off", route=self._route, why=why)
+            self.events.write("bundles_off", route=self.url, why=why)
         return why is None
 
     async def _share(self, request: Request, most: int) -> Completion | None:
         loop, tokens = asyncio.get_running_loop(), prompt_tokens(request)
         row = BundledRow(request, loop.create_future())
-        most_tokens = self._size.most_tokens
+        most_tokens = self.size.most_tokens
         filling = self._filling
         if filling is not None and filling.tokens + tokens > most_tokens:
             self._send_filled(filling)
@@ -323,7 +323,7 @@ class BundleSender:
 
     def _start(self, rows: Sequence[BundledRow]) -> None:
         """Send rows in one request; a single one sends itself."""
-        if len(rows) > 1 and self._one_by_one is None:
+        if len(rows) > 1 and self.one_by_one is None:
             task = asyncio.ensure_future(self._carry(Bundle(rows)))
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
@@ -334,10 +334,10 @@ class BundleSender:
     async def _carry(self, bundle: Bundle) -> None:
         """Send a bundle once; rows that it leaves without an answer are sent in smaller ones, or fail."""
         requests = [row.request for row in bundle.rows]
-        self._totals.add(len(requests))
+        self.totals.add(len(requests))
         why = "it answered none of their rows"
         try:
-            await self._engine.generate_many(requests, self._route, bundle.ended)
+            await self.engine.generate_many(requests, self.url, bundle.ended)
         except BundleRefusedError as refusal:
             why = str(refusal)
         except AttemptFailedError as failure:
@@ -357,9 +357,9 @@ class BundleSender:
         self._works = self._works or bundle.answers > 0
         unanswered = bundle.unanswered
         self._refused += bool(unanswered) and not bundle.answers
-        if not self._works and self._refused >= MOST_REFUSALS and self._one_by_one is None:
-            self._one_by_one = f"the engine refused {self._refused} requests with several rows: {why}"
-        self._totals.rows_resent += len(unanswered)
+        if not self._works and self._refused >= MOST_REFUSALS and self.one_by_one is None:
+            self.one_by_one = f"the engine refused {self._refused} requests with several rows: {why}"
+        self.totals.rows_resent += len(unanswered)
         if bundle.answers:
             for row in unanswered:
                 row.answer.set_result(None)
@@ -397,7 +397,14 @@ class BundleSenders:
     def sender_to(self, url: str) -> BundleSender:
         """Return a new sender of rows to a server."""
         size = BundleSize(TIMING.bundle_fill, self._fixed, short=self._short, passes=self._passes)
-        return BundleSender(self._engine, url, size, self._totals, self._events, self._one_by_one)
+        return BundleSender(
+            engine=self._engine,
+            url=url,
+            size=size,
+            totals=self._totals,
+            events=self._events,
+            one_by_one=self._one_by_one,
+        )
 
 
 def why_alone(request: Request) -> str | None:

@@ -182,14 +182,14 @@ class AnswerConditions:
                 value, in_column, complaint = self._parse(request, text)
             fitted.append(in_column)
             if first is None:
-                complaint = self._complaint(request, completion, number, value, complaint)
+                complaint = self._complaint(request, completion, number, value=value, of_json=complaint)
                 first = None if complaint is None else of_sample(complaint, number, completion)
         if self._adds_parsed:
             completion = completion._replace(columns={**completion.columns, PARSED: fitted})
         return completion, first
 
     def _complaint(
-        self, request: Request, completion: Completion, number: int, value: Any, of_json: str | None
+        self, request: Request, completion: Completion, number: int, *, value: Any, of_json: str | None
     ) -> str | None:
         text, reason = completion.texts[number], completion.finish_reasons[number]
         has_schema = not self._by_row or request.sampling.get("json_schema") is not None

@@ -147,7 +147,13 @@ class Dispatcher:
             completion = (
                 self.checker.last_answer(row) if self.checker else _server_error(row.request, last_error)
             )
-        outcome = Outcome(row.request.ref, completion, message, now - sent_at, row.attempts)
+        outcome = Outcome(
+            ref=row.request.ref,
+            completion=completion,
+            error=message,
+            latency_s=now - sent_at,
+            attempts=row.attempts,
+        )
         await self.backlog.end(row, outcome)
         self._refused_since = None  # while the outcome waited to be stored, nobody asked the engine
 
@@ -335,4 +341,11 @@ def _server_error(request: Request, error: RequestError) -> Completion | None:
         return None
     if not isinstance(content, dict):
         return None
-    return Completion([None], [None], [None], None, None, columns={RESPONSE: [response]})  # type: ignore[list-item]
+    return Completion(
+        texts=[None],  # type: ignore[list-item]
+        finish_reasons=[None],
+        completion_tokens=[None],
+        prompt_tokens=None,
+        cached_tokens=None,
+        columns={RESPONSE: [response]},
+    )

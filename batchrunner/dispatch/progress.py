@@ -47,7 +47,7 @@ class Rates:
         """There are so many `counts`, all of them 0 now."""
         self._points: deque[tuple[float, tuple[int, ...]]] = deque([(now, (0,) * counts)])
 
-    def update(self, now: float, *counts: int) -> list[float]:
+    def update(self, now: float, counts: tuple[int, ...]) -> list[float]:
         """Add the counts so far; return the rate of each, per second."""
         self._points.append((now, counts))
         while len(self._points) > 2 and self._points[1][0] <= now - SPAN_S:  # noqa: PLR2004
@@ -238,7 +238,7 @@ class AttemptProgress:
         """Return the state of the run; `loads` is the newest load sample."""
         counts, concurrency = self._counts, self._concurrency
         rows_s, output_s, prompt_s, cached_s = self._rates.update(
-            now, counts.own, counts.output_tokens, counts.prompt_tokens, counts.cached_tokens
+            now, (counts.own, counts.output_tokens, counts.prompt_tokens, counts.cached_tokens)
         )
         total, done = self._rows.total, len(self._done) + counts.done
         stopping, in_flight = self._backlog.is_stopping, self._routes.in_flight
@@ -283,7 +283,9 @@ class AttemptProgress:
         for name, scheduler in concurrency.schedulers.items():
             sample, route = samples.get(name), scheduler.route
             is_alone = route.only_scheduler is scheduler
-            tokens_s = self._token_rates[name].update(now, route.ended.output_tokens)[0] if is_alone else 0.0
+            tokens_s = (
+                self._token_rates[name].update(now, (route.ended.output_tokens,))[0] if is_alone else 0.0
+            )
             if sample is None:
                 continue
             if concurrency.fixed is None:

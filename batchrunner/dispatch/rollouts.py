@@ -340,7 +340,7 @@ class Rollouts:
                 if question is None:
                     rollout.returned.set_result(value)
                 elif rollout.asked.total() < self._limits.turns:
-                    self._answer(process, number, rollout, question, value)
+                    self._answer(process, number, rollout, question=question, text=value)
                 else:
                     why = f"asked more than {self._limits.turns} times (limits.turns)"
                     rollout.returned.set_result(([], f"{self._label}: {why}"))
@@ -357,7 +357,9 @@ class Rollouts:
         finally:
             process.writer.close()
 
-    def _answer(self, process: RolloutProcess, number: int, rollout: Rollout, asked: int, text: str) -> None:
+    def _answer(
+        self, process: RolloutProcess, number: int, rollout: Rollout, *, question: int, text: str
+    ) -> None:
         """Have what a rollout asks answered: it has the answer already, or it is sent."""
         rollout.last = text
         digest = xxh3_128_hexdigest(text.encode())
@@ -368,7 +370,7 @@ class Rollouts:
 
         def give(answer: asyncio.Future[Outcome]) -> None:
             if not answer.cancelled() and answer.exception() is None:
-                process.send(number, asked, _answer_of(answer.result()))
+                process.send(number, question, _answer_of(answer.result()))
 
         answer.add_done_callback(give)
 
@@ -379,7 +381,7 @@ class Rollouts:
             request = _request_of(rollout.request, **json.loads(text))
             (ready,) = await self._tokenizer.tokenize([request])
         except (RowRefusedError, RecursionError) as refusal:
-            return Outcome(ref, None, str(refusal), None, 0)
+            return Outcome(ref=ref, completion=None, error=str(refusal), latency_s=None, attempts=0)
         if isinstance(ready, Outcome):  # it cannot be tokenised, or is too long
             return ready
         turn = Turn(asyncio.get_running_loop().create_future(), is_first=rollout.group is None)
@@ -458,9 +460,13 @@ def _answer_of(outcome: Outcome) -> RolloutAnswer | str:
         return str(outcome.error)
     columns = {name: values[0] for name, values in answer.columns.items()}
     return RolloutAnswer(
-        answer.texts[0], answer.finish_reasons[0], answer.prompt_tokens, answer.cached_tokens,
-        answer.completion_tokens[0], columns,
-    )  # fmt: skip
+        text=answer.texts[0],
+        finish_reason=answer.finish_reasons[0],
+        prompt_tokens=answer.prompt_tokens,
+        cached_tokens=answer.cached_tokens,
+        completion_tokens=answer.completion_tokens[0],
+        columns=columns,
+    )
 
 
 def _outcome_of(rollout: Rollout, rows: list[dict[str, Any]], error: str | None, latency_s: float) -> Outcome:
@@ -481,4 +487,6 @@ def _outcome_of(rollout: Rollout, rows: list[dict[str, Any]], error: str | None,
         },
     )
     attempts = 1 + sum(max(0, outcome.attempts - 1) for outcome in outcomes)
-    return Outcome(rollout.request.ref, completion, error, latency_s, attempts)
+    return Outcome(
+        ref=rollout.request.ref, completion=completion, error=error, latency_s=latency_s, attempts=attempts
+    )

@@ -70,7 +70,7 @@ class Route:
     """Most requests in flight; a smaller window cancels none, it waits for their ends."""
     in_flight: int = 0
     speed: float = 1.0
-    """How many rows it ended recently, beside the other routes."""
+    """Its speed relative to the other routes: the rows that it ended recently."""
     kept: deque[Any] = field(default_factory=deque)
     """Rows (`PendingRow`) that wait for this route, where their prefix is cached."""
     promised: int = 0

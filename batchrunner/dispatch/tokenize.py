@@ -223,7 +223,9 @@ class RowTokenizer:
         for request, result in zip(requests, results, strict=True):
             error = result.error if result.error is not None else result.value
             if isinstance(error, str):
-                items.append(Outcome(request.ref, None, error, None, 0))
+                items.append(
+                    Outcome(ref=request.ref, completion=None, error=error, latency_s=None, attempts=0)
+                )
             else:
                 ready = zip(request.media, result.value, strict=True)
                 media = tuple(
@@ -391,7 +393,7 @@ def _parted(request: Request, token_ids: Sequence[list[int] | str]) -> Request |
     if error is None and not all(choices):
         error = f"prompt.choices: {request.items[choices.index([])]!r} adds no token to the prompt"
     if error is not None:
-        return Outcome(request.ref, None, error, None, 0)
+        return Outcome(ref=request.ref, completion=None, error=error, latency_s=None, attempts=0)
     return request._replace(kind="input_ids", prompt=encoded[0][:tokens], item_ids=choices)
 
 

@@ -268,7 +268,15 @@ class Controller:
             return []
         self._told = corner
         what = f"#queue-req {seen.queue}, token usage {seen.usage:.2f}{corner.meaning}"
-        return [CornerChange(self.scheduler, corner, seen.queue, round(seen.usage, 4), what)]
+        return [
+            CornerChange(
+                scheduler=self.scheduler,
+                corner=corner,
+                queue=seen.queue,
+                token_usage=round(seen.usage, 4),
+                reason=what,
+            )
+        ]
 
     def _corner(self, gap_s: float, seen: Reading, *, in_use: bool) -> Corner | None:
         # token usage 0: rows without decoding, of which the pool says nothing
@@ -285,7 +293,7 @@ class Controller:
         if not always and abs(self.window - self._logged) <= SMALL * self._logged:
             return []
         old, self._logged = self._logged, self.window
-        return [Decision(self.scheduler, old, self.window, self.state, reason)]
+        return [Decision(scheduler=self.scheduler, old=old, new=self.window, state=self.state, reason=reason)]
 
 
 def _weight(gap_s: float, half_life_s: float) -> float:

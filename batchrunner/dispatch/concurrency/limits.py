@@ -140,7 +140,7 @@ class ConcurrencyLimits:
     prompt_tokens: float = TYPICAL_PROMPT_TOKENS
     """Tokens of a prompt, on average, that the engine computes."""
     schedulers: dict[str, SchedulerLimit] = field(default_factory=dict)
-    """By the names of schedulers."""
+    """The schedulers, by their names."""
     routes: list[RouteLimit] = field(init=False)
     """Those of the engine; more may come later."""
     _shared_at: float | None = None  # a clock may begin anywhere
@@ -253,7 +253,14 @@ class ConcurrencyLimits:
             limit and max(1, limit // count) for limit in (self.info.max_running, self.info.max_total_tokens)
         )
         return SchedulerLoad(
-            route.url, "engine", 0, 0, 0.0, max_total_tokens=tokens, max_running=running, route=route.url
+            scheduler=route.url,
+            source="engine",
+            running=0,
+            queue=0,
+            token_usage=0.0,
+            max_total_tokens=tokens,
+            max_running=running,
+            route=route.url,
         )
 
     def _add(self, load: SchedulerLoad, now: float) -> Decision:
@@ -264,7 +271,7 @@ class ConcurrencyLimits:
             window, why = self.passes.first_window(max_running), f"a forward pass takes about {rows} rows"
         else:
             window, why = first_window(
-                max_running, load.max_total_tokens, self.tokens_a_row, band.low, band.high
+                max_running, load.max_total_tokens, self.tokens_a_row, low=band.low, high=band.high
             )
         controller = Controller(name, window, band, most=self.most, now=now)
         if self.info.yields is not None:
@@ -281,7 +288,7 @@ class ConcurrencyLimits:
         route.schedulers.append(scheduler)
         route.recent += controller.window
         why = f"{why}; #queue-req {band.low:,}-{band.high:,} ({band.why})"
-        return Decision(name, 0, controller.window, controller.state, why)
+        return Decision(scheduler=name, old=0, new=controller.window, state=controller.state, reason=why)
 
     def _sample(self, loads: Sequence[SchedulerLoad], now: float) -> list[Decision | CornerChange]:
         """Pass each new sample to its scheduler's controller; return what that changed."""
@@ -305,13 +312,13 @@ class ConcurrencyLimits:
                 ours = round(ours * ((load.running + load.queue) / total if total else 1 / count))
             scheduler.controller.band = self._band(load)  # it may have been started with other limits
             reading = Reading(
-                load.running,
-                load.queue,
-                ours,
-                route.ended.rows / count,
-                load.token_usage if decodes else 0.0,
-                self._retractions_of(scheduler),
-                load.max_running,
+                running=load.running,
+                queue=load.queue,
+                in_flight=ours,
+                ended=route.ended.rows / count,
+                usage=load.token_usage if decodes else 0.0,
+                retractions=self._retractions_of(scheduler),
+                max_running=load.max_running,
             )
             may_grow = count == 1 or route not in full
             changes += scheduler.controller.sample(now, reading, may_grow=may_grow)
@@ -362,5 +369,7 @@ class ConcurrencyLimits:
             share = route.share = self._soon_used(route, new_share)
             if share < window and (before is None or window <= before):
                 why = f"its share of the {remaining} remaining rows"
-                decisions.append(Decision(route.url, window, share, "share", why))
+                decisions.append(
+                    Decision(scheduler=route.url, old=window, new=share, state="share", reason=why)
+                )
         return decisions

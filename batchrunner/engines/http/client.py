@@ -386,7 +386,7 @@ class HttpEngine(Engine):
         fields = self._added_fields(endpoint, path)
         rids = (str(fields["rid"]),) if "rid" in fields else ()
         body = wire.with_fields(body, fields) if fields else body
-        answer = await self._exchange(endpoint, path, body, replies.whole, rids)
+        answer = await self._exchange(endpoint, path, body, replies.whole, rids=rids)
         if answer.status != _OK or not answer.content.lstrip().startswith(JSON_BEGINS):
             raise self._refusal(endpoint, answer)
         return answer.content
@@ -433,7 +433,7 @@ class HttpEngine(Engine):
         bundle = BundleAnswer(requests, ended, endpoint, self.guard)
         # SGLang names the rows of a bundle in this way.
         rids = tuple(f"{fields['rid']}_{index}" for index in range(len(requests)))
-        answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, bundle.read, rids)
+        answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, bundle.read, rids=rids)
         if answer is None:
             return
         if answer.status == _OK and answer.content.lstrip().startswith(JSON_BEGINS):
@@ -446,6 +446,7 @@ class HttpEngine(Engine):
         path: str,
         body: bytes,
         read: Callable[[PostedAnswer], Awaitable[Answer]],
+        *,
         rids: tuple[str, ...] = (),
     ) -> Answer:
         """Send a body and read the answer; raises the error of its rows where that fails.

@@ -342,7 +342,7 @@ def _from_generate(request: Request, samples: Sequence[Sample]) -> Completion:
         meta = sample.meta_info
         reason, matched = _word_and_match(meta)
         ids = _read_ids.decode(sample.output_ids) if has_ids and sample.output_ids else None
-        answers.append(Answer(sample.text, reason, meta, matched, ids))
+        answers.append(Answer(text=sample.text, reason=reason, meta=meta, matched=matched, ids=ids))
     first = samples[0].meta_info
     return _completion(request, answers, first.prompt_tokens, first.cached_tokens)
 
@@ -359,13 +359,13 @@ def _from_chat(request: Request, reply: ChoicesReply) -> Completion:
             raise AttemptFailedError(f"sample {number} of {len(choices)} has no text")
         answers.append(
             Answer(
-                message.content or "",
-                choice.finish_reason,
-                choice.meta_info,
-                choice.matched_stop,
-                ids[number] if ids is not None and has_ids else None,
-                message.reasoning_content or None,
-                message.tool_calls,
+                text=message.content or "",
+                reason=choice.finish_reason,
+                meta=choice.meta_info,
+                matched=choice.matched_stop,
+                ids=ids[number] if ids is not None and has_ids else None,
+                reasoning=message.reasoning_content or None,
+                calls=message.tool_calls,
             )
         )
     first = choices[0].meta_info
@@ -415,7 +415,15 @@ def _completion(
     if is_empty:
         raise AttemptFailedError("empty answer")
     weights = answers[0].meta.weight_version
-    completion = Completion(texts, reasons, counts, prompt_tokens, cached_tokens, retractions, weights)
+    completion = Completion(
+        texts=texts,
+        finish_reasons=reasons,
+        completion_tokens=counts,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        retractions=retractions,
+        weights=weights,
+    )
     asks = request.asks
     if asks is None:
         return completion
@@ -510,7 +518,14 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
     if body.path == EMBEDDINGS_PATH:
         prompt_tokens = check_embeddings(reply, len(prompts_in(body)) or None)
         columns = {RESPONSE: [_as_line(reply, body.model)]}
-        return Completion([""], [ENDED], [0], prompt_tokens, None, columns=columns)
+        return Completion(
+            texts=[""],
+            finish_reasons=[ENDED],
+            completion_tokens=[0],
+            prompt_tokens=prompt_tokens,
+            cached_tokens=None,
+            columns=columns,
+        )
     answer = _decoded(_read_choices, reply)
     _check_choices(body, answer.choices)
     first, usage = answer.choices[0], answer.usage or Usage()
