@@ -1,4 +1,4 @@
-"""The device of an engine that we start, and the arguments and environment that SGLang needs there."""
+"""The device of a launched engine, and the arguments and environment that SGLang needs on it."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ CPU_SHIM = Path(__file__).with_name("cpu_shim")
 SERVER_MODULES = Path(__file__).with_name("server_modules")
 """Packages for SGLang's processes, last on the engine's PYTHONPATH."""
 MEAN_POOLING = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "mean_pooling"}
-"""Environment of an engine whose vectors are means over all tokens; SGLang's encoders take the first one."""
+"""Environment of an engine that pools vectors by their mean; SGLang's encoders take the first token."""
 
 CPU_NOTE = (
     "SGLang's CPU engine: for trying jobs and for tests, slow by nature; a GPU is used where there is one"
@@ -74,7 +74,7 @@ def cards() -> list[Gpu]:
 
 
 def output_of(command: list[str], timeout_s: float, environ: Mapping[str, str] | None = None) -> str:
-    """Return what a program prints; empty if it fails or takes too long."""
+    """Return the output of a program; empty if it fails or takes too long."""
     try:
         return subprocess.run(
             command, env=environ, capture_output=True, text=True, timeout=timeout_s, check=True
@@ -84,7 +84,7 @@ def output_of(command: list[str], timeout_s: float, environ: Mapping[str, str] |
 
 
 def card_name() -> str | None:
-    """Return the name of the machine's GPUs; None where they differ or are not known."""
+    """Return the name of the machine's GPUs; None where they differ or are unknown."""
     names = {card.name for card in cards()}
     return names.pop() if len(names) == 1 else None
 
@@ -95,7 +95,7 @@ def on_cpu(device: str) -> bool:
 
 
 def program_environment(variables: Mapping[str, str], *, cpu: bool = False) -> dict[str, str]:
-    """Return the environment of a program that we start: ours, the CPU's needs, and the program's own."""
+    """Return the environment of a launched program: ours, the CPU's needs, and its own variables."""
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
     environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without its bytecode SGLang starts twice as slowly
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, (environ.get("PYTHONPATH"), str(SERVER_MODULES))))

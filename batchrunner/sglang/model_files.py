@@ -1,4 +1,4 @@
-"""A model's name → its directory, its identity in a run's fingerprint, its config.json, its cards."""
+"""The files of a model: its directory, its identity in a run's fingerprint, its config.json, its size."""
 
 import contextlib
 import logging
@@ -28,7 +28,7 @@ SGLang (`get_hf_text_config`)."""
 
 
 def language_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with the values of its language model at the top, where these stand in a part of it."""
+    """Return a config with the values of its language model at the top level."""
     parts = dict(config)
     for name in _LANGUAGE_PARTS:
         part = config.get(name)
@@ -68,13 +68,13 @@ def _largest(value: Any) -> int:
 
 
 def model_identity(model: str) -> str:
-    """Return the model's full path if it is a directory, else its name as it is."""
+    """Return the model's full path if it is a directory, otherwise its name unchanged."""
     path = _local(model)
     return str(path.resolve()) if path else model
 
 
 def _local(model: str) -> Path | None:
-    """Return the path of a model that is on this machine; None for other names, and for no path at all."""
+    """Return the path of a model on this machine; None for any other name."""
     try:
         path = Path(model).expanduser()
         return path if path.exists() else None
@@ -83,7 +83,7 @@ def _local(model: str) -> Path | None:
 
 
 def model_directory(model: str, revision: str | None = None) -> Path:
-    """Return where a model's files are, or would be: its directory, or a snapshot in Hugging Face's cache.
+    """Return the directory of a model: its own, or a snapshot in Hugging Face's cache, even if absent.
 
     The cache is that of huggingface_hub, the snapshot that of the revision, which is `main` by default.
     """
@@ -100,7 +100,7 @@ def model_directory(model: str, revision: str | None = None) -> Path:
 
 
 def check_model(model: str) -> None:
-    """Raise EngineStartError for a model that is plainly a path and is not there."""
+    """Raise EngineStartError for a model that is a path which does not exist."""
     path = Path(model).expanduser()
     # "org/name" is a model's name in a hub, unless a folder `org` is here
     looks_like_path = not is_hub_name(model) or ("/" in model and path.parent.is_dir())
@@ -116,14 +116,14 @@ def check_model(model: str) -> None:
 _LEADS_ELSEWHERE = re.compile(
     "HF_|HUGGINGFACE_|TRANSFORMERS_|XDG_CACHE_HOME|SGLANG_USE_MODELSCOPE|.*_proxy$", re.IGNORECASE
 )
-"""Variables of a server with which it may find a model that this process does not."""
+"""Variables that may lead a server to a model which this process cannot find."""
 HUB_TIMEOUT_S = 10.0
 HUB_TRIES = 3
 """Tries to reach the Hub: a machine that has just started may have no network yet."""
 
 
 def check_on_hub(spec: ServerEngine) -> None:
-    """Raise EngineStartError for a model that is not on this machine, and that the Hub does not give.
+    """Raise EngineStartError for a model that is neither on this machine nor on the Hub.
 
     SGLang would try for a minute, and then quote three errors. Where it may still find the model, nothing is
     raised: with variables or arguments that lead elsewhere, or where the Hub answers something unexpected.
@@ -167,7 +167,7 @@ def check_on_hub(spec: ServerEngine) -> None:
 
 
 def _looks_elsewhere(spec: ServerEngine) -> bool:
-    """Tell whether a server may look for its model where this process does not."""
+    """Tell whether a server may find its model in places that this process does not know."""
     has_variable = any(map(_LEADS_ELSEWHERE.match, spec.env)) or "SGLANG_USE_MODELSCOPE" in os.environ
     # with `cache_dir` files are copied that have to be here, which is checked with the copy
     return has_variable or name_in(spec.args, "download-dir") in spec.args or spec.cache_dir is not None
@@ -206,7 +206,7 @@ def class_names(model: str) -> tuple[str, ...]:
 
 
 def kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
-    """Return the bytes of KV cache that a token takes, at `width` bytes a number; None where not known."""
+    """Return the KV cache bytes of a token, at `width` bytes a number; None where unknown."""
     layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim")
@@ -224,7 +224,7 @@ H100 (0.5.23); the rest is for activations and graphs."""
 
 
 def with_tp(spec: ServerEngine) -> ServerEngine:
-    """Return an engine whose `tp` is among its arguments."""
+    """Return the engine with its `tp` moved into its arguments."""
     args = {**spec.args, "tp-size": spec.tp} if spec.tp else spec.args
     return spec.model_copy(update={"tp": None, "args": args})
 
@@ -235,13 +235,13 @@ def split_over(args: Mapping[str, Any]) -> int:
 
 
 def cards_of(args: Mapping[str, Any]) -> int:
-    """Return how many cards a server takes; `dp-size` makes copies of it, but not with DP attention."""
+    """Return the number of cards of a server; `dp-size` multiplies it, except with DP attention."""
     parted = args.get(name_in(args, "enable-dp-attention"))
     return split_over(args) * (1 if parted else max(_number(args, "dp-size"), 1))
 
 
 def weights_bytes(directory: Path, config: Mapping[str, Any]) -> float | None:
-    """Return the bytes of a model's weights once loaded, by its files; None where these are not here."""
+    """Return the bytes of a model's loaded weights by its files; None where these are absent."""
     total: float | None = read_json(directory / INDEX).get("metadata", {}).get("total_size")
     if not isinstance(total, (int, float)) or total <= 0:
         files = (directory.glob(name) for name in _WEIGHTS)
