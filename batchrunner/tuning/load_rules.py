@@ -194,8 +194,6 @@ SURELY_LARGE = 4096
 LIKE_A_STEP = 512
 """Mean prompt tokens of a prefill pass up to which it takes about as long as a decode step, since both read
 the weights once and compute little."""
-SMALL_PASS = 0.25
-"""Share of a chunk up to which prefill passes are small."""
 LEAST_INTERVAL = 2
 """Least decode steps between prefill passes that are worth a flag."""
 FEWER_PASSES = 1.25
@@ -248,7 +246,7 @@ def small_prefills(s: Situation, flags: Flags) -> Finding | None:
     mean = prefills.new_tokens / max(1, prefills.passes)
     if (
         prefills.passes < GUIDES.samples
-        or mean > min(SMALL_PASS * chunk, LIKE_A_STEP)
+        or mean > min(GUIDES.small_pass * chunk, LIKE_A_STEP)
         or frequent(s.load, "empty")
     ):
         return None
