@@ -1,4 +1,4 @@
-"""The flags that a version of SGLang has, and its spelling of those that were renamed."""
+"""The flags of a version of SGLang, and its spelling of renamed ones."""
 
 import functools
 import re
@@ -10,13 +10,13 @@ from typing import Any
 from batchrunner.sglang.device import has_gpu, output_of, program_environment
 
 HELP_TIMEOUT_S = 120.0
-"""Seconds; `--help` imports torch, which takes 6 s, and more from a cold network disk."""
+"""Patience in seconds: `--help` imports torch, which takes 6 s, and more from a cold network disk."""
 CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
 """Environment variable: most tokens that SGLang reserves for the output of a request (schedule_policy)."""
 VARIABLES = frozenset({CLIP})
 """Variables that count as flags."""
 CHECK_HELP = "unknown version: these are the newest spellings, check them with --help"
-"""Note for the reader of advice where the version's flags are not known."""
+"""Note below advice where the version's flags are unknown."""
 _SPELLINGS = (
     ("cuda-graph-max-bs-decode", "cuda-graph-max-bs"),
     ("cuda-graph-backend-decode", "disable-cuda-graph"),
@@ -35,13 +35,13 @@ _VERSION = "import importlib.metadata as m; print(m.version('sglang'))"
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """The flags of one version of SGLang; without `names` they are not known."""
+    """The flags of one version of SGLang; unknown without `names`."""
 
     version: str | None = None
     names: frozenset[str] = frozenset()
     """Names without the leading dashes."""
     choices: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """The values that a flag takes, where it takes only some."""
+    """The allowed values of flags that have a choice."""
 
     def spelling(self, name: str) -> str | None:
         """Return a flag's name in this version, given any of its names; None where it lacks the flag."""
@@ -51,7 +51,7 @@ class Flags:
         return next((spelling for spelling in names if spelling in self.names), None)
 
     def setting(self, name: str, value: Any) -> dict[str, Any]:
-        """Return `engine.args` for a flag's value, as this version takes it; empty where it cannot."""
+        """Return a flag's value as `engine.args` of this version; empty where the version lacks it."""
         spelling = name if name in VARIABLES else self.spelling(name)
         if spelling is None or str(value) not in self.choices.get(spelling, {str(value)}):
             return {}
@@ -65,22 +65,22 @@ class Flags:
 
 
 def name_in(args: Mapping[str, Any], name: str) -> str:
-    """Return the spelling under which `engine.args` has a flag; the given name where it has none."""
+    """Return the spelling of a flag in `engine.args`, or `name` itself where the flag is absent."""
     return next((spelling for spelling in spellings(name) if spelling in args), name)
 
 
 def arguments_in(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what belongs into `engine.args`."""
+    """Return the arguments among flags and variables, for `engine.args`."""
     return {name: value for name, value in args.items() if name not in VARIABLES}
 
 
 def variables_in(args: Mapping[str, Any]) -> dict[str, str]:
-    """Return what belongs into `engine.env`, whose values are texts."""
+    """Return the variables among flags and variables as texts, for `engine.env`."""
     return {name: str(value) for name, value in args.items() if name in VARIABLES}
 
 
 def numbers_in(env: Mapping[str, str]) -> dict[str, int]:
-    """Return the variables of a job that count as flags; the server reads each as a number."""
+    """Return the numbers of a job's variables that count as flags."""
     return {name: int(value) for name, value in env.items() if name in VARIABLES and value.isdecimal()}
 
 

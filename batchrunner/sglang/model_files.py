@@ -166,7 +166,7 @@ def check_on_hub(spec: ServerEngine) -> None:
 
 
 def _looks_elsewhere(spec: ServerEngine) -> bool:
-    """Tell whether a server may look for its model where this process does not."""
+    """Tell whether a server may find its model in places that this process does not know."""
     has_variable = any(map(_LEADS_ELSEWHERE.match, spec.env)) or "SGLANG_USE_MODELSCOPE" in os.environ
     # `cache_dir` needs local files, which the copy checks.
     return has_variable or name_in(spec.args, "download-dir") in spec.args or spec.cache_dir is not None

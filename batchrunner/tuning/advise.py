@@ -25,7 +25,7 @@ class AdviceReport:
 
     @property
     def healthy(self) -> bool:
-        """Whether there are enough samples and nothing is wrong."""
+        """Whether there are enough samples, and no advice but options."""
         wrong = any(advice.change and not BY_NAME[advice.rule].option for advice in self.advice)
         return self.situation.is_judged and has_enough(self.situation.load) and not wrong
 
@@ -58,12 +58,12 @@ class AdviceReport:
         }
 
     def reading(self) -> str:
-        """Describe the samples; where they are too few for advice, say how many advice needs."""
+        """Describe the samples; where they are too few, say how many advice needs."""
         load, client = self.situation.load, self.situation.client
         if self.situation.facts.mute:
-            return "the server does not tell its load (no /v1/loads)"
+            return "the server does not report its load (no /v1/loads)"
         if client is not None and client.simulated:
-            return "simulated: there is no advice on figures that are made up"
+            return "simulated: there is no advice on simulated figures"
         if not load.counted and client is None:
             return "no request was running when the load was sampled"
         if has_enough(load):
@@ -75,7 +75,7 @@ class AdviceReport:
         )
 
     def figures(self) -> str:
-        """Return the usual figures: medians, and the retractions."""
+        """Return the medians of the load, and the retractions, in words."""
         load = self.situation.load
         rate, retractions = load.median("rate"), counted(self.situation.retractions, "retraction")
         return (

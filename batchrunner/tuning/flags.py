@@ -103,7 +103,9 @@ def in_effect(facts: Facts, flag: str) -> float | None:
         return facts.graph_max_bs
     at_ready = getattr(facts.ready, _AT_READY.get(flag, ""), None)
     value = facts.number(flag.replace("-", "_")) if at_ready is None else at_ready
-    if value is None or (at_ready is None and flag == "max-running-requests"):  # logged as it was given
+    if value is None or (
+        at_ready is None and flag == "max-running-requests"
+    ):  # The log has the flag's own value.
         return None if value is None else int(value)
     value = as_flag(facts, flag, value)
     return int(value) if value == int(value) else value
@@ -219,7 +221,7 @@ def _good_fraction(s: Server) -> list[float]:
     if now is None or spare_gb is None or not card:
         return []
     up = spare_gb > s.band.good
-    steps = math.floor((spare_gb - s.band.good) / card / FRACTION_STEP) or int(up)  # at least one step up
+    steps = math.floor((spare_gb - s.band.good) / card / FRACTION_STEP) or int(up)  # At least one step up.
     least = math.ceil(least_fraction(s.facts) / FRACTION_STEP) * FRACTION_STEP
     target = round(min(HIGHEST_FRACTION, max(least, now + steps * FRACTION_STEP)), 3)
     return [target] if target != now and (target > now) is up else []
@@ -312,7 +314,7 @@ def best_backends(facts: Facts) -> Sequence[str]:
         return ()
     if not facts.is_mla or card == "hopper":
         return _BACKENDS[card]
-    return ("trtllm_mla", "flashinfer") if card == "blackwell" else ()  # elsewhere triton
+    return ("trtllm_mla", "flashinfer") if card == "blackwell" else ()  # SGLang uses triton elsewhere.
 
 
 def _other_backends(s: Server) -> list[str]:
@@ -322,20 +324,20 @@ def _other_backends(s: Server) -> list[str]:
 def _interval(s: Server) -> list[int]:
     """Return the best number of decode steps between two prefill passes that take as long as one.
 
-    A place that a request leaves stands empty for half of that number on average, so of `output_tokens`
-    steps of a request that many are lost; in return there are fewer prefill passes. The number for which both
-    are equal is the best.
+    The slot of an ended request stays empty for half of that number on average, which loses so many of a
+    request's `output_tokens` steps. In return there are fewer prefill passes. The best number makes both
+    costs equal.
     """
     return [] if s.now("prefill-decode-interval") else [round(math.sqrt(2 * s.output_tokens))]
 
 
 def _set(flag: str, value: Any) -> Steps:
-    """Return the one step of a flag that is set or not."""
+    """Return the only step of a flag that is either set or not."""
     return lambda s: [] if s.facts.arguments.get(flag.replace("-", "_")) == value else [value]
 
 
 def _other_layouts(s: Server) -> list[int]:
-    """Halve or double the GPUs of a replica, where weights and heads allow that, and the GPUs are there."""
+    """Return half and twice the GPUs of a replica, where weights, heads and idle GPUs allow them."""
     now, heads = s.facts.tp, s.facts.config.get("num_attention_heads") or MOST_RUNNING
     fits = (
         now > 1
@@ -359,12 +361,12 @@ def _kv_once(s: Server) -> list[int]:
 
 
 class Move(NamedTuple):
-    """What a sign does to a flag."""
+    """The change of a flag that a sign calls for."""
 
     steps: Steps
-    """The values to take, the next one first; empty where none is left, or too little is known."""
+    """The values to take, in order; empty where none remains, or too little is known."""
     rule: str
-    """What the steps do, in words."""
+    """The steps in words."""
     source: str
     """SGLang, or its tuning guides: G1 is the newest, G2 SGLang's own of 2025, G3 the oldest, G4 in
     Chinese."""
@@ -392,9 +394,9 @@ class Flag:
     takes_gb: Callable[[Server, Any], float] = lambda _, __: 0.0
     """The same in GB, of a card."""
     schedules: bool = False
-    """Whether it changes only which rows run when."""
+    """Whether it only changes the schedule of rows."""
     small_steps: bool = False
-    """Whether its steps are too small for noisy times to show them."""
+    """Whether the gain of a step is below the noise of measured times."""
     changes_answers: bool = False
 
     def fits(self, sign: str, server: Server) -> bool:

@@ -41,12 +41,13 @@ def read_run(run: Path | RunDir) -> Situation:
     facts = require_run_json(run_dir)
     client = _client(facts)
     load, log = Series(), LogReader()
-    for task_dir in {task.log_directory: task for task in (run_dir, *run_dir.all_tasks())}.values():
-        task = _TaskReader(task_dir.task, load, client)
-        task.read(task_dir.events)
-        client = task.client
-        for path in _logs(task_dir):
-            log.source = f"{task_dir.task} {path.stem}"
+    directories = {worker.log_directory: worker for worker in (run_dir, *run_dir.all_tasks())}
+    for worker_dir in directories.values():
+        worker = _WorkerReader(worker_dir.task, load, client)
+        worker.read(worker_dir.events)
+        client = worker.client
+        for path in sorted(worker_dir.log_directory.glob("engine*.log")):
+            log.source = f"{worker_dir.task} {path.stem}"
             with contextlib.suppress(InputError):  # The log of a server that never started is empty.
                 log.read(path)
     load.settle()
@@ -62,10 +63,6 @@ def read_run(run: Path | RunDir) -> Situation:
     if gpus and server.arguments:
         server.idle_gpus = max(0, gpus - server.gpus)
     return Situation(load, log.series, server, client)
-
-
-def _logs(task: RunDir) -> list[Path]:
-    return sorted(task.log_directory.glob("engine*.log"))
 
 
 def _client(facts: Mapping[str, Any]) -> ClientActivity:
@@ -86,7 +83,7 @@ _SAMPLED = {"signals", "in_flight", "window", "rows_total", "rows_done"}
 """Fields that a load sample needs; one of a damaged event log may lack some."""
 
 
-class _TaskReader:
+class _WorkerReader:
     """Adds the steady load of one worker to a series, since its servers have their present flags.
 
     In three phases queue and token usage say nothing about the flags, so their samples are skipped: the
@@ -113,7 +110,7 @@ class _TaskReader:
         """Most requests that have run at once since then."""
 
     def read(self, path: Path) -> None:
-        """Read the task's event log to its end."""
+        """Read the worker's event log to its end."""
         for event in read_events(path):
             match event["event"]:
                 case "start":
@@ -196,13 +193,13 @@ class ServerWatch:
     def begin(self) -> None:
         """Begin a new window: steady work begins once as many rows have ended as run at once."""
         self._load = Series()
-        self._task = _TaskReader("", self._load, self._client)
+        self._reader = _WorkerReader("", self._load, self._client)
         self._first: Mapping[str, Any] | None = None
         """Last load sample before the steady work."""
 
     def take(self, sample: Mapping[str, Any]) -> None:
         """Add a load sample, and the lines that the server has logged since the last one."""
-        self._task.add(sample, self._url)
+        self._reader.add(sample, self._url)
         if self._first is None or not self._load.counted:
             self._first, self._log.series = sample, Series()
         self._last = sample

@@ -30,17 +30,17 @@ _OTHER_WAY = {
     False: "`engine.replicas`: servers with a front process each",
     True: "a machine with more cores: the front process shares them with the model",
 }
-"""What helps a slow front process where no flag does, by whether the model runs on a CPU."""
+"""Remedies for a slow front process that no flag helps, by whether the model runs on a CPU."""
 
 
 def conservativeness(s: Situation) -> float:
-    """Return the conservativeness that schedulers use; under DP attention it differs from the flag."""
+    """Return the conservativeness in effect, which differs from the flag with DP attention."""
     value = s.facts.number("schedule_conservativeness")
     return 1.0 if value is None else value
 
 
 def queue_empty(s: Situation, flags: Flags) -> Finding | None:
-    """Find that the queue runs empty, and what on the client's side is too slow."""
+    """Find that the queue runs empty, and which part before it is too slow."""
     if not frequent(s.load, "empty"):
         return None
     band = QueueBand(int(GUIDES.queue_low), int(GUIDES.queue_deep)).scaled(s.max_running)
@@ -62,7 +62,7 @@ def queue_empty(s: Situation, flags: Flags) -> Finding | None:
 
 
 def _slow_part(client: ClientActivity, keep: str) -> tuple[str, str]:
-    """Return what to change in the runner, and why; the change is empty where the server is slow."""
+    """Return the change in the runner and its reason; the change is empty where the server is slow."""
     if 2 * client.on_way > client.empty:
         remedy = "`tokenize: client`" if client.tokenize == "server" else ""
         why = "requests are on their way to the scheduler (the front process or the network is slow)"
@@ -104,7 +104,7 @@ def conservative(s: Situation, flags: Flags) -> Finding | None:
     """Find that SGLang reserves memory for longer outputs than there are."""
     if not s.admits_too_few or s.fills_up:
         return None
-    if s.client and s.client.ignore_eos:  # outputs have max_new_tokens, which is what SGLang reserves
+    if s.client and s.client.ignore_eos:  # SGLang reserves what the outputs have.
         return None
     share = s.client.output_share if s.client else None
     args = {}
@@ -127,7 +127,7 @@ def conservative(s: Situation, flags: Flags) -> Finding | None:
 
 
 def _cause(share: float | None, clip: dict[str, str], short: float) -> tuple[str, str, Certainty]:
-    """Return why too few requests are admitted, what the job can change, and how certain that is."""
+    """Return the cause of too few admissions, the change in the job, and its certainty."""
     tighter = "a max_new_tokens nearer to real outputs"
     if share is None:
         return "max_new_tokens may be far above real outputs", tighter, "medium"
@@ -148,7 +148,7 @@ def running_capped(s: Situation, _: Flags) -> Finding | None:
     most = s.max_running or 0
     if not frequent(s.load, "capped") or s.fills_up or not 0 < most < MOST_RUNNING:
         return None
-    if s.log.median("usage") >= GUIDES.usage_good:  # a hybrid model: /v1/loads leaves out its states
+    if s.log.median("usage") >= GUIDES.usage_good:  # /v1/loads leaves out the states of a hybrid model.
         return None
     return Finding(
         f"as many requests run as may ({most}), others wait, and token usage is {s.load.median('usage'):.2f} "
@@ -166,7 +166,7 @@ def retractions(s: Situation, flags: Flags) -> Finding | None:
     evidence = {**s.evidence("full"), "retractions": s.retractions, "retractions_per_min": round(rate, 2)}
     if not retracts_often(rate):
         return Finding(f"{reading}: up to about one a minute is fine", evidence=evidence, fine=True)
-    if not has_enough(s.load):  # the reading has their number
+    if not has_enough(s.load):  # The reading has their number.
         return None
     sign = f"{reading}, with token usage at {s.server.usage:.2f}: requests lose their place and their work"
     share, again = s.log.recomputed_share, s.log.prefills.retracted_tokens
@@ -192,12 +192,10 @@ def retractions(s: Situation, flags: Flags) -> Finding | None:
 SURELY_LARGE = 4096
 """Chunk in tokens from which a pass's fixed cost is small on any card."""
 LIKE_A_STEP = 512
-"""Mean prompt tokens of a prefill pass up to which it takes about as long as a decode step: both read the
-weights once, and compute little."""
-SMALL_PASS = 0.25
-"""Share of a chunk up to which prefill passes are small."""
+"""Mean prompt tokens of a prefill pass up to which it takes about as long as a decode step, since both read
+the weights once and compute little."""
 LEAST_INTERVAL = 2
-"""Fewest decode steps between prefill passes that are worth a flag."""
+"""Least decode steps between prefill passes that are worth a flag."""
 FEWER_PASSES = 1.25
 """Least factor by which passes have to become fewer."""
 LARGE_TP = 4
@@ -205,7 +203,7 @@ LARGE_TP = 4
 
 
 def running_low(s: Situation, flags: Flags) -> Finding | None:
-    """Find that prefill admits requests no faster than others end."""
+    """Find that prefill admits requests only as fast as others end."""
     if not frequent(s.load, "far_below") or s.fills_up or conservativeness(s) > LESS_CONSERVATIVE:
         return None
     prefills = s.log.prefills
@@ -220,7 +218,7 @@ def running_low(s: Situation, flags: Flags) -> Finding | None:
 
 
 def prefill_full(s: Situation, flags: Flags) -> Finding | None:
-    """Find that full prefill passes are many and short: their fixed cost is paid too often."""
+    """Find that many prefill passes are full but short, so that their fixed cost is paid too often."""
     prefills = s.log.prefills
     share = prefills.filled_waiting / max(1, prefills.passes)
     if prefills.passes < GUIDES.samples or not is_frequent(share):
@@ -237,23 +235,23 @@ def prefill_full(s: Situation, flags: Flags) -> Finding | None:
 
 
 def small_prefills(s: Situation, flags: Flags) -> Finding | None:
-    """Find that decoding stops again and again for prefill passes of a few tokens."""
+    """Find that decoding often stops for prefill passes of few tokens."""
     name = "prefill-decode-interval"
     prefills, chunk = s.log.prefills, s.facts.chunk or 0
     args = next_setting("small-prefills", name, s.server, flags)
     if name not in flags.names or not args or not has_enough(s.log):
         return None
-    if s.facts.arguments.get("enable_mixed_chunk"):  # requests decode during prefill passes
+    if s.facts.arguments.get("enable_mixed_chunk"):  # Requests decode during prefill passes.
         return None
     mean = prefills.new_tokens / max(1, prefills.passes)
     if (
         prefills.passes < GUIDES.samples
-        or mean > min(SMALL_PASS * chunk, LIKE_A_STEP)
+        or mean > min(GUIDES.small_pass * chunk, LIKE_A_STEP)
         or frequent(s.load, "empty")
     ):
         return None
     steps, outputs, interval = s.decode_steps, s.server.output_tokens, args[name]
-    busy = 1 - interval / 2 / outputs if outputs else 0.0  # share of the places that decode
+    busy = 1 - interval / 2 / outputs if outputs else 0.0  # share of the running requests that decode
     if interval < LEAST_INTERVAL or prefills.passes * interval <= steps or busy <= 0:
         return None
     if prefills.passes + steps < FEWER_PASSES * steps / busy * (1 + 1 / interval):

@@ -1,4 +1,4 @@
-"""Rules on memory: what is left at the start, where it ran out, and other deaths. Each is pure."""
+"""Rules on memory: how much is free at the start, where it ran out, and other deaths. Each is pure."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +13,7 @@ from batchrunner.tuning.situation import LONGEST_LINE, Finding, Situation
 
 
 def memory_left(s: Situation, flags: Flags) -> Finding | None:
-    """Find that GPU memory is unused, or that the right amount is left."""
+    """Find that GPU memory is unused, or that the right amount is free."""
     spare_gb, band = s.server.spare_gb, s.server.band
     if spare_gb is None or spare_gb < band.low:
         return None
@@ -38,7 +38,7 @@ def memory_left(s: Situation, flags: Flags) -> Finding | None:
 
 
 def pool_small(s: Situation, _: Flags) -> Finding | None:
-    """Find that a CPU's KV pool, whose size is a flag, holds fewer requests than wait and may run."""
+    """Find that the KV pool of a CPU, whose size is a flag, holds fewer requests than may run."""
     now, most, running = s.server.now("max-total-tokens"), s.max_running, s.server.running
     if not most or running < 1 or not (s.short_of_pool or s.retracts_often):
         return None
@@ -50,7 +50,7 @@ def pool_small(s: Situation, _: Flags) -> Finding | None:
 
 
 def memory_tight(s: Situation, flags: Flags) -> Finding | None:
-    """Find that too little GPU memory is left for activations."""
+    """Find that too little GPU memory is free for activations."""
     spare_gb, low = s.server.spare_gb, s.server.band.low
     if spare_gb is None or spare_gb >= low:
         return None
@@ -62,9 +62,9 @@ def memory_tight(s: Situation, flags: Flags) -> Finding | None:
 def _fraction(
     s: Situation, flags: Flags, sign: str, reading: str, evidence: dict[str, Any]
 ) -> Finding | None:
-    """Change mem-fraction-static so that the right amount is left, by the card's memory.
+    """Change mem-fraction-static so that the right amount of the card's memory is free.
 
-    None where weights and a pool need more than the target would leave them.
+    None where weights and pool would need more than the new fraction.
     """
     name, card = "mem-fraction-static", s.facts.card_gb
     now, up = s.server.now(name), sign == "memory-left"
@@ -80,7 +80,7 @@ def _fraction(
 
 
 def ran_out(phase: Phase, where: str = "") -> Callable[[Situation, Flags], Finding | None]:
-    """Return what finds that memory ran out in a phase."""
+    """Return the rule on memory that ran out in a phase."""
 
     def judge(s: Situation, flags: Flags) -> Finding | None:
         beside = "" if phase == "graph" else _narrower(s, flags)
@@ -138,9 +138,9 @@ def crashed(s: Situation, _: Flags) -> Finding | None:
 
 
 def _narrower(s: Situation, flags: Flags) -> str:
-    """Name the smaller numbers that the card computes with, for weights and KV pool that have 16 bits.
+    """Name narrower number types of the card for 16-bit weights and KV cache.
 
-    They leave room only with a lower mem-fraction-static: the pool takes all that weights leave of it.
+    They make room only with a lower mem-fraction-static, since the pool takes all that the weights leave.
     """
     facts, ways = s.facts, []
     if facts.architecture in FP8:
@@ -157,7 +157,7 @@ def _narrower(s: Situation, flags: Flags) -> str:
 def _ran_out(
     s: Situation, trouble: OutOfMemory | None, flags: Flags, where: str, beside: str
 ) -> Finding | None:  # fmt: skip
-    """Return the finding with the flags that recovery would use; `beside` is another remedy."""
+    """Return the finding with the flags that recovery would set; `beside` is another remedy."""
     if trouble is None:
         return None
     text = trouble.text

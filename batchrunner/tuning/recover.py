@@ -184,7 +184,9 @@ class Healer:
 
     def outlived(self, args: Mapping[str, Any]) -> None:
         """Remember the changes if a server lives with all of them; `args` are its own at the run's end."""
-        if self._changes and self._had_all(args):
+        newest = recall_safer_flags(self._memory)
+        is_known = newest is not None and newest.args == self.args  # Another server wrote them.
+        if self._changes and self._had_all(args) and not is_known:
             why = f"learned on {datetime.now(UTC):%Y-%m-%d} from {self._last_cause}"
             self._memory.try_to_append("safer", SaferFlags(self.args, why))
 

@@ -17,14 +17,14 @@ from batchrunner.tuning.situation import Certainty, Finding, Situation
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One piece of advice; without a `change` it says that something is as it should be."""
+    """One piece of advice; without a `change` all is well in its respect."""
 
     rule: str
     """Name of the rule."""
     sign: str
-    """What was seen: figures, share of samples, time span."""
+    """The sign: figures, share of the samples, time span."""
     change: str = ""
-    """What to change: a flag as the installed version spells it, or a field of the job."""
+    """The change: a flag as the installed version spells it, or a field of the job."""
     args: dict[str, Any] = field(default_factory=dict)
     """The same as `engine.args`; null removes a flag."""
     effect: str = ""
@@ -64,9 +64,9 @@ class Rule:
     judge: Callable[[Situation, Flags], Finding | None]
     effect: str
     flag: str = ""
-    """The flag whose next value is the advice, by the table of flags; empty where it is something else."""
+    """The flag whose next value is the advice, by the table of flags; empty for other advice."""
     on: str = ""
-    """The sign of that table that calls for it."""
+    """The sign of that table that calls for the flag."""
     other: str = ""
     """Other advice in general, for the table in the docs."""
     source: str = ""
@@ -79,7 +79,7 @@ class Rule:
 
     @property
     def move(self) -> Move | None:
-        """What the table of flags says; None where the advice is something else."""
+        """The row of the table of flags; None for other advice."""
         return FLAGS[self.flag].moves[self.on] if self.flag else None
 
     @property
@@ -88,7 +88,7 @@ class Rule:
         return self.move.cost if self.move else self.cost
 
     def apply(self, situation: Situation, flags: Flags) -> Advice | None:
-        """Return this rule's advice; None without a finding, or where its flag does not fit the server."""
+        """Return the advice of this rule; None without a finding, or where its flag fits no such server."""
         server = situation.server
         if self.flag and not FLAGS[self.flag].fits(self.on, server):
             return None
@@ -152,8 +152,8 @@ SILENCES: dict[str, tuple[str, ...]] = {
     "dp-attention": ("data-parallel",),
 }
 """Advice that silences other advice, which would undo it or set the same flag differently. After an
-out-of-memory error nothing may take more memory; unused memory goes to the advice that needs it; one thing is
-changed at a time. Earlier entries count first: advice that is silenced silences none."""
+out-of-memory error nothing may take more memory. Unused memory goes to the advice that needs it. One thing is
+changed at a time. Earlier entries count first, and silenced advice silences none."""
 
 
 OFTEN = "often"
@@ -161,7 +161,7 @@ OFTEN = "often"
 
 
 def _safe_side(kind: Phase | Kind) -> str:
-    """Name the flags that recovery changes after a death, in its order."""
+    """Name the flags that recovery changes after a death, in order."""
     steps = (" and ".join(f"`--{name}`" for name in names) for names in STEPS[kind])
     return f"the safe side of {', then of '.join(steps)}"
 
@@ -505,11 +505,11 @@ BY_NAME = {rule.name: rule for rule in RULES}
 DEATHS = frozenset(
     {"oom-prefill", "oom-decode", "oom-graph", "oom-weights", "oom-general", "killed", "crashed"}
 )
-"""Rules that need no load: a server that died is advised on after however short a run."""
+"""Rules that need no load: a dead server gets advice after the shortest run."""
 
 
 def apply_all(situation: Situation, flags: Flags) -> list[Advice]:
-    """Return the advice of all rules in their order: what to change, then options, then what is well."""
+    """Return the advice of all rules in their order: changes, then options, then what is well."""
     rules = [rule for rule in RULES if situation.is_judged or rule.name in DEATHS]
     all_advice = [advice for rule in rules if (advice := rule.apply(situation, flags))]
     advising, silenced = {advice.rule for advice in all_advice if advice.change}, set[str]()

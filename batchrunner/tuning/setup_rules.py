@@ -1,6 +1,6 @@
 """Rules on the setup of the server: metrics, GPUs, parallelism, precision, kernels, cache, order.
 
-Each is pure, and finds nothing where the model or the GPU is not known.
+Each is pure, and finds nothing where the model or the GPU is unknown.
 """
 
 import re
@@ -18,7 +18,7 @@ FEW_PROMPTS = 50
 LONG_ENOUGH = 1024
 """Tokens of a prompt from which a copy of its prefix in host memory is cheaper than computing it again."""
 _GENERAL = {"triton", "torch_native", "flex_attention", "flashinfer"}
-"""Backends that run on any GPU; another one was chosen for a reason."""
+"""Backends that run on any GPU. Any other was chosen for a reason."""
 
 
 def metrics_off(s: Situation, flags: Flags) -> Finding | None:
@@ -95,7 +95,7 @@ def pool_full(s: Situation, _: Flags) -> Finding | None:
 
 
 def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
-    """Find prompts with common prefixes, in an order in which the cache finds few of them."""
+    """Find prompts with shared prefixes in an order with few prefix cache hits."""
     prefills, policy = s.log.prefills, s.facts.arguments.get("schedule_policy")
     share = prefills.cached_share
     if prefills.prompts < FEW_PROMPTS or not GUIDES.shared <= share <= GUIDES.cached_well:
@@ -117,7 +117,7 @@ def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
 
 
 def host_cache(s: Situation, _: Flags) -> Finding | None:
-    """Find long prefixes that the KV pool may have evicted before their next use."""
+    """Find long prefixes that the KV pool may evict before their next use."""
     prefills = s.log.prefills
     shared = GUIDES.shared <= prefills.cached_share <= GUIDES.cached_well
     if prefills.prompts < FEW_PROMPTS or not shared or prefills.mean_prompt < LONG_ENOUGH:
@@ -132,7 +132,7 @@ def host_cache(s: Situation, _: Flags) -> Finding | None:
 
 
 def attention_backend(s: Situation, _: Flags) -> Finding | None:
-    """Find a general attention backend on a GPU that has a better one."""
+    """Find a general attention backend on a GPU with a better one."""
     now = s.facts.arguments.get("attention_backend")
     if now not in _GENERAL or now in best_backends(s.facts)[:1]:
         return None
@@ -143,17 +143,17 @@ def attention_backend(s: Situation, _: Flags) -> Finding | None:
 
 
 KEEPS_ORDER = frozenset({"fcfs", "lpm"})
-"""Values of `--schedule-policy` that take requests as they come, or by the prefix that the cache holds."""
+"""Values of `--schedule-policy` that keep the order of arrival, or prefer cached prefixes."""
 OUT_OF_REACH = 0.1
-"""Share of the prompt tokens that a cache could have served and did not, from which its order is bad."""
+"""Share of the prompt tokens that the cache missed for its order, from which the order is bad."""
 PAGED = ("mla", "mha", "dsa", "nsa")
 """Parts of the names of attention backends that need pages of several tokens."""
 LOST_IN_PAGES = 0.15
-"""Share of a request's place in the pool that its last page leaves empty, from which pages are too large."""
+"""Empty share of a request's pages from which pages are too large."""
 
 
 def cache_off(s: Situation, _: Flags) -> Finding | None:
-    """Find that the prefix cache is switched off although prompts share prefixes."""
+    """Find that the prefix cache is off although prompts share prefixes."""
     shared = s.client.possible_share if s.client else None
     if not s.facts.arguments.get("disable_radix_cache") or shared is None or shared < GUIDES.shared:
         return None
@@ -164,7 +164,7 @@ def cache_off(s: Situation, _: Flags) -> Finding | None:
 
 
 def order_of_server(s: Situation, _: Flags) -> Finding | None:
-    """Find that the server takes rows in an order of its own, which finds fewer prefixes in the cache."""
+    """Find that the server reorders rows, and hits fewer prefixes in the cache."""
     policy, prefills = s.facts.arguments.get("schedule_policy"), s.log.prefills
     shared = s.client.possible_share if s.client else None
     if policy is None or policy in KEEPS_ORDER or shared is None:
@@ -180,7 +180,7 @@ def order_of_server(s: Situation, _: Flags) -> Finding | None:
 
 
 def pages_large(s: Situation, _: Flags) -> Finding | None:
-    """Find that requests are short beside a page: each leaves a part of its last page empty."""
+    """Find that requests are short for the page size, so that their last pages waste the pool."""
     page, prefills = int(s.facts.number("page_size") or 1), s.log.prefills
     backend = str(s.facts.arguments.get("attention_backend"))
     if page < 2 or any(name in backend for name in PAGED) or not prefills.prompts:  # noqa: PLR2004

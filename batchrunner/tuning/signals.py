@@ -68,6 +68,8 @@ class Thresholds:
     """Largest batch at which a CUDA graph matters with a tensor parallelism of 4 or more."""
     long_prompt: float = 2048
     """Mean prompt, in tokens, from which prompts are long: a few fill a prefill pass."""
+    small_pass: float = 0.25
+    """Prefill pass, as a fraction of the chunk, up to which passes are small."""
     small_batch: float = 32
     """Most running requests with which torch.compile pays (the guides: "small batch sizes")."""
     small_model_gb: float = 10.0

@@ -76,8 +76,6 @@ def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> M
 Args = dict[str, Any]
 PASS_IS_FULL = 0.6
 """Mean prefill pass, as a share of the chunk, from which the chunk is the limit: last passes are short."""
-SMALL_PASS = 0.25
-"""Share of a chunk up to which prefill passes are small."""
 GRAPH_OFF_OFTEN = 0.1
 """Share of the decode passes without a graph from which larger graphs are tried."""
 
@@ -136,7 +134,7 @@ SEEN: Mapping[str, Callable[[TrialSigns, Server], bool]] = {
     "kv-copies": lambda _, __: True,
     "small-prefills": lambda s, v: (
         s.shows("waiting")
-        and (s.prefill_per_pass or math.inf) < SMALL_PASS * (v.facts.chunk or 0)
+        and (s.prefill_per_pass or math.inf) < GUIDES.small_pass * (v.facts.chunk or 0)
         and (s.decodes_per_prefill or math.inf) < math.sqrt(2 * s.output_tokens)
     ),
     "repeated": lambda _, __: True,

@@ -1,4 +1,4 @@
-"""Watch a live server for a while: its load, counters and arguments."""
+"""The situation of a live server: its load, counters and arguments over some seconds."""
 
 import asyncio
 import contextlib
@@ -95,7 +95,7 @@ class _Server:
         self._facts.ready = _limits(info, state, memory)
         self._facts.weights_gb = number(memory.get("weight"))
         self._facts.card_gb = _free_at_first(memory)
-        with contextlib.suppress(*NOT_REACHED):  # the model's class is optional
+        with contextlib.suppress(*NOT_REACHED):  # The model's class is optional.
             _, model = await self._status.mapping(MODEL_INFO, TIMING.advise_timeout)
             classes = model.get("architectures")
             self._facts.model = str(classes[0]) if isinstance(classes, list) and classes else None
@@ -108,7 +108,7 @@ class _Server:
             self._add(await self._status.load(TIMING.advise_timeout))
 
     def situation(self) -> Situation:
-        """Return the situation, with the growth of the counters."""
+        """Return the situation, with the growth of the counters since the first poll."""
         grown = {name: max(0.0, value - self._first.get(name, 0.0)) for name, value in self._last.items()}
         prefills, prompt = self._series.prefills, grown.get("prompt_tokens_total", 0.0)
         prefills.cached_tokens = int(grown.get("cached_tokens_total", 0))
@@ -130,7 +130,7 @@ class _Server:
             self._first = self._first or self._last
 
     def _add(self, loads: Sequence[SchedulerLoad]) -> None:
-        """Record a load of each scheduler; the counters are summed over them."""
+        """Record the load of each scheduler; the counters are sums over all."""
         graph, rate = self._last.get("is_cuda_graph"), self._last.get("gen_throughput")
         for load in loads:
             new = load.taken_at is None or self._seen.get(load.scheduler) != load.taken_at
@@ -149,7 +149,7 @@ class _Server:
 
 
 def _free_at_first(memory: dict[str, Any]) -> float | None:
-    """Return the GPU memory in GB that was free before the weights were loaded: the sum of its uses."""
+    """Return the GPU memory in GB that was free before the weights were loaded, as the sum of its uses."""
     graphs = memory.get("graph")
     parts = [memory.get(name) for name in ("weight", "kvcache", "startup_available")]
     parts += graphs.values() if isinstance(graphs, dict) else []
@@ -158,7 +158,7 @@ def _free_at_first(memory: dict[str, Any]) -> float | None:
 
 
 def _limits(info: dict[str, Any], state: dict[str, Any], memory: dict[str, Any]) -> ServerReady:
-    """Return the first scheduler's limits: its state has numbers where arguments may be null."""
+    """Return the limits of the first scheduler, whose state has numbers where arguments may be null."""
     merged = {**info, **{name: value for name, value in state.items() if value}}
     most = "max_running_requests"
     merged[most] = limit_in_effect(state, most) or merged.get(most)

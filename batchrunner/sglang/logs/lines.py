@@ -1,4 +1,4 @@
-"""One line of an SGLang log (0.5.16 or newer) → a record of what it says. Pure, the only such parser.
+"""The parser of single lines of an SGLang log (0.5.16 or newer) into records. Pure.
 
 SGLang writes `Decode batch` and `Prefill batch` lines of `name: value` pairs. Their choice and order change
 with nearly every release, so each pair is found by its name and never by its position.
@@ -16,7 +16,7 @@ Phase = Literal["load", "pool", "graph", "prefill", "decode", "general"]
 
 
 class LoggedBatch(NamedTuple):
-    """The load of one scheduler, as it logs it at a prefill pass or every 40 decode steps."""
+    """The load of one scheduler, logged at each prefill pass and every 40 decode steps."""
 
     decode: bool
     running: int
@@ -24,7 +24,7 @@ class LoggedBatch(NamedTuple):
     queue: int
     """`#queue-req`."""
     usage: float
-    """Fraction of the KV pool in use, `token usage`; of a hybrid model's two pools the fuller one's."""
+    """Fraction of the KV pool in use, `token usage`; of a hybrid model's two pools the fuller one."""
     tokens: int | None = None
     """Tokens in the KV pool, `#token`."""
     graph: bool | None = None
@@ -36,7 +36,7 @@ class LoggedBatch(NamedTuple):
     new_tokens: int = 0
     """Prompt tokens that the pass computes."""
     cached_tokens: int = 0
-    """Prompt tokens that it finds in the prefix cache."""
+    """Prompt tokens that hit the prefix cache."""
     accepted: float = 1.0
     """Tokens of a request in a decode step, `accept len`; above 1 with speculation."""
 
@@ -45,7 +45,7 @@ class Retraction(NamedTuple):
     """Retractions: the KV pool was full, and running requests went back to the queue."""
 
     tokens: int
-    """Tokens that they had in the pool, to be computed again; 0 in releases that do not say."""
+    """Tokens lost from the pool, to be computed again; 0 in releases that do not log them."""
 
 
 class ServerReady(NamedTuple):
@@ -77,17 +77,17 @@ class WeightsLoaded(NamedTuple):
     model: str | None = None
     """The model's class, such as LlamaForCausalLM."""
     quantised: str | None = None
-    """The checkpoint's quantisation, empty if it has none; None if the release does not say."""
+    """The checkpoint's quantisation, empty if it has none; None if the release does not log it."""
 
 
 class OutOfMemory(NamedTuple):
-    """Memory ran out, which ends an engine; `phase` is `general` where the line does not say which."""
+    """Memory ran out, which ends an engine; `phase` is `general` where the line does not name it."""
 
     phase: Phase
     text: str
-    """The line that says so."""
+    """The log line."""
     running: int = 0
-    """Requests that ran just before, `#running-req`; who reads the whole log knows."""
+    """Requests that ran just before, `#running-req`, filled in by a reader of the whole log."""
 
 
 class Died(NamedTuple):
@@ -99,13 +99,13 @@ class Died(NamedTuple):
 
 
 class Raised(NamedTuple):
-    """The last line of a traceback; other lines say whether a process died of it."""
+    """The last line of a traceback; only other lines show whether a process died of it."""
 
     text: str
 
 
 class PhaseBegins(NamedTuple):
-    """A progress line or a traceback shows what the server does from here on."""
+    """The phase that the server enters, by a progress line or a traceback."""
 
     phase: Phase
 
@@ -125,7 +125,7 @@ class Origin(NamedTuple):
     """The time of a line, and the process and server that wrote it."""
 
     at: float | None
-    """Seconds since an unknown time: only differences mean something."""
+    """Seconds since an unknown time; only differences have a meaning."""
     server: str
     """Label that `srun --label`, Docker, Kubernetes or journalctl put before the line; empty without one."""
     dp: str
@@ -144,7 +144,7 @@ _ORIGIN = re.compile(
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _COUNT, _NUMBER = r"(\d{1,15})(?!\d)", r"(\d{1,15}(?:\.\d{1,15})?)"
-"""At most 15 digits: a longer number is from a damaged line, which is left out."""
+"""At most 15 digits: a longer number is from a damaged line, which does not count."""
 _RUNNING, _QUEUE, _TOKENS = (
     re.compile(rf"#{name}: *{_COUNT}") for name in ("running-req", "queue-req", "token")
 )
@@ -194,7 +194,7 @@ _WITHOUT_ERROR = ("Try to lower", "Cuda failure", "what(): ")
 _ACCESS = ' HTTP/1.1" '
 """Part of a line in which uvicorn logs a request."""
 _REQUESTS = ("Receive: obj=", "Finish: obj=", '"request.received"', '"request.finished"')
-"""Parts of the lines of `--log-requests`, which quote prompts and answers: they are no words of SGLang's."""
+"""Parts of the lines of `--log-requests`, which quote prompts and answers instead of SGLang's messages."""
 _PHASES: dict[Phase, re.Pattern[str]] = {
     "prefill": re.compile("in forward_extend|in _execute_extend"),  # the second of each: 0.5.23
     "decode": re.compile("in forward_decode|in _execute_decode"),
@@ -213,18 +213,18 @@ _STEPS = {
     "compiling": re.compile("Compiling |DeepGEMM JIT Pre-Compile|DeepGEMM warmup"),
     "warming up": re.compile("Capture .* end|Engine startup timings|Application startup complete"),
 }
-"""What a server does while it starts, with the lines that say so (0.5.23)."""
+"""Steps of a starting server, with the lines that announce them (0.5.23)."""
 _OF_ALL = re.compile(r"\| *(\d+)/(\d+) \[")
-"""How far a progress bar is."""
+"""Position of a progress bar."""
 _RARE = (
     "mem", "forward_", "_execute_", "raph", "server_args=", "KV Cache",
     "rror: ", "xception: ", "exit", "illed", "child failed",
 )  # fmt: skip
-"""Each other line that matters has one of these in it: a quick test for the many that do not."""
+"""Parts of all other lines that matter, for a quick test of the many that do not."""
 
 
 def record_in(line: str) -> Record | None:
-    """Return what a line says; None for the many that say nothing of use. Never raises."""
+    """Return the record of a line; None for the many without one. Never raises."""
     record = _record(line)
     quotes_request = "obj" in line and any(sign in line for sign in _REQUESTS)
     return None if quotes_request else record
@@ -245,14 +245,14 @@ def _record(line: str) -> Record | None:
 
 
 def step_in(line: str) -> str:
-    """Return what a line says that a starting server does; empty where it does not."""
+    """Return the step of a starting server that a line announces; empty without one."""
     step = next((step for step, signs in _STEPS.items() if signs.search(line)), "")
     count = _OF_ALL.search(line)
     return f"{step}, {count[1]} of {count[2]}" if step and count else step
 
 
 def origin_of(line: str) -> Origin:
-    """Return where a line comes from, as far as its first words say."""
+    """Return the origin of a line, as far as its first words name it."""
     match = _ORIGIN.match(line)
     if match is None:
         return Origin(None, "", "", "")
@@ -262,14 +262,14 @@ def origin_of(line: str) -> Origin:
 
 
 def clean(line: str) -> str:
-    """Return a line without colours, and without the progress bar that was written before it."""
+    """Return a line without colours, and without a progress bar before it."""
     if "\x1b" in line:
         line = _COLOUR.sub("", line)
     return line.rstrip().rpartition("\r")[2]
 
 
 def _batch(line: str) -> LoggedBatch | None:
-    """Read the pairs that matter of a batch line; None for another line, or one cut off before its queue."""
+    """Read a batch line; None for any other line, or one that is truncated before its queue."""
     start = line.find("Decode batch")
     decode = start >= 0
     start = start if decode else line.find("Prefill batch")
@@ -348,7 +348,7 @@ def _arguments(text: str) -> Arguments:
 
 
 def _literal(text: str) -> Any:
-    """Read a literal, or what a dataclass's `repr` shows, which may hold others, as a dict."""
+    """Read a literal, or the `repr` of a dataclass, possibly nested, as a dict."""
     try:
         return _value(ast.parse(text, mode="eval").body)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

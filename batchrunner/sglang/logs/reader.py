@@ -1,4 +1,4 @@
-"""A log of any size → the load over time and facts about its server, in bounded memory."""
+"""The reader of whole logs: the load over time and facts about the server, in bounded memory."""
 
 import re
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ FP8: frozenset[Architecture] = frozenset({"hopper", "blackwell", "ada"})
 """Generations of cards that compute in 8-bit floats: NVIDIA's from compute capability 8.9 on."""
 _KV_OF_16_BITS = (None, "auto", "bf16", "bfloat16")
 LARGEST = 1e15
-"""Larger numbers are no argument, limit or memory of a server."""
+"""Largest number that is plausible as an argument, limit or memory of a server."""
 KNOWN_CARDS = " ".join(_CARDS.values()).replace(" ", ", ")
 _MOE = re.compile(
     "Moe|MoE|Mixtral|Deepseek|GptOss|Kimi|MiniMax|Grok|Dbrx|Llama4|Qwen3Next|LongcatFlash|MiMoV2|Step3VL|Step3p5"
@@ -56,7 +56,7 @@ _SPARSE = re.compile("DeepseekV32|GlmMoeDsa|Glm5Next")
 
 @dataclass(slots=True)
 class Facts:
-    """Facts that are filled in while a source is read; what is not known is None or empty."""
+    """Facts about a server, filled in while a source is read; None or empty where unknown."""
 
     version: str | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -65,9 +65,9 @@ class Facts:
     troubles: dict[Phase, OutOfMemory] = field(default_factory=dict)
     """The last time that memory ran out, by phase."""
     last_trouble: OutOfMemory | None = None
-    """The last one since the last batch: the server survived those before."""
+    """The last trouble since the last batch; the server survived earlier ones."""
     died: Died | None = None
-    """The line that explains a death best: a SIGKILL, the exception, or that there was one."""
+    """The line that best explains a death: a SIGKILL, the exception, or its announcement."""
     card: str | None = None
     card_gb: float | None = None
     """Memory of one GPU in GB."""
@@ -78,16 +78,16 @@ class Facts:
     model: str | None = None
     """The model's class, such as LlamaForCausalLM."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The model's config.json, see `read_config`; empty where it is not on this machine."""
+    """The model's config.json, see `read_config`; empty where this machine lacks it."""
     metrics: bool | None = None
     """Whether `/metrics` answers."""
     mute: bool = False
     """Whether a live server does not report its load."""
     idle_gpus: int = 0
-    """GPUs that were visible to a run's server, and that it did not use."""
+    """GPUs that a run's server could see but did not use."""
 
     def number(self, name: str) -> float | None:
-        """Return an argument that is a number; None where it is not known."""
+        """Return an argument that is a number; None where it is unknown."""
         return number(self.arguments.get(name))
 
     @property
@@ -147,17 +147,17 @@ class Facts:
 
     @property
     def is_moe(self) -> bool:
-        """Whether the model has experts, by its config.json, else by the name of its class."""
+        """Whether the model has experts, by its config.json or else its class name."""
         return has_experts(self.config) if self.config else self._class_has(_MOE)
 
     @property
     def is_mla(self) -> bool:
-        """Whether the model's attention is multi-head latent (MLA), by its config.json, else by its class."""
+        """Whether attention is multi-head latent (MLA), by config.json or else the class name."""
         return has_latent_attention(self.config) if self.config else self._class_has(_MLA)
 
     @property
     def is_sparse(self) -> bool:
-        """Whether an indexer chooses what attention reads (DSA), by its config.json, else by its class."""
+        """Whether an indexer selects the tokens of attention (DSA), by config.json or else the class name."""
         return has_sparse_attention(self.config) if self.config else self._class_has(_SPARSE)
 
     def _class_has(self, names: re.Pattern[str]) -> bool:
@@ -180,13 +180,13 @@ class Facts:
 
 
 def number(value: Any) -> float | None:
-    """Return a value from another program if it is a usable number, else None."""
+    """Return a value of another program if it is a plausible number, otherwise None."""
     counts = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
     return float(value) if counts else None
 
 
 def architecture_of(card: str) -> Architecture | None:
-    """Return the generation of a card whose name contains a known one's words."""
+    """Return the generation of a card by the words of its name; None for an unknown card."""
     words = f"_{re.sub('[^A-Z0-9]+', '_', card.upper())}_"
     generations = ((name, generation) for generation, names in _CARDS.items() for name in names.split())
     return next((generation for name, generation in generations if f"_{name}_" in words), None)
@@ -205,21 +205,21 @@ def prefill_graph_off(arguments: Mapping[str, Any]) -> bool:
 
 
 LONGEST_LINE = 1 << 18
-"""Most characters that are read as one line: SGLang writes no longer ones."""
+"""Most characters of a line, more than SGLang writes."""
 _TUNED = (
     "schedule_conservativeness", "mem_fraction_static", "max_running_requests", "chunked_prefill_size",
     "max_total_tokens", "model_path", "tp_size", "attention_backend", "kv_cache_dtype", "quantization",
     "max_prefill_tokens", "prefill_max_requests", "prefill_decode_interval", "enable_mixed_chunk",
     "page_size", "disable_radix_cache", "schedule_policy",
 )  # fmt: skip
-"""Arguments that change the load: when a server restarts with others, what was read before is dropped."""
+"""Arguments that change the load. After a restart with other values, earlier readings are dropped."""
 _FORWARD = {"prefill", "decode"}
-"""Phases of forward passes, which in a traceback may belong to a capture of graphs."""
+"""Phases of forward passes; in a traceback they may belong to the capture of graphs."""
 _TRACEBACK = "Traceback (most recent call last):"
 
 
 class LogReader:
-    """Reads logs line by line into one series of loads and one set of facts."""
+    """Reader of logs, line by line, into one series of loads and one set of facts."""
 
     def __init__(self) -> None:
         self.series = Series()

@@ -29,12 +29,12 @@ class Prefills:
     filled: int = 0
     """Passes that took a whole chunk."""
     filled_waiting: int = 0
-    """Such passes after which requests still waited."""
+    """Those of `filled` after which requests still waited."""
     few_long: int = 0
     """Passes that one or two prompts filled."""
 
     def add(self, batch: LoggedBatch, chunk: int) -> None:
-        """Count one pass; `chunk` is `chunked_prefill_size`, 0 where that is not known."""
+        """Count one pass; `chunk` is `chunked_prefill_size`, 0 where that is unknown."""
         is_full = 0 < WHOLE * chunk <= batch.new_tokens
         self.passes += 1
         self.prompts += batch.new_seqs
@@ -51,7 +51,7 @@ class Prefills:
 
     @property
     def mean_prompt(self) -> float:
-        """Mean tokens of a prompt; each chunk of a long one counts as a prompt."""
+        """Mean tokens of a prompt; each chunk of a long prompt counts as one."""
         return (self.cached_tokens + self.new_tokens) / max(1, self.prompts)
 
 
@@ -66,18 +66,18 @@ class LoadSample(NamedTuple):
     """Fraction of the KV pool in use."""
     max_running: int | None = None
     graph: bool | None = None
-    """Whether a CUDA graph ran; None where that is not known."""
+    """Whether a CUDA graph ran; None where that is unknown."""
     rate: float | None = None
     """Tokens generated per second."""
     unsent: int | None = None
-    """Rows that the client had still to send; None where that is not known."""
+    """Rows that the client had not sent yet; None where that is unknown."""
 
 
 MOST_SAMPLES = 16_384
-"""Newest samples kept of a scheduler."""
+"""Most samples of a scheduler that are kept, the newest."""
 PAUSE_S = 30.0
-"""A gap of more seconds between two samples is a pause: it counts as no work, and the job before it ended.
-So does time that runs backwards by as much: an older log follows a newer one."""
+"""Seconds between two samples from which the gap is a pause: no work, and the end of the job before it. Time
+that runs backwards by as much is a pause too, since an older log follows a newer one."""
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Track:
     """The samples of one scheduler."""
 
     samples: deque[LoadSample] = field(default_factory=lambda: deque(maxlen=MOST_SAMPLES))
-    """The newest, oldest first."""
+    """The newest samples, in the order of time."""
     busy_s: float = 0.0
     """Seconds under load, without pauses."""
 
@@ -100,7 +100,7 @@ class Track:
         self.samples.append(sample)
 
     def settle(self) -> None:
-        """End a stretch of work: the empty queue at its end is no sign, as no rows were left to send."""
+        """End a stretch of work, whose empty queue at the end is no sign: no rows remained to send."""
         samples = self.samples
         dry = list(takewhile(lambda sample: not sample.queue and sample.unsent is None, reversed(samples)))
         if len(dry) < len(samples) and samples[-len(dry) - 1].queue:
@@ -138,7 +138,7 @@ class Series:
 
     @property
     def busy_s(self) -> float:
-        """Seconds under load of the scheduler that was under load for longest."""
+        """Seconds under load of the scheduler that was busy for longest."""
         return max((track.busy_s for track in self.tracks.values()), default=0.0)
 
     @property
@@ -148,13 +148,13 @@ class Series:
 
     @property
     def recomputed_share(self) -> float | None:
-        """Tokens lost to retractions, as a fraction of those generated; None if the log does not say both."""
+        """Tokens lost to retractions, as a fraction of those generated; None where either is unknown."""
         generated = self.median("rate") * sum(track.busy_s for track in self.tracks.values())
         again = self.prefills.retracted_tokens
         return again / generated if again and generated else None
 
     def median(self, name: str) -> float:
-        """Return the median of a field over the newest samples, 0 if none of them has it."""
+        """Return the median of a field over the newest samples; 0 without any value."""
         values = [getattr(sample, name) for sample in self.samples]
         return float(statistics.median([value for value in values if value is not None] or [0]))
 
@@ -165,5 +165,5 @@ class Series:
 
     @property
     def max_running(self) -> int:
-        """The largest limit on the running requests of a scheduler; 0 where it is not known."""
+        """The largest limit on the running requests of a scheduler; 0 where it is unknown."""
         return max((sample.max_running or 0 for sample in self.samples), default=0)

@@ -124,7 +124,7 @@ def test_a_server_that_does_not_tell_its_load() -> None:
         server.polls = "gone"
         end_after(server)
         found = batchrun("advise", server.url, "--span", "600")
-    assert "does not tell its load" in found.stdout
+    assert "does not report its load" in found.stdout
     assert "--enable-metrics" in found.stdout
 
 
