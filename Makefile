@@ -54,6 +54,7 @@ torture: .venv/.dev ## Kill runs at every write, fsync and rename; count lost an
 	.venv/bin/python -m benchmarks.torture
 	.venv/bin/python -m benchmarks.torture_batch
 	.venv/bin/python -m benchmarks.torture_store
+	.venv/bin/python -m benchmarks.torture_starts
 	.venv/bin/python -m benchmarks.serve
 	$(PYTEST) -m "hypothesis and not engine" --hypothesis-profile torture
 

@@ -40,6 +40,8 @@ class Timing:
     """Longest time in which the modules of a job's Python functions are imported."""
     hook_end: float = 1.0
     """Longest wait for a Python function to end that was told to, before its process is killed."""
+    silent_copy: float = 60.0
+    """Time without progress after which a process that makes a copy of the input is not waited for."""
     read_retries: tuple[float, ...] = (1.0, 5.0, 20.0)
     """Pauses before each new try to read rows, for a mount to come back or a store to answer."""
     store_connect: float = 10.0

@@ -8,11 +8,12 @@ import logging
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Any
+from typing import IO, Any
 from urllib.parse import unquote
 
 import msgspec
@@ -28,6 +29,7 @@ from batchrunner.core.errors import (
     or_away,
 )
 from batchrunner.core.files import COMPRESSIONS, ENDINGS, FileFormat, format_of, is_special, known_format
+from batchrunner.core.timing import TIMING
 from batchrunner.input.compression import (
     DECOMPRESSION_ERRORS,
     HEAD_BYTES,
@@ -468,7 +470,7 @@ class SourceFile:
         """Make the Parquet copy. On a file system with locks, one of several processes makes it."""
         with writing(copy):
             make_directory(copy.parent)
-        with file_lock(copy.with_suffix(".lock")):
+        with file_lock(copy.with_suffix(".lock"), unfinished=f".{copy.name}*"):
             if not copy.exists():
                 self.digest = self.digest or self._digest_of(self._size)  # an earlier copy has the digest too
                 with writing(copy), whole_file(copy, secrets.token_hex(4)) as temporary:
@@ -537,12 +539,41 @@ def _open_parquet(fs: pafs.FileSystem, path: str) -> pq.ParquetFile:
 
 
 @contextlib.contextmanager
-def file_lock(path: Path) -> Iterator[None]:
-    """Hold a lock file, which a killed process releases; on a file system without locks hold nothing."""
-    with writing(path), path.open("wb") as file:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+def file_lock(lock: Path, *, unfinished: str) -> Iterator[None]:
+    """Hold a lock file in this block, while other processes wait; a killed process releases it.
+
+    `unfinished` is the pattern of the files, beside the lock, that its holder writes. If they do not change
+    for `TIMING.silent_copy`, its machine sleeps, and this process goes on too: the processes write equal
+    files, each of which appears whole.
+    """
+    with writing(lock), lock.open("wb") as file:
+        size, changed_at = -1, time.monotonic()
+        while _is_locked_elsewhere(file) and time.monotonic() - changed_at < TIMING.silent_copy:
+            time.sleep(TIMING.launch_poll)
+            size_now = _bytes_of_files(lock.parent, unfinished)
+            if size_now != size:
+                size, changed_at = size_now, time.monotonic()
         yield
+
+
+def _is_locked_elsewhere(file: IO[bytes]) -> bool:
+    """Try to lock a file; tell whether another process holds the lock."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks: several processes may do the same
+        return False
+    return False
+
+
+def _bytes_of_files(directory: Path, pattern: str) -> int:
+    """Return the bytes of the files that match a pattern."""
+    size = 0
+    for file in directory.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):  # it was renamed just now
+            size += file.stat().st_size
+    return size
 
 
 def size_of(footer: pq.FileMetaData, columns: Iterable[str], group: int) -> int:

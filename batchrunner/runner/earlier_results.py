@@ -38,7 +38,7 @@ def _merged_directory(path: str, storage: StorageSpec) -> str:
             hint=f"run it again, or take what is there: {path}/parts",
         )
     if merged_rows(run_dir) < total:
-        with file_lock(run_dir.path / ".merging"):
+        with file_lock(run_dir.path / ".merging", unfinished=".merge-*/**/*"):
             if merged_rows(run_dir) < total > merge(run_dir).rows:
                 raise InputError(f"{path}: this run is still at work", hint="try again when it has ended")
     return f"{path}/merged"

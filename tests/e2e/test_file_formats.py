@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +20,7 @@ from pyroaring import BitMap64
 
 import batchrunner
 from batchrunner.core.errors import InputError, JobError, ResumeError, TaskHeldError
+from batchrunner.core.timing import TIMING
 from batchrunner.input import parquet_copy, text_files
 from batchrunner.job.load import load_job
 from batchrunner.output.task_lock import hold_task
@@ -206,6 +208,16 @@ def test_the_copies_of_a_run_at_work(tmp_path: Path) -> None:
         assert worker.run_dir.copies.exists()
     batchrunner.run(job, join=True)
     assert not worker.run_dir.copies.exists()
+
+
+def test_a_copy_whose_maker_sleeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that sleeps while it makes the copy holds up no other one."""
+    path = tmp_path / "a.csv"
+    path.write_bytes(as_csv(range(2)))
+    job = job_of(tmp_path, INSTANT, input={"path": str(path)})
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=BlockingIOError))
+    monkeypatch.setattr(TIMING, "silent_copy", 0.1)
+    assert batchrunner.run(job).rows_ok == 2
 
 
 def test_one_directory_of_one_kind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,14 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
-from batchrunner.core.errors import JobError, ResumeError, StorageError
+from batchrunner.core.errors import BatchrunError, JobError, ResumeError, StorageError
 from batchrunner.output.parts import write_part
-from tests.conftest import batchrun, column_of, job_of, results_of, rows_in, run_job
+from tests.conftest import batchrun, column_of, job_of, results_of, rows_in, run_job, write_rows
 from tests.support.answers import Body, Said
 from tests.support.fake_sglang import FakeSGLang, Sent, answer
 from tests.support.functions import LABEL, write_module
 from tests.support.refusals import refusal, told
-from tests.support.runs import rows_once, rows_sent
+from tests.support.runs import failed_rows, rows_once, rows_sent
 from tests.support.store_server import StoreBucket
 
 NOW = "{{ text }}{% if id % 6 == 0 %} now{% endif %}"
@@ -266,3 +266,52 @@ def test_rows_of_a_file_that_grew(tmp_path: Path, server: FakeSGLang) -> None:
     server.forget()
     report = batchrunner.run(new)
     assert (report.rows_reused, report.rows_ok, rows_sent(server)) == (4, 5, [9])
+
+
+@pytest.mark.parametrize("retry", [False, True])
+def test_a_fresh_start(tmp_path: Path, server: FakeSGLang, *, retry: bool) -> None:
+    """`--fresh` discards what is there before answers are taken, also beside `--retry-failed`."""
+    old, new = both(tmp_path, server)
+    batchrunner.run(old)
+    batchrunner.run(new)
+    report = batchrunner.run(new, fresh=True, retry_failed=retry)
+    assert (report.rows_ok, report.rows_reused) == (40, 40)
+    rows_once(new, 40)
+
+
+@pytest.mark.parametrize("options", [[], ["--join"]], ids=["alone", "join"])
+def test_failed_rows_take_answers(tmp_path: Path, server: FakeSGLang, options: list[str]) -> None:
+    """Where failed rows are tried again, those that another run has an answer for are not sent."""
+    server.script = lambda sent: "too long" if sent.row < 5 else "answer"
+    limits = {"max_failed_rows": 40, "abort_failed_share": 1}
+    old, new = both(tmp_path, server, limits=limits)
+    alone = {**new, "output": {"path": new["output"]["path"]}}
+    run_job(alone, tmp_path, *options)
+    assert len(failed_rows(alone)) == 5
+    server.script = lambda sent: "too long" if sent.row == 0 else "answer"
+    batchrunner.run(old)
+    server.forget()
+    run_job(new, tmp_path, "--retry-failed", *options)
+    assert rows_sent(server) == [0]
+    assert failed_rows(new) == [0]
+    assert sorted(rows_in(new)) == list(range(40))
+    new["output"]["reuse"] = f"{tmp_path}/nothing"
+    told(refusal(new, tmp_path, "--retry-failed"), "not a run's output path")
+
+
+def test_rows_that_are_corrected_after_their_answers_were_taken(tmp_path: Path, server: FakeSGLang) -> None:
+    """A run knows the input that it took answers for, also where it was stopped before it sent a row."""
+    source = tmp_path / "in"
+    write_rows(source / "a.parquet", 4)
+    write_rows(source / "b.parquet", 4, first=4)
+    old, new = both(tmp_path, server, input={"path": str(source)})
+    batchrunner.run(old)
+    (source / "b.parquet").unlink()
+    batchrunner.run(new)
+    write_rows(source / "b.parquet", 4, first=4)
+    write_rows(source / "c.parquet", 1, first=8)
+    with pytest.raises(BatchrunError):
+        batchrunner.run(new, overrides=["engine.urls=['http://127.0.0.1:9']"])
+    assert rows_in(new) == list(range(8))
+    write_rows(source / "b.parquet", 4, first=40)
+    told(refusal(new, tmp_path), f"the input file {source}/b.parquet changed")

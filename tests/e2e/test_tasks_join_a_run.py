@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import signal
 from collections import Counter
 from pathlib import Path
@@ -9,6 +10,7 @@ from unittest.mock import Mock
 
 import pyarrow.parquet as pq
 import pytest
+from aiohttp import web
 
 import batchrunner
 from batchrunner.core.errors import StorageError
@@ -17,10 +19,12 @@ from batchrunner.dispatch.queue import READ_AHEAD_ROWS
 from batchrunner.output.resume import read_done
 from batchrunner.output.run_dir import RunDir
 from tests.conftest import (
+    batchrun,
     eventually,
     job_of,
     merged_table,
     printed,
+    results_of,
     rows_in,
     run_job,
     started,
@@ -183,3 +187,44 @@ def test_a_task_that_failed_is_replaced(tmp_path: Path, monkeypatch: pytest.Monk
     assert status_of(tmp_path / "run")["running"] is None
     assert batchrunner.run(job, join=True).rows_left == 0
     assert rows_in(job) == list(range(500))
+
+
+def test_a_discard_that_did_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `--fresh` was ended in the middle of its work, whoever comes next ends it, and does all rows."""
+    job = job_of(tmp_path, rows=300)
+    run_job(job, tmp_path, "--join")
+    with monkeypatch.context() as patch:
+        patch.setattr("batchrunner.output.store.Store.clear", Mock(side_effect=OSError(errno.EIO, "gone")))
+        run_job(job, tmp_path, "--fresh", code=1)
+    assert "--fresh was stopped while it discarded this run" in batchrun("merge", tmp_path / "run").stderr
+    result = run_job(job, tmp_path, "--join")
+    assert "discards what an earlier start with --fresh left" in result.stderr
+    rows_once(job, 300)
+
+
+class SleepyServer(FakeSGLang):
+    """A server that the runner's machine falls asleep on: another one takes its task over meanwhile."""
+
+    owner: Path | None = None
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        if self.owner is not None:
+            holder = json.loads(self.owner.read_text()) | {"token": "of another", "host": "elsewhere"}
+            self.owner.write_text(json.dumps(holder))
+            self.owner = None
+        return await super()._model_info(request)
+
+
+@pytest.mark.parametrize("option", ["--fresh", "--retry-failed"])
+def test_a_start_that_wakes_late(tmp_path: Path, option: str) -> None:
+    """It discards nothing of what another one may have finished, and says that its task is taken over."""
+    with SleepyServer(lambda sent: "too long" if sent.row == 7 else "answer") as server:
+        job = job_of(tmp_path, server, limits={"max_failed_rows": 1})
+        run_job(job, tmp_path)
+        batchrun("merge", tmp_path / "run")
+        before = results_of(job)
+        server.owner = tmp_path / "run" / "tasks" / "main" / "owner"
+        result = run_job(job, tmp_path, option, code=1)
+    assert "on elsewhere took this task over: what is stored is kept" in result.stderr
+    assert results_of(job) == before
+    assert list((tmp_path / "run" / "merged").glob("*.parquet"))

@@ -89,7 +89,7 @@ def struck_command(
 
     be_another_machine(machine)
     task_lock.TaskLock.beat_s = 0.2
-    TIMING.part, TIMING.first_retry, TIMING.parts_appear = 0.3, 0.01, 0.3
+    TIMING.part, TIMING.first_retry, TIMING.parts_appear, TIMING.silent_copy = 0.3, 0.01, 0.3, 1.0
     if strike is not None:
         _strike_at(strike)
     sys.argv = ["batchrun", *arguments]
