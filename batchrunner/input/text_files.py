@@ -90,8 +90,8 @@ def _csv_batches(
 def _json_records(lines: Iterable[bytes | None]) -> Iterator[TextRecord]:
     """Yield the object on each line that is not empty; a line of None is too long to be read.
 
-    DuckDB and Arrow cannot do this: DuckDB makes a malformed line a null without a reason, and both refuse or
-    round whole numbers of more than 64 bits.
+    DuckDB (2.0) and Arrow cannot stand in for this. DuckDB turns a malformed line into a null without a
+    reason, and a column of lists with one odd value into text. Both round whole numbers of more than 64 bits.
     """
     for number, line in enumerate(lines, 1):
         if line is None:

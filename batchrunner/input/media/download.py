@@ -1,4 +1,4 @@
-"""Downloads a file from a public address: not from this machine, a private network or a cloud's metadata."""
+"""Downloads files from public addresses, never from this machine, a private network or cloud metadata."""
 
 import http.client
 import socket
@@ -12,16 +12,16 @@ from urllib.parse import quote
 from batchrunner.core.media import BadFileError
 
 TIMEOUT_S = 20.0
-"""Longest wait for a connection, and for the next bytes, in seconds."""
+"""Longest wait for a connection, or for the next bytes, in seconds."""
 PAUSES_S = (0.5, 2.0)
-"""Pauses before another try where the server is busy or not reached, in seconds."""
+"""Pauses before the next try if the server is busy or unreachable, in seconds."""
 _BUSY = {http.HTTPStatus.REQUEST_TIMEOUT, http.HTTPStatus.TOO_MANY_REQUESTS}
 _SAFE = "/?%:@!$&'()*+,;=~-._[]|#"
 """Characters of a URL that stay as they are."""
 _OF_IPV4 = (ip_network("::ffff:0:0/96"), ip_network("64:ff9b::/96"))
-"""Networks whose addresses stand for those of IPv4."""
+"""Networks whose addresses stand for IPv4 addresses."""
 _TUNNEL = ip_network("2002::/16")
-"""6to4, whose addresses lead to any of IPv4; Python calls them public."""
+"""6to4, whose addresses lead to any IPv4 address, although Python calls them public."""
 _HEADERS = {"User-Agent": "batchrunner", "Accept": "image/*, audio/*, video/*, application/pdf, */*;q=0.5"}
 
 
@@ -37,7 +37,7 @@ class _PublicConnection(http.client.HTTPConnection):
     """A connection to a public address."""
 
     def connect(self) -> None:
-        """Connect; raises BadFileError before anything is sent to an address that is not public."""
+        """Connect; raises BadFileError, before anything is sent, for an address that is not public."""
         for *_, address in socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM):
             self._check(address[0])
         super().connect()
@@ -66,7 +66,7 @@ class _PublicHTTP(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
 
 @cache
 def _opener() -> urllib.request.OpenerDirector:
-    """Return what follows redirects, to http(s) URLs only, without proxies."""
+    """Return an opener that follows redirects to http(s) URLs only, and uses no proxy."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         _PublicHTTP, urllib.request.HTTPRedirectHandler, urllib.request.HTTPErrorProcessor,

@@ -1,4 +1,4 @@
-"""Images as every model takes them: pictures, decoded whole with Pillow, and pages, drawn with PDFium."""
+"""Images in a form that every model accepts: pictures decoded by Pillow, and pages drawn by PDFium."""
 
 import io
 import math
@@ -11,11 +11,11 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from batchrunner.core.media import BadFileError, page_ranges
 
 MOST_PIXELS = 89_478_485
-"""Most pixels of an image, against decompression bombs: decoded they take 358 MB."""
+"""Most pixels of an image, against decompression bombs. Decoded, they take 358 MB."""
 QUALITY = 95
-"""Quality of a JPEG file that is written again, of 100."""
+"""Quality (of 100) of a JPEG file that is written again."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "ICO", "JPEG2000", "AVIF", "TGA")
-"""Formats that are read, where Pillow was built with them. Others are rare, or start programs (EPS)."""
+"""Formats that are read if this Pillow supports them. Others are rare, or start programs (EPS)."""
 _SENT_AS_IS = {"PNG", "JPEG", "WEBP"}
 _LOSSY = {"JPEG", "MPO", "WEBP", "AVIF", "JPEG2000"}
 _PLAIN_MODES = {"RGB", "L"}
@@ -28,9 +28,9 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 def sendable(content: bytes, max_pixels: int | None) -> bytes:
-    """Return a picture's file as it is sent; raises BadFileError.
+    """Return a picture's file in the form that is sent; raises BadFileError.
 
-    The file stays as it is where nothing has to be changed. An animated picture becomes its first frame.
+    A file that needs no change stays as it is. An animated picture becomes its first frame.
     """
     Image.init()
     formats = [name for name in _FORMATS if name in Image.OPEN]
@@ -65,7 +65,7 @@ def _checked(image: Any, content: bytes, max_pixels: int | None) -> bytes:
 
 
 def _scale_to(width: float, height: float, max_pixels: int | None) -> float:
-    """Return the factor by which a picture becomes smaller; 1 where it may stay."""
+    """Return the factor by which a picture is scaled down; 1 if it is small enough."""
     return 1.0 if max_pixels is None else min(1.0, math.sqrt(max_pixels / (width * height)))
 
 
@@ -77,7 +77,7 @@ def _is_upright(image: Any) -> bool:
 
 
 def _plain(image: Any) -> Any:
-    """Return a picture in RGB or 8 bits of grey, on white where it is transparent."""
+    """Return a picture in RGB or 8-bit grey, with white in place of transparency."""
     if image.mode.startswith("I"):  # 16 bits, or 32
         image = image.convert("I")
         _, most = image.getextrema()
@@ -93,7 +93,7 @@ def _plain(image: Any) -> Any:
 
 
 def _encoded(image: Image.Image, *, lossy: bool = False) -> bytes:
-    """Return a picture in RGB or grey as a file: JPEG where it was lossy before, else PNG."""
+    """Return a picture as a file: JPEG if it was lossy before, else PNG."""
     stream = io.BytesIO()
     if lossy:
         image.save(stream, "JPEG", quality=QUALITY, subsampling=0)
@@ -105,7 +105,7 @@ def _encoded(image: Image.Image, *, lossy: bool = False) -> bytes:
 def page_images(content: bytes, pages: str, dpi: float, max_pixels: int | None) -> Iterator[bytes]:
     """Yield pages of a document as PNG files; raises BadFileError.
 
-    Of a range those pages are taken that the document has; it must have the first one.
+    A range may go beyond the end of the document, but its first page must exist.
     """
     import pypdfium2  # noqa: PLC0415 - only for documents
 

@@ -1,6 +1,6 @@
 """Reads the tokenizer files of a model, and renders its chat template like SGLang 0.5.23, in a sandbox.
 
-A template is code that comes with a model, from anyone: the sandbox lets it make a text and nothing else.
+A template is code from whoever published the model: the sandbox lets it produce text and nothing else.
 """
 
 import json
@@ -29,12 +29,12 @@ apply_chat_template and of SGLang's chat endpoint."""
 
 
 _BEGINNING = 64
-"""Characters of a text that tell its first token."""
+"""Characters of a text that determine its first token."""
 _CONFIG = "tokenizer_config.json"
 
 
 class ChatTemplate:
-    """A compiled chat template, which turns messages into the text of the prompt."""
+    """A compiled chat template, which renders messages as the text of a prompt."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Compile the template; raises CannotTokenizeError.
@@ -53,7 +53,7 @@ class ChatTemplate:
         arguments: Mapping[str, Any] | None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Return the prompt's text up to the assistant's answer; raises RowRefusedError where that fails."""
+        """Return the prompt's text up to the assistant's answer; raises RowRefusedError if that fails."""
         values = {**self._special_tokens, **(arguments or {})}
         try:
             return self._template.render(
@@ -64,10 +64,10 @@ class ChatTemplate:
             raise RowRefusedError(f"chat template: {' '.join(reason.split())}") from None
 
     def refuse_failing(self, body: Mapping[str, Any]) -> None:
-        """Raise RowRefusedError for the body of a chat of which the template makes no prompt in SGLang.
+        """Raise RowRefusedError for the body of a chat that the template fails to render in SGLang.
 
-        A chat whose prompt depends on more than this template and the body is not tried. A template that
-        fails with tools in OpenAI's form gets their functions alone.
+        A chat whose prompt depends on more than this template and the body is not rendered. If a template
+        fails with tools in OpenAI's form, it is rendered again with their functions alone, as SGLang does.
         """
         arguments = dict(body.get("chat_template_kwargs") or {})
         arguments.pop("spaces_between_special_tokens", None)
@@ -85,7 +85,7 @@ class ChatTemplate:
 
 
 def _messages_shown(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the messages of a chat as SGLang gives them to a template; None for contents in parts."""
+    """Return the messages of a chat as SGLang passes them to a template; None for contents in parts."""
     messages: list[dict[str, Any]] = []
     for message in body["messages"]:
         fields = {name: value for name, value in message.items() if value is not None}
@@ -109,7 +109,7 @@ def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tools_shown(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the tools of a chat as SGLang gives them to a template."""
+    """Return the tools of a chat as SGLang passes them to a template."""
     tools, choice = body.get("tools") or [], body.get("tool_choice")
     if isinstance(choice, Mapping):
         tools = [tool for tool in tools if tool["function"]["name"] == choice["function"]["name"]]
@@ -120,12 +120,12 @@ def _tools_shown(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def has_chat_template(directory: Path) -> bool:
-    """Tell whether the files of a model have a chat template."""
+    """Tell whether a model directory has a chat template."""
     return bool(_source_in(directory))
 
 
 def load_chat_template(directory: Path) -> ChatTemplate:
-    """Load the chat template of a model directory, of several the first.
+    """Load the chat template of a model directory, the first one if it has several.
 
     `chat_template.jinja` wins over `chat_template` in tokenizer_config.json. Raises CannotTokenizeError.
     """
@@ -147,7 +147,7 @@ def _source_in(directory: Path) -> Any:
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts of the special tokens in a configuration, by name.
 
-    It gives them as texts or as `{"content": …}`.
+    The configuration writes them as texts or as `{"content": …}`.
     """
     texts = {}
     for name, value in config.items():
@@ -190,7 +190,7 @@ def _raise(message: str) -> None:
 
 
 def added_twice(tokenizer: Any, text: str) -> str | None:
-    """Return the token that a tokenizer puts before a text which begins with it; None for none."""
+    """Return the token that a tokenizer adds to a text that begins with it already; None if it adds none."""
     added = tokenizer.encode("", add_special_tokens=True).ids[:1]
     begin = tokenizer.encode(text[:_BEGINNING], add_special_tokens=False).ids[:1]
     return str(tokenizer.id_to_token(added[0])) if added and added == begin else None

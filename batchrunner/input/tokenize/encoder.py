@@ -1,4 +1,4 @@
-"""Tokenizes the prompts of requests as SGLang would, and truncates those that are too long."""
+"""Tokenizes prompts as SGLang does, and truncates those that are too long."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from batchrunner.core.types import Outcome, PromptKind, Request
 from batchrunner.input.tokenize.chat_template import load_chat_template, load_tokenizer
 
 Truncation = Literal["head", "tail", "middle"]
-"""The part of a prompt that is cut off, from `prompt.truncate`."""
+"""The part of a prompt that is truncated (`prompt.truncate`)."""
 Ids = list[int] | RowRefusedError
 """Token ids of a prompt, or why it has none."""
 Offsets = list[tuple[int, int]]
@@ -17,7 +17,7 @@ Offsets = list[tuple[int, int]]
 _BEGIN: Mapping[Truncation, Callable[[int], int]] = {
     "head": lambda _keep: 0, "tail": lambda keep: keep, "middle": lambda keep: keep // 2,
 }  # fmt: skip
-"""How many of the tokens that are kept are those at the beginning."""
+"""Number of tokens from the beginning, of the tokens to keep."""
 _ROLES = {"system", "user", "assistant"}
 
 
@@ -25,9 +25,9 @@ class TokenBudget(NamedTuple):
     """The engine's limits, in tokens; None where it reports none."""
 
     context: int | None
-    """Most tokens of prompt and output together."""
+    """Most tokens of prompt and output together (context length)."""
     longest_prompt: int | None = None
-    """Tokens that a prompt must stay below."""
+    """Number that the tokens of a prompt must stay below."""
 
 
 class Encoder:
@@ -42,10 +42,10 @@ class Encoder:
         *,
         chat_sampling: Mapping[str, Any] | None = None,
     ) -> None:
-        """Load the files of a model; without a `directory` prompts are token ids already.
+        """Load the tokenizer of a model directory; without one, prompts are token ids already.
 
-        `chat_sampling` are sampling parameters that SGLang's chat endpoint would add to a request. Raises
-        CannotTokenizeError where a file cannot be used.
+        `chat_sampling` are the sampling parameters that SGLang's chat endpoint would add to a request. Raises
+        CannotTokenizeError if a file cannot be used.
         """
         self._kind = kind
         self._backend: Any = None if directory is None else load_tokenizer(directory)
@@ -55,7 +55,7 @@ class Encoder:
         self._chat_sampling = chat_sampling or {}
 
     def can_encode(self, request: Request) -> bool:
-        """Return whether `encode` tokenizes this request; others pass unchanged, for the engine to do it."""
+        """Tell whether `encode` tokenizes this request; the engine tokenizes the others."""
         if request.kind != self._kind or request.media or request.tools:
             return False
         if self._kind != "messages":
@@ -64,7 +64,7 @@ class Encoder:
         return plain and request.prompt[-1]["role"] != "assistant"
 
     def encode(self, requests: Sequence[Request]) -> list[Request | Outcome]:
-        """Return the requests with token ids as prompts; a row that cannot be sent becomes an Outcome."""
+        """Return the requests with token ids as prompts, or an Outcome for a row that cannot be sent."""
         done: list[Request | Outcome] = [*requests]
         encodable = [n for n, request in enumerate(requests) if self.can_encode(request)]
         for n, ids in zip(encodable, self.token_ids([requests[n] for n in encodable]), strict=True):
@@ -88,7 +88,7 @@ class Encoder:
         return [next(encoded) if isinstance(text, str) else text for text in texts]
 
     def prompt_text(self, request: Request) -> str | RowRefusedError:
-        """Return the text to tokenize, or why the chat template makes none."""
+        """Return the text to tokenize, or the error of the chat template."""
         if self._chat is None:
             return str(request.prompt)
         try:
@@ -98,7 +98,7 @@ class Encoder:
             return _refusal(failure)
 
     def _encoded(self, texts: Sequence[str], *, special: bool) -> list[Ids]:
-        """Return the token ids of each text, or an error where it cannot be encoded (unpaired surrogate)."""
+        """Return the token ids of each text, or an error if it cannot be encoded (unpaired surrogate)."""
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=special)
         except Exception as failure:  # noqa: BLE001 - TypeError, or Exception itself
@@ -116,7 +116,7 @@ class Encoder:
         )
 
     def _fitted(self, request: Request, ids: Ids) -> list[int]:
-        """Return token ids that are not too long; raises RowRefusedError where that is impossible."""
+        """Return token ids that fit the budget; raises RowRefusedError if that is impossible."""
         if isinstance(ids, RowRefusedError):
             raise ids
         context, longest = self._budget
@@ -138,7 +138,7 @@ class Encoder:
         return self._truncated(request, len(ids), limit, self._truncation)
 
     def _truncated(self, request: Request, length: int, limit: int, truncation: Truncation) -> list[int]:
-        """Truncate the text and tokenize it again, so that the tokens are those of a shorter row."""
+        """Truncate the text and tokenize it again, so that the tokens are those of the shorter text."""
         text = _truncatable(request)
         offsets = self._backend.encode(text, add_special_tokens=False).offsets if limit > 0 else []
         keep = len(offsets) - (length - limit)
@@ -156,7 +156,7 @@ class Encoder:
 
 
 def truncate_tokens(tokens: Sequence[int], keep: int, truncation: Truncation) -> list[int]:
-    """Return `keep` of the tokens, with the others cut off at the head, the tail or the middle."""
+    """Return `keep` of the tokens, truncated at the head, the tail or in the middle."""
     if keep >= len(tokens):
         return [*tokens]
     begin = _BEGIN[truncation](keep)
@@ -164,14 +164,14 @@ def truncate_tokens(tokens: Sequence[int], keep: int, truncation: Truncation) ->
 
 
 def truncate_text(text: str, offsets: Offsets, keep: int, truncation: Truncation) -> str:
-    """Return the text of about `keep` of its tokens, in whole characters; `offsets` are those of the text."""
+    """Return the text of about `keep` tokens, in whole characters; `offsets` are those of all its tokens."""
     begin = _BEGIN[truncation](keep)
     first = text[: offsets[begin - 1][1]] if begin else ""
     return first + (text[offsets[len(offsets) - (keep - begin)][0] :] if begin < keep else "")
 
 
 def _truncatable(request: Request) -> str:
-    """Return the text that may be truncated: that of the last user message, or the whole prompt."""
+    """Return the text that may be truncated: the last user message, or the whole prompt."""
     if request.kind == "text":
         return str(request.prompt)
     users = [message["content"] for message in request.prompt if message["role"] == "user"]
@@ -187,7 +187,7 @@ def _with_text(request: Request, text: str) -> Request:
 
 
 def _refusal(failure: Exception, text: str = "") -> RowRefusedError:
-    """Return any failure as the refusal of its row."""
+    """Return a failure as the error that refuses its row."""
     if isinstance(failure, RowRefusedError):
         return failure
     try:
@@ -198,7 +198,7 @@ def _refusal(failure: Exception, text: str = "") -> RowRefusedError:
 
 
 def _is_plain(message: Any) -> bool:
-    """Return whether a message has a role that every chat template knows, a text, and nothing else."""
+    """Tell whether a message has a role that every chat template knows, a text, and nothing else."""
     if not isinstance(message, dict):  # a null
         return False
     fields = {name: value for name, value in message.items() if value is not None}
