@@ -106,7 +106,7 @@ class StageCall:
         new_names = {f"{self.prefix}{name}" for name in result_names if name != "row"}
         if duplicates := [name for name in names_to_keep if name in new_names]:
             raise JobError(
-                f"the data set has a column {duplicates[0]!r}, and so do the results",
+                f"the dataset has a column {duplicates[0]!r}, and so do the results",
                 hint='give a prefix for the names of the results, such as prefix="answer_"',
             )
 
@@ -123,21 +123,21 @@ class PendingBlock:
 
 
 class BlockOutlet:
-    """Collects the outcomes of a stream by block. `add` is thread-safe."""
+    """Collects the outcomes of a stream by block. `open_block` is thread-safe."""
 
     def __init__(self) -> None:
         self._blocks: deque[PendingBlock] = deque()  # in the order of rows
         self._lock = threading.Lock()
         self._rows = 0
-        self._ended = False
+        self._is_closed = False
 
-    def add(self, rows: int) -> PendingBlock:
+    def open_block(self, rows: int) -> PendingBlock:
         """Return a new block of the next rows."""
         with self._lock:
             block = PendingBlock(range(self._rows, self._rows + rows))
             block.done.set_running_or_notify_cancel()  # A caller that is cancelled must not cancel it.
             self._rows += rows
-            if self._ended:
+            if self._is_closed:
                 block.done.set_result(None)
             else:
                 self._blocks.append(block)
@@ -158,7 +158,7 @@ class BlockOutlet:
     def end(self) -> None:
         """Complete the pending blocks without outcomes."""
         with self._lock:
-            self._ended = True
+            self._is_closed = True
             while self._blocks:
                 self._blocks.pop().done.set_result(None)
 
@@ -199,8 +199,8 @@ class BlockStream:
         if not block.num_rows:
             return self._with_answers(block, [])
         async with self._order:
-            sent = await asyncio.to_thread(self._feed, block)
-        outcomes = await asyncio.wrap_future(sent.done)
+            pending = await asyncio.to_thread(self._feed, block)
+        outcomes = await asyncio.wrap_future(pending.done)
         if outcomes is None:
             await self._running.wait_async()
             raise BatchrunError("the stream ended before its rows did")
@@ -215,11 +215,11 @@ class BlockStream:
     def _feed(self, block: pa.Table) -> PendingBlock:
         """Pass on the rows of a block as there is room, until the stream ends. Blocks."""
         with self._feeding:
-            sent = self._outlet.add(block.num_rows)
+            pending = self._outlet.open_block(block.num_rows)
             for batch in block.to_batches(max_chunksize=MOST_ROWS):
                 if not self._buffer.put(batch):
                     break
-            return sent
+            return pending
 
     def _with_answers(self, block: pa.Table, outcomes: list[Outcome]) -> pa.Table:
         """Return the rows of a block beside their answers."""
@@ -261,7 +261,7 @@ class EngineWorker:
         try:
             return await stream.answer(batch)
         except BatchrunError:
-            await self._leave(stream)
+            await self._discard(stream)
             raise
 
     def __del__(self) -> None:
@@ -270,7 +270,7 @@ class EngineWorker:
             self._stream.close()
         self._stack.close()
 
-    async def _leave(self, stream: BlockStream) -> None:
+    async def _discard(self, stream: BlockStream) -> None:
         """Close a failed stream: a pipeline that ignores failed blocks continues with a new stream."""
         if self._stream is stream:
             self._stream = None
