@@ -1,6 +1,7 @@
 """Read the situation of a run, which may still be running, from its event logs and its engines' logs."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -186,19 +187,25 @@ class ServerWatch:
     def __init__(self, run_dir: RunDir, url: str, log: Path, since: int) -> None:
         """Read its log from the byte `since` on."""
         self._run_dir, self._url, self._log_path, self._at = run_dir, url, log, since
-        self._client = _client(require_run_json(run_dir))
         self._log = LogReader()
         self.begin()
+
+    @functools.cached_property
+    def _client(self) -> ClientActivity:
+        """What the client does; read with the first load sample, shortly before which run.json is written."""
+        return _client(require_run_json(self._run_dir))
 
     def begin(self) -> None:
         """Begin a new window: steady work begins once as many rows have ended as run at once."""
         self._load = Series()
-        self._reader = _WorkerReader("", self._load, self._client)
+        self._reader: _WorkerReader | None = None
         self._first: Mapping[str, Any] | None = None
         """Last load sample before the steady work."""
 
     def take(self, sample: Mapping[str, Any]) -> None:
         """Add a load sample, and the lines that the server has logged since the last one."""
+        if self._reader is None:
+            self._reader = _WorkerReader("", self._load, self._client)
         self._reader.add(sample, self._url)
         if self._first is None or not self._load.counted:
             self._first, self._log.series = sample, Series()
