@@ -198,7 +198,7 @@ def test_a_discard_that_did_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         run_job(job, tmp_path, "--fresh", code=1)
     assert "--fresh was stopped while it discarded this run" in batchrun("merge", tmp_path / "run").stderr
     result = run_job(job, tmp_path, "--join")
-    assert "discards what an earlier start with --fresh left" in result.stderr
+    assert "discards the rest of what an earlier --fresh left" in result.stderr
     rows_once(job, 300)
 
 
@@ -225,6 +225,6 @@ def test_a_start_that_wakes_late(tmp_path: Path, option: str) -> None:
         before = results_of(job)
         server.owner = tmp_path / "run" / "tasks" / "main" / "owner"
         result = run_job(job, tmp_path, option, code=1)
-    assert "on elsewhere took this task over: what is stored is kept" in result.stderr
+    assert "on elsewhere took this task over; stored rows are kept" in result.stderr
     assert results_of(job) == before
     assert list((tmp_path / "run" / "merged").glob("*.parquet"))
