@@ -5,7 +5,6 @@ from pathlib import Path
 
 from batchrunner.input.files import names_run
 from batchrunner.job.output import StorageSpec
-from batchrunner.output.merge import merge_finished_run
 from batchrunner.output.run_dir import look_at_run
 
 
@@ -27,5 +26,7 @@ def with_merged_results(
 
 def _merged_directory(path: str, storage: StorageSpec) -> str:
     """Return where the merged results of a run lie; they are merged unless they are already."""
+    from batchrunner.output.merge import merge_finished_run  # noqa: PLC0415 - only for such an input
+
     merge_finished_run(look_at_run(path, storage), path)
     return f"{path}/merged"

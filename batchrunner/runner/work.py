@@ -22,11 +22,11 @@ from batchrunner.output.task_lock import TaskLock
 from batchrunner.runner.control import Control
 from batchrunner.runner.plan import Discard, RunState, StartOptions, plan_run
 from batchrunner.runner.prepare import PreparedJob, check_resumes, leave, new_task, prepare
-from batchrunner.runner.reuse import Reuse
 from batchrunner.runner.rows import FixedRows, TaskRows
 
 if TYPE_CHECKING:
     from batchrunner.output.turns import TurnStore
+    from batchrunner.runner.reuse import Reuse
 
 
 @dataclass(kw_only=True)
@@ -72,6 +72,8 @@ class WorkFinder:
         prepared, run_dir, start = self.prepared, self.prepared.run_dir, self.start
         reuse = None
         if prepared.job.output.reuse is not None and not start.join:
+            from batchrunner.runner.reuse import Reuse  # noqa: PLC0415 - only for such jobs
+
             reuse = Reuse(prepared, self.control)  # raises before anything is discarded
         with writing(run_dir.path):
             for directory in (run_dir.path, run_dir.tasks, run_dir.parts, run_dir.leases):
