@@ -465,8 +465,11 @@ class Reorderer:
     def _is_full(self, unread: int, *, is_shared: bool) -> bool:
         if self._distance is None and self._lengths is None and not (self._dedupe or self._by_length):
             return True
-        is_end = unread <= LAST_ROWS and self._lengths is not None
-        limit = SHARED_ROWS if is_shared else WINDOW_ROWS + LAST_ROWS if is_end else WINDOW_ROWS
+        limit = WINDOW_ROWS
+        if is_shared:
+            limit = SHARED_ROWS
+        elif unread <= LAST_ROWS and self._lengths is not None:
+            limit += LAST_ROWS
         return (len(self._window) >= limit and unread > 0) or self._window_bytes >= WINDOW_BYTES
 
     def _ordered(self, *, last: bool) -> Iterator[list[PendingRow | PrimeTask | Outcome]]:

@@ -148,7 +148,7 @@ class Dataset:
         for file in self.files:
             partitions = [pa.field(*item) for item in in_paths.items() if item[0] not in file.schema.names]
             self._paths_by_schema.setdefault(pa.schema([*file.schema, *partitions]), file.path)
-        self._conflicts: dict[str, str] = {}  # why a column has no type that holds the values of all files
+        self._conflicts: dict[str, str] = {}  # columns without a common type, and why
         self.schema = self._common_schema()
         """All columns. A column without a common type has that of the first file."""
         self.partition_types = {name: self.schema.field(name).type for name in in_paths}

@@ -86,7 +86,10 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
     stored = [read_done(task) for task in run_dirs]
     samples = [last_sample(task.events) for task in run_dirs]
     holders = holders_of(list(zip(run_dirs, samples, strict=True)), watch=watch)
-    tasks = list(map(_task, run_dirs, stored, samples, holders))
+    tasks = [
+        _task(run_dir=worker, done=done, sample=sample, holder=holder)
+        for worker, done, sample, holder in zip(run_dirs, stored, samples, holders, strict=True)
+    ]
     leases = Leases(run_dir.leases)
     leases.refresh()
     now = [task.last_sample for task in tasks if task.last_sample]
@@ -95,7 +98,9 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
     )
     on_disk = len(BitMap64().union(*(done.rows for done in stored)))  # a row of two workers counts once
     running = [task.running for task in tasks if task.running]
-    total = facts["rows_total"] if facts else leases.plan.rows_total if leases.plan else None
+    total = leases.plan.rows_total if leases.plan else None
+    if facts:
+        total = facts["rows_total"]
     return RunStatus(
         path=run_dir.name,
         running=", ".join(running) or None,

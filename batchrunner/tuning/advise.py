@@ -96,6 +96,6 @@ def advise_run(run: Path) -> AdviceReport:
 def config_of(facts: Facts) -> dict[str, Any]:
     """Return the model's config.json, where the server's arguments name a model that is on this machine."""
     model, revision = facts.arguments.get("model_path"), facts.arguments.get("revision")
-    return (
-        read_config(model, revision if isinstance(revision, str) else None) if isinstance(model, str) else {}
-    )
+    if not isinstance(model, str):
+        return {}
+    return read_config(model, revision if isinstance(revision, str) else None)

@@ -187,7 +187,7 @@ class TrialWatch:
         return None
 
     def measured_span(self, end: TrialProgress) -> tuple[TrialProgress, TrialProgress]:
-        """Return the begin and the end of the part of a trial that counts.
+        """Return the progress at the beginning and at the end of the part of a trial that counts.
 
         The drain does not count. Where steady time is too short, the whole trial counts.
         """

@@ -57,7 +57,7 @@ def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> M
     gpus_a_replica, replicas = cards_of(engine.args), getattr(job.engine, "replicas", 1)
     count = 0 if cpu else len(gpus(engine.env)) or len(gpu_cards)
     if isinstance(replicas, int) and replicas > 1:
-        count = replicas * gpus_a_replica  # The job itself says how many GPUs it takes.
+        count = replicas * gpus_a_replica  # the GPUs that the job uses, of however many there are
     return Machine(
         flags=installed(engine.python, engine.env),
         cpu=cpu,

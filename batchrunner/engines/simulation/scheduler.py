@@ -482,7 +482,7 @@ class Scheduler:
         )
 
     def _advance(self, steps: int) -> list[SimulatedRequest]:
-        """Give each running sample `steps` tokens, for which there is room; return those at their end."""
+        """Give each running sample `steps` tokens; return the samples that end. The pool must have room."""
         tokens = steps * self.running
         self.pool.free_tokens -= tokens
         self.context_tokens += tokens

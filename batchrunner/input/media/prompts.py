@@ -256,7 +256,7 @@ def _conversation(
 
 
 def _bare_kind(part: Any) -> str | None:
-    """Return the kind of file that a part without a file stands for, as in chats of Hugging Face."""
+    """Return the kind of file that a placeholder (`{"type": "image"}`) stands for; None for other parts."""
     values = [name for name, value in part.items() if name != "type" and value]
     return part["type"] if part["type"] in KINDS and not values else None
 

@@ -194,7 +194,7 @@ class TimeAxis:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The load of a run on a common grid."""
+    """The load of all workers of a run, at common points in time."""
 
     axis: TimeAxis
     places: list[float] = field(default_factory=list)

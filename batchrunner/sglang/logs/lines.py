@@ -336,7 +336,10 @@ def _out_of_memory(line: str) -> OutOfMemory | None:
 def _quantised(line: str) -> str | None:
     """Read `quant=fp8`. Older releases log `dtype=` instead, for quantised weights too: then None."""
     match = _QUANTISED.search(line)
-    return match[1] if match else None if "dtype=" in line or "type=" not in line else ""
+    if match:
+        return match[1]
+    is_unquantised = "type=" in line and "dtype=" not in line
+    return "" if is_unquantised else None
 
 
 def _arguments(text: str) -> Arguments:
