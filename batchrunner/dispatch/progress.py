@@ -192,18 +192,18 @@ class LoadSummary:
 class AttemptProgress:
     """What a run has done so far: samples of it, and what report.json says of load and incidents."""
 
-    _rows: RowSource
-    _done: DoneRows
+    rows: RowSource
+    done: DoneRows
     """Rows of earlier attempts."""
-    _counts: RowCounts
-    """Those of this one."""
-    _routes: Routes
-    _concurrency: ConcurrencyLimits
-    _backlog: Backlog
-    _engine: Engine
-    _events: EventLog
+    counts: RowCounts
+    """Counts of this attempt."""
+    routes: Routes
+    concurrency: ConcurrencyLimits
+    backlog: Backlog
+    engine: Engine
+    events: EventLog
     began: float
-    """Time of its begin, in seconds of the monotonic clock."""
+    """Start of the attempt, in seconds of the monotonic clock."""
     task: str
     """Task of the job."""
     rollouts: Rollouts | None = None
@@ -213,7 +213,7 @@ class AttemptProgress:
 
     def __post_init__(self) -> None:
         """Count nothing yet."""
-        self.load = LoadSummary(self._concurrency)
+        self.load = LoadSummary(self.concurrency)
         self._rates = Rates(self.began, counts=4)
         self._time_left = TimeLeft(self.began, self.row_s)
         self._token_rates = defaultdict[str, Rates](lambda: Rates(self.began, counts=1))  # by scheduler
@@ -228,22 +228,22 @@ class AttemptProgress:
 
     def write_incidents(self) -> None:
         """Write what happened to the engine's servers since the last call to the event log."""
-        for incident in self._engine.incidents():
+        for incident in self.engine.incidents():
             values = {"who": incident.who, "why": incident.why, **incident.facts}
-            self._events.write(f"engine_{incident.what}", **values)
+            self.events.write(f"engine_{incident.what}", **values)
             if incident.what in REPORTED:
                 self.incidents.append({"what": incident.what, **values})
 
     def sample(self, loads: Sequence[SchedulerLoad], now: float) -> RunSample:
         """Return the state of the run; `loads` is the newest load sample."""
-        counts, concurrency = self._counts, self._concurrency
+        counts, concurrency = self.counts, self.concurrency
         rows_s, output_s, prompt_s, cached_s = self._rates.update(
             now, (counts.own, counts.output_tokens, counts.prompt_tokens, counts.cached_tokens)
         )
-        total, done = self._rows.total, len(self._done) + counts.done
-        stopping, in_flight = self._backlog.is_stopping, self._routes.in_flight
+        total, done = self.rows.total, len(self.done) + counts.done
+        stopping, in_flight = self.backlog.is_stopping, self.routes.in_flight
         left_s = self._time_left.update(now, counts.own, in_flight, total - done)
-        earlier = self._done.counts_of_failed, self._done.counts_of_answered
+        earlier = self.done.counts_of_failed, self.done.counts_of_answered
         background = self.load.background
         bands = {}
         if not background:
@@ -263,10 +263,10 @@ class AttemptProgress:
             output_tokens=counts.output_tokens,
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=counts.cached_tokens,
-            window=self._routes.window,
+            window=self.routes.window,
             in_flight=in_flight,
-            resting=self._backlog.waiting,
-            unsent=self._backlog.unsent,
+            resting=self.backlog.waiting,
+            unsent=self.backlog.unsent,
             retractions=concurrency.retractions,
             signals=self._signals(loads, now),
             bands=bands,
@@ -278,7 +278,7 @@ class AttemptProgress:
 
     def _signals(self, loads: Sequence[SchedulerLoad], now: float) -> list[SchedulerSample]:
         """Return each scheduler's load, its window, its load state, and the rates of a route of its own."""
-        concurrency = self._concurrency
+        concurrency = self.concurrency
         samples = {load.scheduler: SchedulerSample.of(load) for load in loads}
         for name, scheduler in concurrency.schedulers.items():
             sample, route = samples.get(name), scheduler.route

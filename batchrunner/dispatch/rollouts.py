@@ -173,27 +173,27 @@ class RolloutProcess(HookProcess):
 class Rollouts:
     """The rollouts of a run: opens rows, sends what they ask, and makes outcomes of what they return."""
 
-    _job: Job
-    _source: RowSource
-    _functions: HookPool
-    _tokenizer: RowTokenizer
-    _backlog: Backlog
-    _routes: Routes
-    _results: ResultSink
-    _store: TurnStore | None
+    job: Job
+    source: RowSource
+    functions: HookPool
+    tokenizer: RowTokenizer
+    backlog: Backlog
+    routes: Routes
+    results: ResultSink
+    store: TurnStore | None
     """Where answers are stored; None where nothing is, as of a program's rows."""
     turns: int = 0
     """Requests of rollouts that were answered, without those that were stored."""
 
     def __post_init__(self) -> None:
         """Open no row yet."""
-        self._limits = self._job.limits
-        self._label = f"{ROLLOUT}: {self._functions.facts[ROLLOUT].name}"
-        self._taken = {*RESULT_COLUMNS, *ROLLOUT_COLUMNS, *self._job.input.carried_names} - {TURNS}
+        self._limits = self.job.limits
+        self._label = f"{ROLLOUT}: {self.functions.facts[ROLLOUT].name}"
+        self._taken = {*RESULT_COLUMNS, *ROLLOUT_COLUMNS, *self.job.input.carried_names} - {TURNS}
         self._open: set[Rollout] = set()
         self._starting: set[Rollout] = set()
         self._processes: list[RolloutProcess] = []
-        self._alone = asyncio.Semaphore(self._functions.most_processes)
+        self._alone = asyncio.Semaphore(self.functions.most_processes)
         self._numbers = count(1)
         self._says_blocked = False
 
@@ -224,26 +224,26 @@ class Rollouts:
             async with asyncio.TaskGroup() as self._group:
                 self._group.create_task(self._watch())
                 await self._open_all()
-                self._backlog.finish_reading()
+                self.backlog.finish_reading()
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:
             await asyncio.gather(*(asyncio.to_thread(process.close) for process in self._processes))
 
     async def _open_all(self) -> None:
-        batches = self._source.batches()
-        while not self._backlog.is_stopping:
+        batches = self.source.batches()
+        while not self.backlog.is_stopping:
             batch = await asyncio.to_thread(next, batches, None)
             if batch is None:
                 return
             for item in batch:
                 if isinstance(item, Outcome):  # the row cannot be read
-                    await self._results.put(item)
+                    await self.results.put(item)
                     continue
-                ahead = max(LEAST_AHEAD, int(self._routes.window * AHEAD_SHARE))
-                await self._backlog.wait_for_room(ahead, self._coming)
-                if not self._backlog.is_stopping:
-                    self._backlog.expect(1)
+                ahead = max(LEAST_AHEAD, int(self.routes.window * AHEAD_SHARE))
+                await self.backlog.wait_for_room(ahead, self._coming)
+                if not self.backlog.is_stopping:
+                    self.backlog.expect(1)
                     rollout = Rollout(item)
                     self._open.add(rollout)
                     self._starting.add(rollout)
@@ -256,8 +256,8 @@ class Rollouts:
     async def _solve(self, rollout: Rollout) -> None:
         """Run the function of a row, and store what it returned. Raises StorageError."""
         began = time.monotonic()
-        if self._store is not None:
-            for key, outcome in self._store.take(rollout.request.ref).items():
+        if self.store is not None:
+            for key, outcome in self.store.take(rollout.request.ref).items():
                 rollout.answers[key] = asyncio.get_running_loop().create_future()
                 rollout.answers[key].set_result(outcome)
         rows, error = await self._result_of(rollout)
@@ -265,8 +265,8 @@ class Rollouts:
         await self._forget(rollout, is_done=error is None)
         self._open.discard(rollout)
         self._starting.discard(rollout)
-        await self._backlog.end(PendingRow(rollout.request), outcome)
-        self._backlog.wake()
+        await self.backlog.end(PendingRow(rollout.request), outcome)
+        self.backlog.wake()
 
     async def _forget(self, rollout: Rollout, *, is_done: bool = False) -> None:
         """Drop the answers of a rollout, also those that are stored, and what it waits for."""
@@ -274,8 +274,8 @@ class Rollouts:
             answer.cancel()
         rollout.answers.clear()
         rollout.group = None
-        if not is_done and self._store is not None:
-            await self._store.drop(rollout.request.ref.row)
+        if not is_done and self.store is not None:
+            await self.store.drop(rollout.request.ref.row)
 
     async def _result_of(self, rollout: Rollout) -> Result:
         """Return what the function of a row makes.
@@ -318,12 +318,12 @@ class Rollouts:
         """Return a new process where all have many rollouts, else the loaded one with the fewest."""
         shared = [process for process in self._processes if process.is_shared]
         are_busy = all(len(process.rollouts) >= ROWS_A_PROCESS for process in shared)
-        if are_busy and len(shared) < self._functions.most_processes:
+        if are_busy and len(shared) < self.functions.most_processes:
             return self._new_process(is_shared=True)
         return min(shared, key=lambda each: (not each.is_loaded.is_set(), len(each.rollouts)))
 
     def _new_process(self, *, is_shared: bool) -> RolloutProcess:
-        process = RolloutProcess(self._functions.setup, is_shared=is_shared)
+        process = RolloutProcess(self.functions.setup, is_shared=is_shared)
         self._processes.append(process)
         self._group.create_task(self._listen(process))
         return process
@@ -379,7 +379,7 @@ class Rollouts:
         ref = rollout.request.ref
         try:
             request = _request_of(rollout.request, **json.loads(text))
-            (ready,) = await self._tokenizer.tokenize([request])
+            (ready,) = await self.tokenizer.tokenize([request])
         except (RowRefusedError, RecursionError) as refusal:
             return Outcome(ref=ref, completion=None, error=str(refusal), latency_s=None, attempts=0)
         if isinstance(ready, Outcome):  # it cannot be tokenised, or is too long
@@ -389,11 +389,11 @@ class Rollouts:
         row = PendingRow(ready, prompt_bytes=len(text), answers=answers, turn=turn)
         row.group = rollout.group = rollout.group or PrefixGroup(row)
         self._starting.discard(rollout)
-        self._backlog.add(row)
-        self._backlog.wake()
+        self.backlog.add(row)
+        self.backlog.wake()
         outcome = await turn.outcome
-        if self._store is not None:
-            await self._store.put(key, outcome)
+        if self.store is not None:
+            await self.store.put(key, outcome)
         self.turns += 1
         return outcome
 
@@ -416,7 +416,7 @@ class Rollouts:
                     process.kill()
                 if process.is_loaded.is_set():
                     self._starting.difference_update(process.rollouts.values())
-            self._backlog.wake()
+            self.backlog.wake()
 
 
 def _request_of(base: Request, prompt: Any, tools: Any, sampling: dict[str, Any]) -> Request:

@@ -262,14 +262,14 @@ def prepare_order(
     job_input: JobInput,
     rows: BitMap64,
     directory: Path,
-    token: str,
+    writer: str,
     check_stop: Callable[[], None],
     *,
     replace: bool = True,
 ) -> tuple[Path | None, OrderDecision]:
     """Decide on the order of these rows and sort them; return the path of the sorted copy and the decision.
 
-    The path is None for input order. The copy is written to `directory` with `token` in its name; `replace`
+    The path is None for input order. The copy is written to `directory` with `writer` in its name; `replace`
     deletes earlier copies there. `check_stop` is called regularly, and may raise to end the sort. Raises
     InputError, or OutputError if the disk is full and `order` is not `auto`.
     """
@@ -278,7 +278,7 @@ def prepare_order(
     decision = decide_order(job_input, rows, check_stop)
     if decision.order == "input" or not rows:
         return None, decision
-    path = directory / f"order-{token}.parquet"
+    path = directory / f"order-{writer}.parquet"
     began = time.monotonic()
     log.info("sorting %s rows", f"{len(rows):,}")
     about = {

@@ -382,7 +382,12 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
             return
         remove_sorted_copies(main.task_directory)
         path, choice = prepare_order(
-            prepared, rows, leases.directory, lock.token, control.check, replace=False
+            prepared,
+            rows,
+            leases.directory,
+            writer=lock.token,
+            check_stop=control.check,
+            replace=False,
         )
         if path:
             leases.store.publish(path)

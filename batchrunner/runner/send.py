@@ -184,7 +184,9 @@ class Sending:
         self.concurrency = load_control.concurrency
         concurrency, info = self.concurrency, self.concurrency.info
         routes = Routes()
-        tokenizer = RowTokenizer(job, rows.kind, engine, info, events, functions)
+        tokenizer = RowTokenizer(
+            job=job, kind=rows.kind, engine=engine, info=info, events=events, functions=functions
+        )
         results = OutcomeSink(
             outlet=outlet,
             counts=counts,
@@ -203,7 +205,16 @@ class Sending:
         if answers.asked is not None and functions is not None:
             from batchrunner.dispatch.rollouts import Rollouts  # noqa: PLC0415 - only for such jobs
 
-            self.rollouts = Rollouts(job, rows, functions, tokenizer, self._backlog, routes, results, turns)
+            self.rollouts = Rollouts(
+                job=job,
+                source=rows,
+                functions=functions,
+                tokenizer=tokenizer,
+                backlog=self._backlog,
+                routes=routes,
+                results=results,
+                store=turns,
+            )
         self._feeder = self.rollouts or Feeder(
             source=rows,
             reorderer=self.reorderer,
@@ -216,24 +227,33 @@ class Sending:
             primes=info.yields is None,
         )
         self.bundles = BundleTotals()
-        senders = BundleSenders(job, engine, info, concurrency.passes, self.bundles, events)
+        senders = BundleSenders(
+            job=job,
+            engine=engine,
+            info=info,
+            passes=concurrency.passes,
+            totals=self.bundles,
+            events=events,
+        )
         checker = None
         if answers.checks:
             from batchrunner.dispatch.checks import AnswerChecker  # noqa: PLC0415 - only for such jobs
 
-            checker = AnswerChecker(job, answers, rows.names, tokenizer, functions)
+            checker = AnswerChecker(
+                job=job, plan=answers, columns=rows.names, tokenizer=tokenizer, functions=functions
+            )
 
         # load samples: engine → windows → progress: display and event log, `_polled`
         self._run = SendingRun(routes, self._backlog, events)
         self.progress = AttemptProgress(
-            rows,
-            done_before or DoneRows(),
-            counts,
-            routes,
-            concurrency,
-            self._backlog,
-            engine,
-            events,
+            rows=rows,
+            done=done_before or DoneRows(),
+            counts=counts,
+            routes=routes,
+            concurrency=concurrency,
+            backlog=self._backlog,
+            engine=engine,
+            events=events,
             began=began,
             task=job.task,
             rollouts=self.rollouts,

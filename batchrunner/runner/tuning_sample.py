@@ -83,7 +83,7 @@ def _blocks(prepared: PreparedJob, rows: BitMap64, blocks: int, directory: Path)
     places: Sequence[int] = [place for block in spread for place in block]
     path = None
     if decide_order(prepared, rows).order == "prefix":
-        path, _ = prepare_order(prepared, rows, directory, "tune", check_stop=lambda: None)
+        path, _ = prepare_order(prepared, rows, directory, writer="tune", check_stop=lambda: None)
     if path is None:  # input order: only these rows are read
         rows = BitMap64().union(*(rows[block.start : block.stop] for block in spread))
         places = range(len(rows))

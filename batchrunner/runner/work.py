@@ -106,7 +106,7 @@ class WorkFinder:
             discard = "nothing" if reused else discard
         place = run_dir.task_directory
         copy, order = find_sorted_copy(prepared, plan.rows, place) or prepare_order(
-            prepared, plan.rows, place, self.lock.token, self.control.check
+            prepared, plan.rows, place, writer=self.lock.token, check_stop=self.control.check
         )
         return Work(
             rows=FixedRows(prepared, plan.rows, total=plan.total, copy=copy, turns=self.turns),
