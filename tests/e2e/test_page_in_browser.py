@@ -101,13 +101,17 @@ async def test_the_charts_can_be_read_off(hostile_page: str, tmp_path: Path) -> 
     """Pointing at a chart shows the values of that moment in all of them; a click hides a line."""
     async with new_page(tmp_path / "profile") as page:
         await page.open(hostile_page, width=DESKTOP[0], height=DESKTOP[1], dark=False)
-        box = await page.run(
+        left, middle, width = await page.run(
             'document.querySelector(".plot").scrollIntoView({block: "center"}),'
-            "(({x, y, width, height}) => [x + width / 2, y + height / 2])"
+            "(({x, y, width, height}) => [x, y + height / 2, width])"
             '(document.querySelector(".plot").getBoundingClientRect())'
         )
-        await page.point_at(*box)
-        texts = await page.run('[...document.querySelectorAll("output")].map((one) => one.textContent)')
+        texts: list[str] = []
+        for tenth in (5, 4, 6, 3, 7, 2, 8):  # a server that did not answer in time has no value then
+            await page.point_at(left + width * tenth / 10, middle)
+            texts = await page.run('[...document.querySelectorAll("output")].map((one) => one.textContent)')
+            if all(texts):
+                break
         assert len(texts) == 15
         assert all(texts)
         assert "After" in await page.run('document.querySelector(".now").textContent')
