@@ -1,7 +1,7 @@
-"""A worker process for a job's Python functions, as the run sees it.
+"""The run's side of a worker process for a job's Python functions.
 
-`concurrent.futures` and loky break, or wait forever, when a process dies, and have no time limit; pebble has
-one, but its processes import the user's main module again.
+Other pools do not fit. `concurrent.futures` and loky have no time limit, and they break or wait forever when
+a process dies. Pebble has a time limit, but its processes import the user's main module again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from batchrunner.core.timing import TIMING
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2
-"""Pause between two checks whether a process lives, or a run is stopped."""
+"""Interval of the checks that a process lives and that its run goes on."""
 _LONGEST_LINE = 2000
 Arguments = tuple[Any, ...]
 """Arguments of one call."""
@@ -36,12 +36,12 @@ class ProcessEndedError(Exception):
 
 
 class HookProcess:
-    """A process; its methods block, belong to one thread, and it dies with this thread."""
+    """A worker process. One thread owns it and calls its methods, which block; it dies with that thread."""
 
     def __init__(self, setup: WorkerSetup, step_descriptor: int | None = None) -> None:
-        """Start the process, which loads the functions meanwhile.
+        """Start the process. It loads the functions when it gets the setup, see `facts`.
 
-        With the descriptor of step memory it runs rollouts, otherwise plain calls.
+        With `step_descriptor`, that of the step memory, it runs rollouts; otherwise plain calls.
         """
         self._setup = setup
         self.is_fit = True
@@ -61,7 +61,7 @@ class HookProcess:
                 stderr=subprocess.STDOUT,
                 errors="replace",
                 pass_fds=shared,
-                # No Ctrl-C of the terminal reaches it, and what a function starts can be killed with it.
+                # Ctrl-C in the terminal does not reach it, and `kill` reaches what a function starts.
                 start_new_session=True,
             )
         self.channel = Channel(our_end)
@@ -81,7 +81,10 @@ class HookProcess:
         return facts
 
     def call(self, number: int, rows: Sequence[Arguments]) -> list[HookResult]:
-        """Call a function with the first of these rows; return their results. Raises ProcessEndedError."""
+        """Call a function with each of these rows, in order. Raises ProcessEndedError.
+
+        After FLUSH_S the process stops early, and the results are those of the first rows only.
+        """
         limit_s = self._setup.limit_s
         results, self.is_fit = self._request(number, rows, limit_s=limit_s, limit_name=" (limits.python)")
         checked: list[HookResult] = results
@@ -97,10 +100,10 @@ class HookProcess:
         self.kill()
         self._process.wait()
         self.channel.close()
-        self._printing.join(1.0)  # unless a program that a function started keeps its output open
+        self._printing.join(1.0)  # a program that a function started may keep its output open
 
     def has_ended(self) -> bool:
-        """Tell whether it has ended; a process that it started may keep its channel open."""
+        """Tell whether it has ended; its channel may be kept open by a process that it started."""
         return self._process.poll() is not None
 
     def how_it_ended(self) -> str:

@@ -1,6 +1,6 @@
 """The protocol between a run and its worker processes: frames on a socket, and the records in them.
 
-A frame is the length of a pickle, and the pickle.
+A frame is a pickle after its length.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FLUSH_S = 1.0
-"""Seconds of work after which a worker returns the results that it has, without waiting for the others."""
+"""Seconds of work after which a worker returns its finished results."""
 _OTHERS_CODE = (str(Path(__file__).parent.parent), *{*sysconfig.get_paths().values(), "<frozen"})
-"""Beginnings of the paths of files that are not the user's."""
+"""Path prefixes of code that is not the user's: this package, Python and its installed packages."""
 _LONGEST_ERROR = 500
 _LENGTH = struct.Struct("=Q")
 
@@ -56,7 +56,7 @@ class Channel:
         self.socket.sendall(frame(*values))
 
     def can_receive(self, timeout_s: float) -> bool:
-        """Wait for a frame; tell whether it begins to arrive."""
+        """Wait for a frame, for at most `timeout_s`; tell whether data, or the end, can be read."""
         return bool(self._poll.poll(1000 * timeout_s))
 
     def receive(self) -> tuple[Any, ...]:
@@ -92,7 +92,7 @@ class HookFacts(NamedTuple):
     name: str
     """Its name in messages, `module:function`."""
     columns: tuple[tuple[str, Any], ...] = ()
-    """Columns that it makes, with their kinds."""
+    """Result columns that it makes, with their types."""
     takes_row: bool = False
     """Whether its arguments are the answer and the row, instead of the answer alone."""
     reads: tuple[str, ...] | None = None
@@ -120,11 +120,11 @@ class WorkerSetup(NamedTuple):
     limit_s: float
     """Time limit of one call, in seconds."""
     memory_bytes: int
-    """Memory that the worker may use beyond what its imported modules take."""
+    """Memory limit of the worker, beyond the memory of its imported modules."""
 
 
 class CallTooLongError(BaseException):
-    """A call exceeds its time limit; no `except Exception` catches it."""
+    """A call exceeded its time limit. It is a BaseException: no `except Exception` of the user catches it."""
 
 
 def failure_text(place: str, failure: BaseException, limit_s: float = 0.0) -> str:

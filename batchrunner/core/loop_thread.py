@@ -1,4 +1,4 @@
-"""The bridge between threads and event loops: work that either side starts, cancels and waits for."""
+"""Bridge between threads and event loops: each side can start, cancel and await work on the other."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from batchrunner.core.errors import BatchrunError
 T = TypeVar("T")
 _CLOSED = "the engine is closed: use it within its `with open_engine(…)`"
 STOP: ContextVar[Future[None] | None] = ContextVar("STOP", default=None)
-"""Completes when the blocking call in this context is cancelled; what the call started ends then."""
+"""Completes when the blocking call in this context is cancelled; then the work of the call is cancelled."""
 
 
 class LoopWork(Generic[T]):
     """Work on the event loop of another thread.
 
-    It is cancelled at most once: a run that is cancelled still awaits while it writes its finished rows.
+    It is cancelled at most once: a cancelled run still has to write its finished rows, which takes awaits.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
@@ -35,7 +35,7 @@ class LoopWork(Generic[T]):
         self._is_cancelled = False
         self.result: Future[T] = Future()
         """Completes once the work has ended. Cancelled work ends with BatchrunError."""
-        self.result.set_running_or_notify_cancel()  # From now on only the end of the work completes it.
+        self.result.set_running_or_notify_cancel()  # Only the end of the work can complete it now.
         loop.call_soon_threadsafe(self._begin, work)
         if (stop := STOP.get()) is not None:
             stop.add_done_callback(lambda _: self.cancel())
@@ -49,7 +49,7 @@ class LoopWork(Generic[T]):
     def wait(self) -> T:
         """Wait for the end and return the result; an interrupt cancels the work.
 
-        Raises BatchrunError where the engine was closed meanwhile.
+        Raises BatchrunError if the work was cancelled, as happens when the engine closes.
         """
         try:
             return self.result.result()
@@ -60,7 +60,7 @@ class LoopWork(Generic[T]):
     async def wait_async(self) -> T:
         """Wait for the end and return the result; cancelling this call cancels the work.
 
-        Raises BatchrunError where the engine was closed meanwhile.
+        Raises BatchrunError if the work was cancelled, as happens when the engine closes.
         """
         try:
             return await asyncio.wrap_future(self.result)
@@ -149,12 +149,12 @@ class LoopThread:
 
 
 async def call_in_thread(blocking: Callable[..., T], *args: Any, **options: Any) -> T:
-    """Run a blocking call in a thread of its own; cancelling this stops the work that the call started."""
+    """Run a blocking call in its own thread. If this coroutine is cancelled, so is the work of the call."""
     stop: Future[None] = Future()
     context = copy_context()
     context.run(STOP.set, stop)
     work = functools.partial(context.run, blocking, *args, **options)
-    thread = ThreadPoolExecutor(1, "batchrunner call")  # The few threads of the program's loop stay free.
+    thread = ThreadPoolExecutor(1, "batchrunner call")  # The program's own executor stays free.
     call = asyncio.get_running_loop().run_in_executor(thread, work)
     try:
         return await asyncio.shield(call)

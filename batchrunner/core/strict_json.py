@@ -10,11 +10,11 @@ import msgspec
 import orjson
 
 LOWEST = -sys.float_info.max
-"""Replacement of minus infinity: the lowest 64-bit number."""
+"""Replacement of minus infinity: the lowest finite double."""
 REPLACEMENT = "\ufffd"
 """Replacement of half a surrogate pair, which UTF-8 cannot encode."""
 _MOST_DIGITS = 300
-"""Digits up to which a whole number certainly fits into a double."""
+"""Most characters of an integer that fits into a double for certain."""
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 Value = TypeVar("Value")
 
@@ -22,8 +22,9 @@ Value = TypeVar("Value")
 def strict_json(content: bytes) -> bytes:
     """Return strict JSON unchanged; repair other JSON.
 
-    NaN and numbers too large for a double become null, minus infinity LOWEST, and half a surrogate pair
-    REPLACEMENT. Content that cannot be repaired is returned unchanged.
+    NaN, infinity and numbers too large for a double become null. Minus infinity and numbers too low for a
+    double become LOWEST. Half a surrogate pair becomes REPLACEMENT. Content that cannot be repaired is
+    returned unchanged.
     """
     try:
         orjson.loads(content)
@@ -33,7 +34,7 @@ def strict_json(content: bytes) -> bytes:
 
 
 def decode_reply(decoder: msgspec.json.Decoder[Value], content: bytes) -> Value:
-    """Decode a reply, after a repair if necessary; raises what the decoder raises."""
+    """Decode a reply; if that fails, repair and decode it again. Raises the errors of the decoder."""
     try:
         return decoder.decode(content)
     except (ValueError, RecursionError):

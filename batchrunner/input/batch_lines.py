@@ -1,4 +1,4 @@
-"""Lines of a batch file in OpenAI's format: which are requests, and which share a custom_id.
+"""Reads the requests of a batch file (OpenAI's format), and finds repeated custom_ids.
 
 `{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": […]}}`
 """
@@ -22,8 +22,8 @@ from batchrunner.input.text_lines import MOST_SHOWN, TOO_LONG, LineNumbers, Text
 log = logging.getLogger(__name__)
 
 MOST_REPEATED = 100_000
-"""Most custom_ids that are compared in full: of ten million different ones some 12,000 look repeated at
-first."""
+"""Most custom_ids whose full digests are compared. Of ten million different custom_ids, some 12,000 share the
+low half of their digest with an earlier one."""
 CHARACTERS_SHOWN = 40
 _LOW_BITS = (1 << 32) - 1
 
@@ -56,10 +56,10 @@ class _WrongEndpointError(ValueError):
 
 
 def request_lines(lines: Iterable[bytes | None], path: str) -> Iterator[TextRecord]:
-    """Yield the request on each line that is not empty; a line of None is too long to be read.
+    """Yield a record for each line that is not empty. None stands for a line that is too long.
 
-    The first request decides whether all are for embeddings, and the first that names a model decides which
-    one. At the end raises InputError, which begins with `path`, if lines have the wrong endpoint.
+    The first request sets the kind of endpoint (embeddings or not). The first request with a model sets the
+    model. Raises InputError at the end if lines have a wrong endpoint; its message begins with `path`.
     """
     for_embeddings: bool | None = None
     model: str | None = None
@@ -82,7 +82,7 @@ def request_lines(lines: Iterable[bytes | None], path: str) -> Iterator[TextReco
         except _WrongEndpointError as failure:
             problem = str(failure)
             wrong_endpoints.add(number, problem)
-        except (ValueError, RecursionError) as failure:  # among them those of msgspec, and of UTF-8
+        except (ValueError, RecursionError) as failure:  # errors of msgspec and of UTF-8 are ValueErrors
             values, problem = _custom_id_in(text), f"not a request: {failure}"
         yield TextRecord(number, values, problem, len(line))
     if wrong_endpoints.count:
@@ -99,7 +99,7 @@ def _request_in(text: bytes) -> _RequestLine:
 
 
 def _check_endpoint(url: str, *, for_embeddings: bool | None) -> None:
-    """Raise _WrongEndpointError unless an endpoint is served and goes with the lines before."""
+    """Raise _WrongEndpointError if an endpoint is not served, or is of another kind than in earlier lines."""
     if url not in BATCH_PATHS:
         raise _WrongEndpointError(f"url should be {' or '.join(BATCH_PATHS)} (got {url!r:.60})")
     if for_embeddings not in {None, url == EMBEDDINGS_PATH}:
@@ -109,7 +109,7 @@ def _check_endpoint(url: str, *, for_embeddings: bool | None) -> None:
 
 
 def _same_model(body: msgspec.Raw, model: str | None) -> str | None:
-    """Return the model that all lines name so far; raises ValueError if this body names another one."""
+    """Return the model of the file after this body; raises ValueError if the body names another model."""
     named = _read_model.decode(body).model
     if None not in {named, model} and named != model:
         raise ValueError(f"asks for the model {named!r}, an earlier line for {model!r}: divide the file")
@@ -117,7 +117,10 @@ def _same_model(body: msgspec.Raw, model: str | None) -> str | None:
 
 
 def _custom_id_in(text: bytes) -> dict[str, str]:
-    """Return the custom_id of a line that is no request otherwise; a custom_id that is no text is JSON."""
+    """Return the custom_id of a line that is not a valid request; empty if it has none.
+
+    A custom_id that is not a string is returned as its JSON text.
+    """
     try:
         written = bytes(_read_custom_id.decode(text).custom_id)
         name = msgspec.json.decode(written) if written.startswith(b'"') else written.decode()
@@ -127,7 +130,7 @@ def _custom_id_in(text: bytes) -> dict[str, str]:
 
 
 def log_faults(records: Iterable[TextRecord], path: str) -> Iterator[TextRecord]:
-    """Yield records of a batch file; at the end log which are no requests, and which share a custom_id."""
+    """Yield the records of a batch file; then log lines that are not requests, and repeated custom_ids."""
     bad_lines, custom_ids = LineNumbers(), _CustomIds()
     for record in records:
         if record.problem is not None:
@@ -145,11 +148,11 @@ def log_faults(records: Iterable[TextRecord], path: str) -> Iterator[TextRecord]
 
 
 class _CustomIds:
-    """The custom_ids of a file. Finds repeated ones with about 10 bytes a line."""
+    """The custom_ids of a file. Finds repetitions in about 10 bytes of memory per line."""
 
     def __init__(self) -> None:
-        self._digests = array("Q")  # of each line from the first one on; 0 for a line without a custom_id
-        self._low_halves = BitMap()  # of the digests: most custom_ids are known to be new by them
+        self._digests = array("Q")  # of each line, from line 1; 0 for a line without a custom_id
+        self._low_halves = BitMap()  # of the digests: a new low half means a new custom_id
         self._candidates: dict[int, str] = {}  # custom_ids that may be repeated, by digest
 
     def add(self, line: int, custom_id: str) -> None:
@@ -163,7 +166,7 @@ class _CustomIds:
             self._candidates.setdefault(digest, custom_id[:CHARACTERS_SHOWN])
 
     def repeated(self) -> list[tuple[str, LineNumbers]]:
-        """Return the beginnings of the repeated custom_ids, with their lines."""
+        """Return the first characters of each repeated custom_id, with its lines."""
         lines_of: defaultdict[int, LineNumbers] = defaultdict(LineNumbers)
         if self._candidates:
             for line, digest in enumerate(self._digests, 1):

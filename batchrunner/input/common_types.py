@@ -1,7 +1,7 @@
 """The common type of two columns of one name: Arrow's permissive promotion, and the cases that it lacks.
 
-Files of one input may differ in their types. Of two layouts of the same values, such as `string` and
-`large_string`, the first one wins, so that a file that is added later does not change the type.
+The files of an input may have different types for one column. If two types differ only in layout, such as
+`string` and `large_string`, the first one wins: a new file does not change the type.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _common_dictionary(one: pa.DataType, other: pa.DataType) -> pa.DataType | No
     return pa.dictionary(pa.int32(), values, ordered=is_ordered)
 
 
-def _first(one: pa.DataType, other: pa.DataType) -> pa.DataType:  # noqa: ARG001 - as for the other kinds
+def _first(one: pa.DataType, other: pa.DataType) -> pa.DataType:  # noqa: ARG001 - others use both
     return one
 
 
@@ -85,7 +85,10 @@ def _common_list(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def _common_struct(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """Return a struct with the fields of both; a field that one of them lacks is null there."""
+    """Return a struct with the fields of both; None if a name is repeated or a field has no common type.
+
+    A field that one struct lacks is null in its values.
+    """
     fields: dict[str, pa.Field[Any]] = {}
     for struct in (one, other):
         names = [field.name for field in struct]
@@ -116,7 +119,10 @@ def _common_timestamp(one: pa.TimestampType, other: pa.TimestampType) -> pa.Data
 
 
 def _common_exact(one: Any, other: Any) -> pa.DataType | None:
-    """Return the common type of integers and decimals, for which Arrow's decimal may be too narrow."""
+    """Return the common type of two integers, two decimals or one of each.
+
+    For one of each, Arrow's own promotion may give a decimal that is too narrow.
+    """
     if pt.is_integer(one) == pt.is_integer(other):
         return _promoted(one, other)
     integer, decimal = (one, other) if pt.is_integer(one) else (other, one)
@@ -135,4 +141,4 @@ _KINDS: Sequence[tuple[Callable[[pa.DataType], bool], Callable[[Any, Any], pa.Da
     (pt.is_timestamp, _common_timestamp),
     (lambda kind: pt.is_integer(kind) or pt.is_decimal(kind), _common_exact),
 )
-"""Tests for a kind of type, each with the function that returns the common type of two such types."""
+"""Kinds of types: the test for a kind, and the function that returns the common type of two types of it."""

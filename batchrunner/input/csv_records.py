@@ -1,9 +1,8 @@
-"""Records of CSV files as RFC 4180 has them; a bad record fails alone.
+"""Reads the records of CSV files (RFC 4180). A malformed record fails alone.
 
-DuckDB's reader (2.0) cannot stand in for this one. It gives the line of a rejected record, but not that of
-the others, so a failed row would have no place among the rows. Lines that follow a quote without an end
-vanish, partly without a message, and it reads no code page of Windows. Arrow's reader reports no misplaced
-quotes.
+DuckDB's reader (2.0) cannot replace it. DuckDB reports line numbers only for rejected records, so a failed
+row could not be placed among the others. It drops the lines after an unclosed quote, some of them without a
+message, and it cannot read Windows code pages. Arrow's reader does not report misplaced quotes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE_BYTES))  # a field
 
 _ENCODING_HINT = "write input.encoding; cp1252 and utf-16 are those of Excel"
 _UNDECODED = re.compile("[\udc80-\udcff]")
-"""Characters that stand for bytes which the encoding lacks (`errors="surrogateescape"`)."""
+"""Surrogates that stand for bytes that are invalid in the encoding (`errors="surrogateescape"`)."""
 _EXCEL_DELIMITER = re.compile(r'"?sep=(?P<delimiter>[^"])"?', re.IGNORECASE)
 """First line that names the delimiter of a CSV file for Excel, such as `sep=;`."""
 
@@ -39,8 +38,8 @@ def csv_table(
 ) -> tuple[list[str], Iterator[TextRecord]]:
     """Return the columns and the records of a CSV file.
 
-    Raises InputError for a bad header, for a quoted value without an end, and where no record with characters
-    beyond ASCII fits the encoding. Reading the records raises it too.
+    Raises InputError for a bad header. The call and the iterator also raise it for a quoted value that is
+    never closed, and if no record with non-ASCII characters can be decoded.
     """
     text = io.TextIOWrapper(source, spec.encoding, "surrogateescape", newline="\n")
     records = _decoded_records(_CsvLines(text), path, spec, usual_delimiter)
@@ -57,7 +56,7 @@ def csv_table(
 
 
 _Cells = tuple[int, list[str], str | None]
-"""First line of a record, its values, and why it cannot be read."""
+"""Number of a record's first line, its values, and why it cannot be read (None if it can)."""
 
 
 def _named_records(records: Iterator[_Cells], names: list[str]) -> Iterator[TextRecord]:
@@ -73,9 +72,9 @@ def _named_records(records: Iterator[_Cells], names: list[str]) -> Iterator[Text
 
 
 def _decoded_records(lines: _CsvLines, path: str, spec: InputSpec, usual_delimiter: str) -> Iterator[_Cells]:
-    """Yield the records; one with bytes that the encoding lacks fails.
+    """Yield the records. A record with bytes that are invalid in the encoding has a problem.
 
-    Raises InputError if no record with characters beyond ASCII can be decoded: the encoding is another one.
+    Raises InputError if no record with non-ASCII characters can be decoded: the file has another encoding.
     """
     not_decoded = f"is not {spec.encoding.upper()}: {_ENCODING_HINT}"
     first_undecoded, encoding_fits = 0, False
@@ -92,34 +91,28 @@ def _decoded_records(lines: _CsvLines, path: str, spec: InputSpec, usual_delimit
             else:
                 encoding_fits = True
                 yield line, cells, problem
-    except UnicodeError:  # of UTF-16, which has no bytes that stand for themselves
+    except UnicodeError:  # UTF-16 may raise despite `surrogateescape`
         first_undecoded, encoding_fits = lines.begin_record(), False
     if first_undecoded and not encoding_fits:
         raise InputError(f"{path}: line {first_undecoded} {not_decoded}")
 
 
 def _records(lines: _CsvLines, path: str, delimiter: str) -> Iterator[_Cells]:
-    """Yield the records, also those that cannot be read.
+    """Yield all records, each with its problem if it cannot be read.
 
-    A misplaced quote fails only the first line of its record, and the lines below are read again as records:
-    a quote without an end would hide them all.
+    A misplaced quote fails only the first line of its record. The lines below are read again as records,
+    because an unclosed quote would otherwise hide them all.
     """
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
         line = lines.begin_record()
         try:
-            cells = next(reader, None)
-        except _LineTooLongError:
+            cells = _next_cells(reader)
+        except _TooLongError:
             if not lines.skip_long_record(delimiter):
                 raise _endless_value(path, line) from None
             yield line, [], TOO_LONG
         except csv.Error as failure:
-            if "larger than field limit" in str(failure):
-                if not lines.skip_long_record(delimiter):
-                    raise _endless_value(path, line) from None
-                reader = csv.reader(lines, delimiter=delimiter, strict=True)  # the old one is amid a value
-                yield line, [], TOO_LONG
-                continue
             lines.requeue_below_first()
             yield line, [], f"has misplaced quotes: {failure}"
         else:
@@ -127,6 +120,16 @@ def _records(lines: _CsvLines, path: str, delimiter: str) -> Iterator[_Cells]:
                 return
             if cells:
                 yield line, cells, None
+
+
+def _next_cells(reader: Iterator[list[str]]) -> list[str] | None:
+    """Return the values of the next record, None at the end; raises _TooLongError or csv.Error."""
+    try:
+        return next(reader, None)
+    except csv.Error as failure:
+        if "larger than field limit" in str(failure):
+            raise _TooLongError from None
+        raise
 
 
 def _endless_value(path: str, line: int) -> InputError:
@@ -137,7 +140,7 @@ def _endless_value(path: str, line: int) -> InputError:
 
 
 def _closes_value(line: str, delimiter: str) -> bool:
-    """Tell whether a line that begins within a quoted value ends the record as CSV demands."""
+    """Tell whether a line that begins inside a quoted value closes it and ends the record as valid CSV."""
     try:
         next(csv.reader([f'"{line}'], delimiter=delimiter, strict=True))
     except csv.Error:
@@ -145,8 +148,8 @@ def _closes_value(line: str, delimiter: str) -> bool:
     return True
 
 
-class _LineTooLongError(Exception):
-    """A line of a CSV file is longer than LONGEST_LINE_BYTES."""
+class _TooLongError(Exception):
+    """A line, or a value, is longer than LONGEST_LINE_BYTES."""
 
 
 class _CsvLines:
@@ -162,7 +165,7 @@ class _CsvLines:
         return self
 
     def __next__(self) -> str:
-        """Return the next line; raises _LineTooLongError once a line that is too long has been skipped."""
+        """Return the next line; raises _TooLongError once a line that is too long has been skipped."""
         line = self._requeued.popleft() if self._requeued else self._text.readline(LONGEST_LINE_BYTES)
         if not line:
             raise StopIteration
@@ -170,16 +173,16 @@ class _CsvLines:
         self._record.append(line)
         if len(line) == LONGEST_LINE_BYTES and not line.endswith("\n"):
             self._skip_rest_of_line()
-            raise _LineTooLongError
+            raise _TooLongError
         return line
 
     def begin_record(self) -> int:
-        """Forget the lines of the record before; return the number of the next line."""
+        """Forget the lines of the previous record; return the number of the next line."""
         self._record.clear()
         return self._number + 1
 
     def requeue_below_first(self) -> None:
-        """Let the lines of this record be read again, except the first one."""
+        """Requeue the lines of the current record, except the first one."""
         below = self._record[1:]
         self._requeued.extendleft(reversed(below))
         self._number -= len(below)
@@ -197,13 +200,13 @@ class _CsvLines:
     def skip_long_record(self, delimiter: str) -> bool:
         """Skip the rest of a record that is too long to be read; tell whether its quotes are closed.
 
-        Without a closing quote nobody can tell which of the lines below are records.
+        If the quote is never closed, the lines below cannot be divided into records.
         """
         while not self._has_paired_quotes():
             self._record.clear()
             try:
                 line = next(self, None)
-            except _LineTooLongError:
+            except _TooLongError:
                 if not self._has_paired_quotes():
                     return False
             else:

@@ -53,7 +53,7 @@ from batchrunner.output.arrow_arrays import UNREADABLE, arrow_array, shown_value
 log = logging.getLogger(__name__)
 
 READERS = 8
-"""Files that are opened at once: on a network file system most of the time is waiting."""
+"""Files that are opened in parallel: opening a file on a network file system is mostly waiting."""
 BATCH_ROWS, BATCH_BYTES = 256, 8 << 20
 """Most rows and bytes of a batch."""
 Row = dict[str, Any]
@@ -127,11 +127,12 @@ class Dataset:
         paths: Sequence[str] | None = None,
         is_batch: bool = False,
     ) -> None:
-        """Find the files, without those in the run directory `run`, their columns and row groups.
+        """Find the files, except those in the run directory `run`, and read their columns and row groups.
 
-        `paths` are read in place of `source.path`. `storage` says how object stores are reached. The lines of
-        a batch file are requests. Parquet copies of files of other formats lie in the directory `copies`, by
-        default in one that is deleted with this object. Raises InputError if a file is missing or unreadable.
+        `paths` replaces `source.path`. `storage` says how object stores are reached. With `is_batch`, the
+        input is one batch file. `copies` is the directory for Parquet copies of other formats; the default
+        is a temporary directory, which is deleted with this object. Raises InputError if a file is missing or
+        unreadable.
         """
         if paths is None:
             paths = [source.path] if isinstance(source.path, str) else source.path
@@ -152,9 +153,9 @@ class Dataset:
         self.schema = self._common_schema()
         """All columns. A column without a common type has that of the first file."""
         self.partition_types = {name: self.schema.field(name).type for name in in_paths}
-        """Types of columns whose values stand in the paths of files that lack the columns."""
+        """Types of Hive partition columns. A file without such a column has its value in its path."""
         self.has_text_files = any(file.is_text for file in self.files)
-        """Whether the types of columns come from values, or from `input.types`."""
+        """Whether a file is CSV or JSON Lines, whose column types come from values or `input.types`."""
         has_problems = any(file.has_problems for file in self.files)
         # a value of one file may not fit the common type of all files
         self._problem_columns = [PROBLEM] if has_problems or len(self._paths_by_schema) > 1 else []
@@ -175,7 +176,7 @@ class Dataset:
             return list(pool.map(SourceFile, repeat(fs), names, *options))
 
     def _check_text_options(self, source: InputSpec) -> None:
-        """Raise InputError for options of text files that the input does not have."""
+        """Raise InputError for a text option that applies to no file or column of the input."""
         text_files = [file for file in self.files if file.is_text]
         columns = dict.fromkeys(name for file in text_files for name in file.schema.names)
         for name in source.types:
@@ -210,7 +211,7 @@ class Dataset:
         return [file.facts() for file in self.files]
 
     def recognize(self, earlier_facts: Sequence[Mapping[str, Any]]) -> None:
-        """Find out whether the last file of an earlier attempt, whose `facts` these are, has only grown.
+        """Let the last file of an earlier attempt, which had these `facts`, record that it has grown.
 
         Rows appended to another file would change the ordinals of all rows behind it.
         """
@@ -227,7 +228,7 @@ class Dataset:
             list(pool.map(SourceFile.check_unchanged, self.files))
 
     def added_files(self) -> list[str]:
-        """Return the files that have grown, and the new files that `input.path` names by now."""
+        """Return the files that have grown, and files that are new in `input.path`."""
         paths = [file.path for file in self.files if file.has_grown]
         with contextlib.suppress(InputError):
             opened = {without_commit(file.path) for file in self.files}
@@ -238,7 +239,7 @@ class Dataset:
         """Return the field of a column; `where` names the job's key in errors.
 
         Raises InputError if a file has the column twice, if no type holds the values of all files, or if
-        Parquet cannot hold its type. In a file that lacks the column it is null.
+        Parquet cannot hold its type. The column is null in a file that lacks it.
         """
         if name not in self.schema.names:
             raise unknown_column(InputError, where, name, self.schema.names)
@@ -306,8 +307,8 @@ class Dataset:
 class DatasetReader:
     """Reads rows of a dataset in input order. A file stays open, so its footer is parsed once.
 
-    If the next rows lie ahead in the row group that was read last, reading continues there: small consecutive
-    ranges are decoded only once.
+    If the next rows lie ahead in the current row group, reading continues there. So a row group is decoded
+    once, even if it is read in many small ranges.
     """
 
     def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:
@@ -324,8 +325,8 @@ class DatasetReader:
     def read(self, rows: BitMap64, positions: range | None = None) -> Iterator[RowBatch]:
         """Yield the wanted rows in input order, as `Dataset.read` does.
 
-        `positions` are for a sorted copy, which is read in their place. Raises InputError if a file cannot be
-        read, InputChangedError if it is not the same any more.
+        `positions` is unused: only the reader of a sorted copy needs it. Raises InputError if a file cannot
+        be read, InputChangedError if its content has changed.
         """
         del positions
         for file in self._dataset.files_of(rows):
@@ -400,9 +401,9 @@ class DatasetReader:
         raise pa.ArrowInvalid("it has fewer rows than its footer says")
 
     def _with_misfits(self, data: pa.RecordBatch, file: SourceFile, first: int) -> pa.RecordBatch:
-        """Return a batch in the schema, in which PROBLEM names the first value of a row that does not fit.
+        """Return a batch in the schema. Values that do not fit become null; PROBLEM names the first in a row.
 
-        `first` is the number of the first row in the file.
+        `first` is the position of the batch in the file, in rows.
         """
         problems: list[str | None] = [None] * data.num_rows
         columns = {}
@@ -420,7 +421,7 @@ class DatasetReader:
         return pa.RecordBatch.from_arrays(list(columns.values()), schema=self._schema)
 
     def _with_partitions(self, data: pa.RecordBatch, file: SourceFile) -> pa.RecordBatch:
-        """Return a batch with the values of the columns that stand in the file's path."""
+        """Return a batch with the partition columns filled in from the file's path."""
         for at, field in enumerate(data.schema):
             if field.name in self._dataset.partition_types and field.name not in self._stored:
                 value = pa.scalar(file.partitions[field.name], pa.string()).cast(field.type)
@@ -453,7 +454,10 @@ def rows_of(batch: RowBatch, names: Sequence[str]) -> list[Row | str]:
 
 
 def values_of(column: pa.Array) -> tuple[list[Any], dict[int, str]]:
-    """Return a column as Python values, and by index why Python cannot represent a value, which is None."""
+    """Return a column as Python values, and by index the reason for each value that Python cannot represent.
+
+    Such a value becomes None.
+    """
     kind = column.type
     try:
         if (pt.is_list(kind) or pt.is_large_list(kind)) and pt.is_integer(kind.value_type):
@@ -473,7 +477,7 @@ def values_of(column: pa.Array) -> tuple[list[Any], dict[int, str]]:
         except UNREADABLE as failure:
             values.append(None)
             reason = str(failure)
-            if "zoneinfo" in reason:  # Arrow says no more than that this module must be installed
+            if "zoneinfo" in reason:  # Arrow's text only says that this module must be installed
                 reason = f"its time zone is in no database here ({kind})"
             unreadable[index] = f"unreadable value: {reason}"
     return values, unreadable

@@ -50,9 +50,8 @@ HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 READ_BUFFER_BYTES = 1 << 20
 """Size of the buffers through which files are streamed."""
 SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 16 << 10
-"""Number and bytes of the blocks that the digest of a large Parquet file covers. The last block is the
-footer, which changes with the content. Up to their sum (1 MiB), and in other formats, the digest covers the
-whole file."""
+"""Number and size of the blocks that the digest of a Parquet file of more than 1 MiB covers. The last block
+is the footer, which changes with the content. The digest of any other file covers the whole file."""
 _DIGEST = b"batchrunner.digest"
 """Key of the original file's digest in the metadata of its Parquet copy."""
 _read_notes = msgspec.json.Decoder(list[str])
@@ -62,7 +61,7 @@ _COMMIT = re.compile(r"@[0-9a-f]{40}(?=/|$)")
 
 
 def at_commit(fs: pafs.FileSystem, path: str) -> str:
-    """Return a path on the Hub with the current commit of its branch: later commits do not change the input.
+    """Pin a path on the Hub to the current commit of its branch: later commits do not change the input.
 
     `fs` is the file system of `hf://`. Raises errors of huggingface_hub, for example if the dataset does not
     exist or the token may not see it.
@@ -125,7 +124,7 @@ def find_files(
 
 
 def names_run(path: str, storage: StorageSpec) -> bool:
-    """Tell whether a path is the directory of a run. Raises InputError if nobody can tell."""
+    """Tell whether a path is the directory of a run. Raises InputError if the path is inaccessible."""
     if not store_address(path):
         return "://" not in path and holds_run(Path(path))
     fs, directory = _locate(path, storage)
@@ -141,7 +140,7 @@ def _inaccessible(name: str, failure: Exception) -> BatchrunError:
 
 
 def read_errors(fs: pafs.FileSystem) -> tuple[type[Exception], ...]:
-    """Return the errors of a file system that cannot read.
+    """Return the errors that a file system raises when it cannot read.
 
     The file system of another package (hf://, by huggingface_hub) raises the errors of its network library.
     """
@@ -194,8 +193,8 @@ def _local_files(pattern: str, path: Path) -> tuple[dict[str, str], bool]:
 def _of_one_kind(directory: str, files: Mapping[str, str]) -> dict[str, str]:
     """Return the files of a directory that are input: its Parquet files, or else the files of the only kind.
 
-    Beside Parquet files, descriptions in JSON or a list in CSV are common; the log names one of them. Raises
-    InputError for several other kinds.
+    Descriptions in JSON or a list in CSV often lie beside Parquet files: they are ignored, and the log names
+    one of them. Raises InputError if there are several kinds, and none is Parquet.
     """
     kinds: dict[str, dict[str, str]] = {}
     for real, path in files.items():
@@ -263,9 +262,9 @@ def join_paths(path: str | Sequence[str]) -> str:
 class SourceFile:
     """A file of the input, with the content that it had when it was opened.
 
-    A file that is not Parquet is read from a Parquet copy. Once its path has other content, reading raises
-    InputChangedError. The digest decides whether it has; if the digest does not cover the whole file, the
-    time of its last change does too.
+    A file that is not Parquet is read from a Parquet copy. If the content at the path changes, reading raises
+    InputChangedError. A new digest means a change. If the digest covers only sampled blocks, a new
+    modification time means a change too.
     """
 
     def __init__(
@@ -273,8 +272,8 @@ class SourceFile:
     ) -> None:
         """Find the columns and row groups; raises InputError if the file is missing or unreadable.
 
-        `copies` is the directory of the Parquet copies. `source` says how text is read. The lines of a batch
-        file are requests.
+        `copies` is the directory of the Parquet copies. `source` has the options of text files.
+        With `is_batch`, each line is a request.
         """
         self._fs = fs
         self.path = path
@@ -313,13 +312,13 @@ class SourceFile:
         self._group_rows = [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
         self.rows: int = sum(self._group_rows)
         self.grown_from: str | None = None
-        """Digest in an earlier attempt, if rows were appended since then."""
+        """Digest in an earlier attempt if rows were appended since; None otherwise."""
         self.has_grown = False
         """Whether rows were appended since it was opened."""
         self.partitions = hive_partitions(path)
         """Values of Hive partition columns in its path (`year=2024/`); None is null."""
         self.starts: list[int] = []
-        """Ordinal of the first row of each row group, and that after the last row."""
+        """Ordinal of the first row of each row group, and the ordinal after the last row."""
 
     def begin_at(self, row: int) -> None:
         """Give the first row of the file its ordinal in the whole input."""
@@ -336,7 +335,7 @@ class SourceFile:
         return facts if self.grown_from is None else {**facts, "grown_from": self.grown_from}
 
     def recognize(self, before: Mapping[str, Any]) -> None:
-        """Find out whether it is the file with these earlier `facts`, to which rows were appended since."""
+        """Set `grown_from` if rows were appended since the file had these `facts`."""
         size = before.get("size", self._size)
         if size < self._size and self._begins_with(size, before["digest"]):
             self.grown_from = before["digest"]
@@ -346,7 +345,7 @@ class SourceFile:
             )  # fmt: skip
 
     def _begins_with(self, size: int, digest: str) -> bool:
-        """Tell whether it begins with a whole file of this size and digest, to the end of a line."""
+        """Tell whether the first `size` bytes have this digest, and a line ends there."""
         if not self._may_grow or self._digest_of(size) != digest:
             return False
         with Path(self.path).open("rb") as file:
@@ -365,7 +364,7 @@ class SourceFile:
         return opened
 
     def check_after_reading(self) -> None:
-        """Call `check_unchanged`, unless the bytes that were read cannot be those of another file.
+        """Call `check_unchanged`, unless the bytes just read certainly belong to the file that was opened.
 
         A Parquet copy stays as it is, an object store compares the ETag in each request, and a commit on the
         Hub never changes.
@@ -395,7 +394,7 @@ class SourceFile:
                 hint="put the old file back and run the same command again, or give another output.path for "
                 "the new file",
             )
-        self._signature = signature  # it was touched, or replaced by a copy of itself
+        self._signature = signature  # it was touched, replaced by an equal file, or has grown
 
     def _opened(self) -> pq.ParquetFile:
         """Open the file, or its copy, which is made again if another process has deleted it."""
@@ -409,9 +408,9 @@ class SourceFile:
             return _open_parquet(pafs.LocalFileSystem(), str(self._copy))
 
     def _current_signature(self) -> tuple[int | str, ...]:
-        """Return values of which one changes whenever the file is replaced or written to; raises OSError.
+        """Return values that differ once the file is replaced or written to; raises OSError.
 
-        The first two are its size and the time of its last change, or its ETag in an object store.
+        The first is its size. The second is its modification time, or its ETag in an object store.
         """
         if self.is_local:
             stat = Path(self.path).stat()
@@ -432,7 +431,7 @@ class SourceFile:
         return self.format.kind == "Parquet" and self._size > SAMPLE_BLOCKS * SAMPLE_BYTES
 
     def _digest_of(self, size: int) -> str:
-        """Return the digest of its first `size` bytes, or of sampled blocks of them, as they are now."""
+        """Return the current digest of its first `size` bytes, of sampled blocks of them, or of its ETag."""
         digest = hashlib.sha256(str(size).encode())
         if e_tag := self._e_tag():
             digest.update(e_tag.encode())
@@ -544,7 +543,10 @@ def size_of(footer: pq.FileMetaData, columns: Iterable[str], group: int) -> int:
 
 
 def _batch_format(path: str) -> FileFormat:
-    """Return the format of a batch file, whose name may be any; an ending such as .gz counts."""
+    """Return the format of a batch file; an ending such as .gz sets the compression.
+
+    Raises InputError for the ending of another format. Any other name is allowed.
+    """
     form = known_format(path)
     if form is not None and form.kind != "JSON Lines":
         raise InputError(f"{path}: is {form.kind}", hint="a batch file has a JSON object on each line")

@@ -1,4 +1,4 @@
-"""Rows of any origin → one Parquet file: a program's tables and rows, and copies of files of other formats.
+"""Writes rows as one Parquet file: a program's tables and rows, or a file of another format.
 
 Batches may differ in their columns and types. They are spooled as Arrow streams first, and written as Parquet
 once the type of each column is known. Values without a common type become JSON text.
@@ -31,15 +31,17 @@ MOST_SHOWN = 40
 PROBLEM = "\0problem"
 """Column that says why a record of a text file cannot be read; null if it can."""
 LINE = "\0line"
-"""Column with the line of each record, which is not stored."""
+"""Column with the line number of each record; the Parquet file does not have it."""
 AS_JSON = "\0json "
-"""Beginning of the name of a column whose values are JSON texts, because they have no type in common."""
+"""Name prefix of a column of JSON texts, whose values have no common type."""
 MOST_ODD = 0.1
-"""Share of the values of a column up to which the records of odd ones fail; with more, all are text."""
+"""Largest share of odd values in a column of lists or structs.
+
+Up to it, the records with odd values fail; above it, the whole column becomes JSON text."""
 NOTES = b"batchrunner.notes"
 """Key of the notes on records, a JSON list of sentences for users, in the metadata of a Parquet file."""
 MOST_FIELDS = 1000
-"""Most fields of an object; one with more is a dictionary, and its column JSON text."""
+"""Most fields of an object. One with more is a lookup table, and its column becomes JSON text."""
 BATCH_BYTES = 4 << 20
 """Bytes of records after which a batch ends."""
 _TEXT = pa.string()
@@ -56,7 +58,7 @@ def write_parquet(
     metadata: Mapping[bytes, bytes] | None = None,
     source: str = "",
 ) -> None:
-    """Write batches, of which there is at least one, as a Parquet file.
+    """Write one or more batches as a Parquet file.
 
     Batches of records have PROBLEM and LINE, and may have AS_JSON columns; `source` names their file in
     messages. Notes on them are added to the metadata as NOTES. Raises StorageError or ArrowException, and
@@ -103,14 +105,14 @@ def _count_types(records: pa.RecordBatch, columns: dict[str, _RecordColumn]) -> 
 
 
 class _RecordColumn:
-    """The types that the values of a column of records have, with the number of values of each."""
+    """Counts the values of one column by type, over all batches of records."""
 
     def __init__(self) -> None:
         self._counts: Counter[pa.DataType] = Counter()
         self._without_type = 0
 
     def count(self, values: pa.Array, *, is_json: bool) -> None:
-        """Count values by their types; those of JSON texts may have different types."""
+        """Count values by type. With `is_json` they are JSON texts, and each value has a type of its own."""
         if not is_json:
             self._counts[values.type] += len(values) - values.null_count
             return
@@ -138,7 +140,10 @@ class _RecordColumn:
         return main, (total - main_count) / max(1, total)
 
     def type(self) -> pa.DataType:
-        """Return the type of the column: of all values, or of lists or structs beside a few odd values."""
+        """Return the common type of the values, or text.
+
+        A column of lists or structs keeps its type despite a share of odd values up to MOST_ODD.
+        """
         main, odd_share = self.main_type()
         most_odd = MOST_ODD if pt.is_nested(main) else 0.0
         return main if odd_share <= most_odd else _TEXT
@@ -189,7 +194,7 @@ class _Records:
         return notes
 
     def _note_cause(self, name: str, lines: Sequence[int], values: Sequence[Any]) -> None:
-        """Note the first value that makes a column text although most of its values are lists or structs."""
+        """Record the first odd value of a column that is text although most values are lists or structs."""
         main, _ = self._columns[name].main_type()
         if name in self._text_causes or not pt.is_nested(main):
             return
@@ -222,18 +227,18 @@ def _type_of(value: Any) -> pa.DataType | None:
 
 
 def _fits(kind: pa.DataType, wanted: pa.DataType) -> bool:
-    """Tell whether a type holds no value that the wanted type does not hold."""
+    """Tell whether the wanted type holds all values of a type."""
     return bool(common_type(wanted, kind) == wanted)
 
 
 def _is_of(value: Any, kind: pa.DataType) -> bool:
-    """Tell whether a value has a type in common with this one."""
+    """Tell whether the type of a value has a common type with `kind`."""
     own_type = _type_of(value)
     return own_type is not None and common_type(kind, own_type) is not None
 
 
 def _difference(name: str, value: Any, kind: pa.DataType) -> str:
-    """Say which part of a JSON value has another type than the other records."""
+    """Name the part of a JSON value whose type differs from the type in other records."""
     parts: list[tuple[str, Any, pa.DataType]] = []
     if isinstance(value, dict) and pt.is_struct(kind):
         fields = [field for field in kind if field.name in value]
@@ -253,9 +258,9 @@ def first_line(failure: BaseException) -> str:
 
 
 def normalized(schema: pa.Schema, nulls: pa.DataType = _TEXT) -> pa.Schema:
-    """Return the schema with nullable fields and without views; `nulls` is the type of what is always null.
+    """Return the schema with nullable fields, without views, and with `nulls` in place of the null type.
 
-    Dictionary columns get indices of 32 bits: those of two files may be more than 8 bits hold.
+    Dictionary columns get 32-bit indices: two files together may have too many values for 8 bits.
     """
     fields = []
     for field in schema:
@@ -299,7 +304,7 @@ def not_for_parquet(kind: pa.DataType) -> str | None:
 
 
 def common_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
-    """Return the columns of all schemas; a column without a common type is text, for values as JSON."""
+    """Return the columns of all schemas. A column without a common type becomes text, for JSON values."""
     if all(schema.equals(schemas[0]) for schema in schemas):
         return schemas[0]
     types: dict[str, pa.DataType] = {}
@@ -310,7 +315,7 @@ def common_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
 
 
 def stored_schema(schema: pa.Schema) -> pa.Schema:
-    """Return a schema that Parquet can hold, with text, for JSON, in place of types that it cannot hold.
+    """Return the schema with text, for JSON, in place of types that Parquet cannot hold or that are too wide.
 
     Columns of nulls stay as they are: another file may give them a type.
     """
@@ -347,9 +352,9 @@ def fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def fitted_values(column: pa.Array, kind: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
-    """Return a column as one of a type, and by position what is wrong with each value that does not fit.
+    """Convert a column to a type; also return what is wrong with each value that does not fit, by position.
 
-    Such a value is null.
+    Such a value becomes null.
     """
     try:
         return _as_type(column, kind), {}
@@ -369,7 +374,7 @@ def fitted_values(column: pa.Array, kind: pa.DataType) -> tuple[pa.Array, dict[i
 
 
 def _as_type(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Return a column as one of a type; raises ArrowException, also for a number that it cannot hold."""
+    """Convert a column to a type; raises ArrowException, also for a number that the type cannot hold."""
     if column.type == kind:
         return column
     if pt.is_dictionary(kind) and not pt.is_dictionary(column.type):
@@ -387,7 +392,7 @@ def _as_type(column: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def in_chunks(items: Iterable[Item], most: int, bytes_of: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Yield items in lists of at most so many, each of which ends once it exceeds BATCH_BYTES."""
+    """Yield items in lists of at most `most` items. A list ends early once its items exceed BATCH_BYTES."""
     chunk: list[Item] = []
     size = 0
     for item in items:
@@ -417,7 +422,7 @@ def json_array(values: Sequence[Any]) -> pa.Array:
 def text_of(value: Any, default: Callable[[Any], Any] | None = None) -> str | None:
     """Return a value as text: a text as it is, null as None, anything else as JSON.
 
-    `default` replaces a value that JSON cannot hold, and which otherwise is a TypeError.
+    `default` converts a value that JSON cannot hold. Without it, such a value raises TypeError.
     """
     if value is None or isinstance(value, str):
         return value

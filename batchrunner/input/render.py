@@ -52,7 +52,7 @@ _WHOLE = {"max_new_tokens", "min_new_tokens", "top_k", "sampling_seed"}
 class Renderer:
     """Renders the rows of a job; `columns` are the input columns that it reads.
 
-    `kind` is the kind of its prompts, or None if a Python function returns them, whose kinds may differ.
+    `kind` is the kind of its prompts; None if a Python function makes them, since their kinds may differ.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Renderer:
         self.predicate: Predicate | None = None
         self._for_check: Sequence[str] = []
         self.carried_schema = pa.schema([])
-        prompts = PromptSource(None, dict, ())  # for a Python function: it makes the prompt of the row later
+        prompts = PromptSource(None, dict, ())  # a Python function makes prompts later, from whole rows
         if prompt.python and functions:
             from batchrunner.input.python_prompts import PythonPrompts  # noqa: PLC0415 - few jobs have one
 
@@ -103,7 +103,7 @@ class Renderer:
         self.kind, self._prompt_of = prompts.kind, prompts.prompt_of
         self._request_kind: PromptKind = self.kind or "messages"  # until the prompt is filled in
         self._same: tuple[Any, ...] | None = None
-        """The fields of a request after its sampling, where all rows have the same ones."""
+        """Fields of a request after `sampling`, if all rows have the same values; else None."""
         if not (self._by_row or self._for_check or self._media):
             self._same = tuple({**Request._field_defaults, **self._shared}.values())
         self._used = self._columns_used(prompts)
@@ -112,7 +112,7 @@ class Renderer:
         faults.raise_all()
         self._carried, self._carried_names = [*source.columns], source.carried_names
         self.columns = sorted({*self._used, *self._carried})
-        if takes_row(functions):  # a function that is called with an answer and its row reads all of them
+        if takes_row(functions):  # a function that gets an answer and its row may read any column
             self._used = self.columns
 
     def _compile_expressions(self, job: Job, columns: Sequence[str], faults: Faults) -> None:
@@ -146,8 +146,8 @@ class Renderer:
     ) -> list[Request | Outcome]:
         """Return a request for each row of a batch, in order, or an Outcome if the row cannot be rendered.
 
-        `digests` has room for the digest of each request. Once `is_stopped` returns true, or raises, the rest
-        of the batch is dropped.
+        `digests` has an element for each row, where the digest of its request is stored later. Once
+        `is_stopped` returns true, the rest of the batch is dropped. `is_stopped` may raise.
         """
         carried = self.carried(batch)
         items: list[Request | Outcome] = []
@@ -165,7 +165,7 @@ class Renderer:
         if isinstance(row, str):  # the reason why it cannot be read
             raise RowRefusedError(row)
         if self.predicate is not None:
-            self.predicate(row)  # rows on which the filter fails are selected, and fail here
+            self.predicate(row)  # the plan selects a row on which the filter fails: it fails here
         media: tuple[PromptFile, ...] = ()
         if self._media is None:
             prompt = self._prompt_of(row)
@@ -201,7 +201,7 @@ def _sendable(name: str, value: Any) -> Any:
 
 
 class PromptSource(NamedTuple):
-    """How prompts are made of rows."""
+    """A function that makes prompts of rows, and the columns that it reads."""
 
     kind: PromptKind | None
     prompt_of: Callable[[Row], Any]
@@ -209,7 +209,7 @@ class PromptSource(NamedTuple):
     columns: Sequence[str]
     """Columns that `prompt_of` reads."""
     printed: frozenset[str] = frozenset()
-    """Those of the columns that a template prints."""
+    """Columns that a template prints."""
 
 
 def _carried_schema(source: InputSpec, dataset: ColumnSource, used: Sequence[str]) -> pa.Schema:
@@ -301,7 +301,7 @@ def _refuse_single_braces(templates: str, dataset: ColumnSource) -> None:
 def _with_fields(
     fields: list[str], dataset: ColumnSource, make: Callable[[Row], Any], columns: set[str]
 ) -> tuple[Callable[[Row], Any], set[str]]:
-    """Return a function that adds these fields to the row before `make`, and the columns that it reads."""
+    """Return `make` with these fields added to its row, and the columns that the result reads."""
     if FIELDS in dataset.schema.names:
         raise JobError(
             f"prompt.fields: the input has a column {FIELDS!r} too, which templates could not distinguish",
@@ -319,7 +319,7 @@ def _messages(templates: Sequence[tuple[str, Template]], row: Row) -> list[dict[
 
 
 def _refuse_bytes(dataset: ColumnSource, name: str, where: str) -> None:
-    """Raise InputError for a column with bytes, which would read "b'…'" in the prompt."""
+    """Raise InputError for a column with bytes: the prompt would show them as "b'…'"."""
     kind = dataset.field(name, where=where).type
     if holds_bytes(kind):
         raise InputError(
@@ -390,7 +390,7 @@ def _tools(prompt: PromptSpec, sampling: SamplingSpec, dataset: ColumnSource) ->
 
 
 def _items(prompt: PromptSpec, dataset: ColumnSource) -> ByColumn | tuple[str, ...]:
-    """Return the texts that are each combined with the prompt: its choices or documents."""
+    """Return the choices or documents, each of which is combined with the prompt."""
     field = "choices" if prompt.documents is None else "documents"
     value = getattr(prompt, field) or ()
     if not isinstance(value, str):
@@ -431,7 +431,7 @@ _COLUMN_TYPES: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
 
 
 def _split_sampling(sampling: SamplingSpec, dataset: ColumnSource) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the parameters that all rows share, and the columns of the other ones."""
+    """Return the parameters that all rows share, and the columns of the other parameters."""
     fixed: dict[str, Any] = {}
     per_row: dict[str, str] = {}
     faults = Faults()
@@ -441,7 +441,7 @@ def _split_sampling(sampling: SamplingSpec, dataset: ColumnSource) -> tuple[dict
             fits, expected = _COLUMN_TYPES.get(name, (_is_number, "numbers"))
             with faults.collect():
                 _check(dataset, value.column, where=f"sampling.{name}", fits=fits, expected=expected)
-        if name in {"lora_path", "tool_choice"}:  # no parameters of the sampler
+        if name in {"lora_path", "tool_choice"}:  # fields of requests, not sampling parameters
             continue
         if isinstance(value, FromColumn):
             per_row[name] = value.column

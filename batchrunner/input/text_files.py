@@ -1,7 +1,7 @@
-"""Files of other formats than Parquet → Arrow batches: CSV, JSON Lines, batch files and Arrow.
+"""Reads CSV, JSON Lines, batch files and Arrow files as Arrow batches.
 
-A record that cannot be read becomes a row whose column PROBLEM says why, with its line. A file that cannot be
-divided into records is refused.
+A record that cannot be read becomes a row whose PROBLEM column names the line and the reason. A file that
+cannot be divided into records is refused.
 """
 
 import io
@@ -37,20 +37,20 @@ from batchrunner.output.arrow_arrays import arrow_array
 BATCH_ROWS = 4096
 """Most rows of an Arrow batch."""
 MOST_LEVELS = 48
-"""Most levels of a JSON value: Parquet holds about as many."""
+"""Deepest nesting of a JSON value: Parquet cannot hold many more levels."""
 _NO_NUMBER = re.compile(rb"[:,[]\s*-?(NaN|Infinity)\b")
-"""Numbers that some programs write, and that JSON lacks."""
+"""Values that some programs write as numbers, but that are not valid JSON."""
 BOM = b"\xef\xbb\xbf"
-"""Mark at the beginning of a UTF-8 file that some editors write; it is no part of the text."""
+"""Byte order mark, which some editors write at the start of a UTF-8 file; it is not part of the text."""
 ARROW_MAGIC, ARROW_HEAD_BYTES = b"ARROW1", 8
 
 
 def batches_of_file(
     source: io.BufferedReader, path: str, form: FileFormat, spec: InputSpec, *, is_batch: bool
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of an open file, whose compression is undone already.
+    """Yield the rows of an open file that is already decompressed.
 
-    `spec` says how text is read. The lines of a batch file are requests in OpenAI's format. Raises
+    `spec` has the options of text files. With `is_batch`, each line is a request in OpenAI's format. Raises
     InputError, OSError or ArrowException.
     """
     if form.kind == "Arrow":
@@ -88,10 +88,10 @@ def _csv_batches(
 
 
 def _json_records(lines: Iterable[bytes | None]) -> Iterator[TextRecord]:
-    """Yield the object on each line that is not empty; a line of None is too long to be read.
+    """Yield a record for each line that is not empty. None stands for a line that is too long.
 
-    DuckDB (2.0) and Arrow cannot stand in for this. DuckDB turns a malformed line into a null without a
-    reason, and a column of lists with one odd value into text. Both round whole numbers of more than 64 bits.
+    DuckDB (2.0) and Arrow cannot replace this. DuckDB turns a malformed line into a null and gives no
+    reason. It turns a column of lists with one odd value into text. Both round integers of more than 64 bits.
     """
     for number, line in enumerate(lines, 1):
         if line is None:
@@ -162,7 +162,7 @@ def _batch_of(
 ) -> pa.RecordBatch:
     """Return records as a batch with PROBLEM and LINE.
 
-    A column whose type is None gets the type of its values.
+    A column whose type is None gets the type of its values, or becomes an AS_JSON column if they have none.
     """
     problems = [record.problem for record in records]
     columns: dict[str, pa.Array] = {}
@@ -187,9 +187,9 @@ def _batch_of(
 
 
 def _typed(values: Sequence[Any], kind: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
-    """Return values as a column of a type, see `fitted_values`.
+    """Convert values to a column of a type; also return the misfits, as `fitted_values` does.
 
-    An empty text is null, except in a column of texts.
+    An empty text becomes null, except in a column of texts.
     """
     texts = [text_of(value) for value in values]
     if pa.types.is_string(kind):
@@ -199,7 +199,7 @@ def _typed(values: Sequence[Any], kind: pa.DataType) -> tuple[pa.Array, dict[int
 
 
 def _arrow_batches(source: io.BufferedReader) -> Iterator[pa.RecordBatch]:
-    if source.peek(ARROW_HEAD_BYTES).startswith(ARROW_MAGIC):  # an IPC file: a stream behind a head
+    if source.peek(ARROW_HEAD_BYTES).startswith(ARROW_MAGIC):  # an IPC file is a stream after a header
         source.read(ARROW_HEAD_BYTES)
     with pa.ipc.open_stream(source) as stream:
         yield empty_batch(stream.schema)

@@ -24,7 +24,7 @@ EngineLike: TypeAlias = EngineSpec | Mapping[str, Any] | str | Path | Sequence[s
 KINDS = ("attach", "server", "gateway", "simulated")
 """Kinds of engines."""
 _YAML_MARKS = tuple("\"'|>!&*")
-"""First characters of a text in YAML syntax: quoted, a block, tagged, an anchor or an alias."""
+"""First characters of a quoted text, block, tag, anchor or alias in YAML."""
 EXAMPLES = {
     "input": "input: {path: docs.parquet}",
     "prompt": 'prompt: {user: "Summarise: {{ text }}"}',
@@ -49,8 +49,8 @@ def load_job(
 ) -> Job:
     """Return the job from a YAML file (`-`: standard input), a mapping or a Job, with overrides applied.
 
-    `overrides` are texts `a.b=c`, where c is YAML or plain text. `engine` is used if the job has none. `name`
-    names the source in errors. `rollout` is the function of `prompt.rollout`. Raises JobError.
+    `overrides` are texts `a.b=c`, where c is YAML or plain text. `engine` is the engine of a job without one.
+    `name` stands for the source in errors. `rollout` is the function of `prompt.rollout`. Raises JobError.
     """
     if isinstance(source, Job) and not overrides and rollout is None:
         return source
@@ -70,7 +70,7 @@ def load_job(
     for override in overrides:
         with faults.collect():
             _override(tree, override)
-            if "engine" in tree:  # --set may give a whole one
+            if "engine" in tree:  # an override may replace the whole section
                 tree["engine"] = _engine_tree(tree["engine"])
     faults.raise_all()
     if isinstance(source, (str, Path)) and source != "-":
@@ -100,10 +100,10 @@ def parse_engine(source: EngineLike | None) -> EngineSpec:
 
 
 def _engine_tree(source: Any) -> Any:
-    """Return the `engine` section that a short form stands for; anything else as it is."""
+    """Return the `engine` section for a short form; return anything else unchanged."""
     if isinstance(source, (list, tuple)):
         return {"kind": "attach", "urls": list(source)}
-    if isinstance(source, (str, Path)) and str(source).endswith(".json"):  # of `open_engine(…, share=…)`
+    if isinstance(source, (str, Path)) and str(source).endswith(".json"):  # by `open_engine(…, share=…)`
         if not _job_path(source).exists():
             raise JobError(
                 f"engine: {source}: no such file", hint="the program that shares the engine must be running"
@@ -116,7 +116,7 @@ def _engine_tree(source: Any) -> Any:
     if source == "simulated":
         return {"kind": "simulated"}
     near = [] if "://" in source else get_close_matches(source, KINDS, n=1, cutoff=0.75)
-    if near and not os.path.exists(source):  # noqa: PTH110 - takes names that are too long
+    if near and not os.path.exists(source):  # noqa: PTH110 - false for a name that is too long
         raise JobError(f"engine: {source}: no model has this name", hint=f"did you mean kind: {near[0]}?")
     return {"kind": "attach", "urls": [source]} if "://" in source else {"kind": "server", "model": source}
 
@@ -154,7 +154,7 @@ def parse(text: str, where: str) -> Any:
 
 
 def _job_path(source: str | Path) -> Path:
-    return Path(os.path.expanduser(source))  # noqa: PTH111 - `~unknown` is left
+    return Path(os.path.expanduser(source))  # noqa: PTH111 - keeps `~unknown`, where Path raises
 
 
 def read_job_file(source: str | Path) -> dict[str, Any]:
@@ -198,8 +198,8 @@ def _override(tree: dict[str, Any], override: str) -> None:
 def _value_of(text: str, where: str) -> Any:
     """Return an override's value, read as YAML.
 
-    It is plain text if it is not valid YAML (a template, an expression), or if YAML would change the text,
-    since YAML joins lines and drops the rest of a line behind ` #`.
+    It is plain text if it is not valid YAML, such as a template or an expression. It is also plain text if
+    YAML would change it: YAML joins lines, and drops the rest of a line after ` #`.
     """
     try:
         value = parse(text, where)
@@ -247,7 +247,7 @@ def _explain(failure: ValidationError, kind: Any, tree: object) -> Iterator[tupl
     problems = [(_place_of(tree, problem), problem) for problem in failure.errors(include_url=False)]
     unions = {union for place, _ in problems for union in place.branches}
     for union in sorted(unions, key=len):
-        # pydantic reports every branch of a union: the user meant the branch that got furthest
+        # Pydantic reports every branch of a union. Keep the one that got furthest: the user meant it.
         rivals = [candidate for candidate in problems if union in candidate[0].branches]
         best, _ = max(
             rivals,
@@ -294,7 +294,7 @@ def _faults_at(
         hint = None
         if isinstance(got, bool) and any(error["type"] == "string_type" for error in problems):
             hint = "YAML reads yes, no, on and off as true and false: put quotes around a text"
-        for line in ", or ".join(messages).split("\n"):  # of rules between fields
+        for line in ", or ".join(messages).split("\n"):  # a rule between fields may report several lines
             yield f"{where + ': ' if where else ''}{line}{value}", hint
 
 
@@ -320,7 +320,7 @@ def _place_of(tree: object, problem: ErrorDetails) -> _Place:
         elif isinstance(tree, (list, tuple)) and isinstance(step, int):
             path = (*path, str(step))
             tree = tree[step] if step < len(tree) else None
-        elif not (isinstance(tree, Mapping) and step == tree.get("kind")):  # the step that chose the branch
+        elif not (isinstance(tree, Mapping) and step == tree.get("kind")):  # not the discriminator
             branches.setdefault(path, str(step))
     if is_missing:
         path = (*path, str(problem["loc"][-1]))
@@ -337,7 +337,7 @@ def _nearest(path: Sequence[str], kind: Any) -> str:
 
 
 def _near(word: str, words: Sequence[str]) -> str:
-    """Return the word that the user probably meant as a hint, else all words."""
+    """Return a hint: the word that the user probably meant, or all words if none is similar."""
     near = _closest(word, words)
     return f"did you mean {near!r}?" if near else f"known: {', '.join(words)}"
 
@@ -345,7 +345,7 @@ def _near(word: str, words: Sequence[str]) -> str:
 def _closest(word: str, words: Collection[str]) -> str | None:
     """Return the word that the user probably meant; None if none is similar."""
     near = get_close_matches(word, words, n=1)
-    near = near or [name for name in words if word in name.split("_")]  # seed: sampling_seed
+    near = near or [name for name in words if word in name.split("_")]  # `seed` is part of `sampling_seed`
     return near[0] if near else None
 
 
@@ -356,5 +356,5 @@ def _keys(kind: Any, path: Sequence[str]) -> set[str]:
     fields = {field.alias or name: field.annotation for name, field in kind.model_fields.items()}
     if not path:
         return set(fields)
-    below = [step for step in path[1:] if not step.isdigit()]  # without places in a list
+    below = [step for step in path[1:] if not step.isdigit()]  # an index in a list is no key
     return _keys(fields.get(path[0]), below)

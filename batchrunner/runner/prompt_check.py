@@ -1,4 +1,4 @@
-"""Tries prompts on a model's own files: a chat template may fail on them, a token may begin them twice."""
+"""Checks prompts with a model's own files: its chat template may fail, or its first token may come twice."""
 
 import contextlib
 from collections import Counter
@@ -23,27 +23,27 @@ from batchrunner.sglang.flags import name_in
 from batchrunner.sglang.model_files import model_directory, read_config
 
 CHAT_ARGUMENTS = ("chat-template", "hf-chat-template-name", "default-chat-template-kwargs", "tokenizer-path")
-"""Arguments of a server that decide how it makes prompts of chats."""
+"""Server arguments that change how it makes prompts of chats."""
 _OWN_RULES = ("DeepseekV4", "KimiK3", "Inkling")
-"""Beginnings of the architectures whose chats SGLang 0.5.23 writes without their template
+"""Prefixes of architectures whose chats SGLang 0.5.23 encodes by its own rules, without their template
 (`resolve_chat_encoding_spec`)."""
 
 
 class PromptCheck:
-    """Tries the prompts of a job on the files of the model, where the run loads that."""
+    """Checks a job's prompts with the model's files, if the run starts the server."""
 
     def __init__(self, job: Job) -> None:
         """Find the model's files."""
         self.engine = job.engine.kind
         """Kind of the engine."""
         self.unknown: str | None = None
-        """What only a start can tell; None for nothing."""
+        """Part of the prompts that only a start can check; None if there is none."""
         self._directory: Path | None = None
         self._chat: ChatTemplate | None = None
         self._chat_problem: str | None = None
-        """Why the template makes a prompt of no chat."""
+        """Why the chat template cannot be loaded; None if it can."""
         self._begins_twice = Counter[str]()
-        """Number of prompts that begin with a token which the tokenizer adds too."""
+        """Number of prompts that begin with a token that the tokenizer adds too, by token."""
         if isinstance(job.engine, ServerEngine):
             has_chats = job.prompt.is_batch or (job.prompt.is_chat and job.prompt.rollout is None)
             self._find_files(job.engine, has_chats=has_chats)
@@ -67,7 +67,7 @@ class PromptCheck:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        """The model's tokenizer; None where there is none that can be read."""
+        """The model's tokenizer; None if it cannot be loaded."""
         if self._directory is None:
             return None
         try:
@@ -76,12 +76,12 @@ class PromptCheck:
             return None
 
     def refuse_failing_chat(self, body: Mapping[str, Any]) -> None:
-        """Raise RowRefusedError for the body of a chat of which the model's template makes no prompt."""
+        """Raise RowRefusedError if the model's chat template fails on the body of a chat."""
         if self._chat_problem is not None:
             raise RowRefusedError(self._chat_problem)
         if self._chat is not None:
             with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
-                self._chat.refuse_failing(body)  # what is no chat at all is refused by the server
+                self._chat.refuse_failing(body)  # the server refuses a body that is no chat
 
     def look_at_text(self, prompt: object) -> None:
         """Count a prompt that begins with a token which the tokenizer adds too."""
@@ -91,7 +91,7 @@ class PromptCheck:
                 self._begins_twice[token] += 1
 
     def warnings(self) -> list[str]:
-        """Return what may be wrong with the answers though the rows can be sent."""
+        """Return warnings about prompts that can be sent, but may give worse answers."""
         return [
             f"{counted(count, 'prompt')} begin with {token}, which the tokenizer adds too, so that the model "
             "gets it twice: leave it out of the prompt"
@@ -100,7 +100,7 @@ class PromptCheck:
 
 
 def _why_unknown(engine: ServerEngine, directory: Path) -> str | None:
-    """Say why the model's own chat template does not tell the prompts of chats; None where it does."""
+    """Return why the model's own chat template does not determine the prompts of chats; None if it does."""
     for name in CHAT_ARGUMENTS:
         if name_in(engine.args, name) in engine.args:
             return f"how engine.args.{name} makes prompts of chats"

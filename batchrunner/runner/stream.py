@@ -1,4 +1,4 @@
-"""Streams: runs whose rows come from a program, which gets the outcomes as rows end."""
+"""Streams: runs that take their rows from a program, and give it each outcome once its row ends."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_ROWS, MOST_BYTES = 256, 16 << 20
-"""Rows that are read ahead, and the bytes of their texts; also the rows that are rendered together, and
-the rows that wait for the program."""
+"""Most rows, and bytes of their texts, that are read ahead. MOST_ROWS also limits the rows that are rendered
+together, and the finished rows that wait for the program."""
 MOST_RENDERERS = 64
 """Schemas whose renderers are kept."""
 
@@ -79,28 +79,37 @@ class RowBuffer:
         """Whether no more rows are wanted."""
         self._changed = threading.Condition()
         self.failure: BaseException | None = None
-        """What the program's iterator raised."""
+        """Exception of the program's iterator."""
 
     def comes_soon(self) -> bool:
-        """Tell whether `take` would return within `TIMING.more_rows`. Blocks as long."""
+        """Wait until `take` would not block, for at most `TIMING.more_rows`; tell whether it would not."""
         with self._changed:
             return self._changed.wait_for(self._can_take, TIMING.more_rows)
 
     def offer(self, piece: Piece) -> bool:
-        """Add a piece if there is room; tell whether it was added, or is not wanted any more."""
+        """Add a piece if there is room; tell whether it is dealt with. A stopped buffer drops it."""
         with self._changed:
-            if self.stopped or self._rows >= MOST_ROWS or self._bytes >= MOST_BYTES:
-                return self.stopped
-            self._pieces.append(piece)
-            self._count(piece, 1)
-            self._changed.notify_all()
+            if not self.stopped and not self._has_room():
+                return False
+            self._append(piece)
             return True
 
     def put(self, piece: Piece) -> bool:
         """Add a piece once there is room; tell whether more are wanted. Blocks."""
         with self._changed:
-            self._changed.wait_for(lambda: self.offer(piece))
+            self._changed.wait_for(lambda: self.stopped or self._has_room())
+            self._append(piece)
             return not self.stopped
+
+    def _has_room(self) -> bool:
+        return self._rows < MOST_ROWS and self._bytes < MOST_BYTES
+
+    def _append(self, piece: Piece) -> None:
+        if self.stopped:
+            return
+        self._pieces.append(piece)
+        self._count(piece, 1)
+        self._changed.notify_all()
 
     def take(self, most: int = MOST_ROWS) -> list[Piece]:
         """Take the pieces that are there, at most `most`; waits for the first. Empty at the end. Blocks."""
@@ -136,9 +145,10 @@ class RowBuffer:
 
 @contextlib.asynccontextmanager
 async def reading(data: object, buffer: RowBuffer) -> AsyncGenerator[None]:
-    """Read a program's rows into a buffer meanwhile: in a thread, or in this loop those of an async iterator.
+    """Read a program's rows into a buffer while the `with` block runs.
 
-    At the end an iterator that is blocked is not waited for.
+    An async iterator is read in this loop, other data in a thread. At the end, a thread whose iterator blocks
+    is left behind after `TIMING.iterator_end`.
     """
     if isinstance(data, AsyncIterable):
         task = asyncio.create_task(_read_in_loop(data, buffer))
@@ -168,7 +178,7 @@ def _read(data: object, buffer: RowBuffer) -> None:
     except BaseException as raised:  # noqa: BLE001 - it is raised again in the program's own thread
         failure = raised
     buffer.end(failure)
-    with contextlib.suppress(Exception):  # what it raises while it is closed concerns nobody
+    with contextlib.suppress(Exception):  # an error of the closing iterator no longer matters
         pieces.close()
 
 
@@ -195,7 +205,7 @@ async def _read_in_loop(data: AsyncIterable[Any], buffer: RowBuffer) -> None:
 
 
 def _pieces_of(data: object) -> Generator[Piece]:
-    """Yield an iterable's rows one by one, as soon as they come, and a table's in small batches."""
+    """Yield a table in small batches, or the rows of an iterable one by one, as soon as they come."""
     if (batches := as_batches(data)) is not None:
         for batch in batches:
             for at in range(0, max(1, batch.num_rows), MOST_ROWS):
@@ -213,8 +223,8 @@ def _pieces_of(data: object) -> Generator[Piece]:
 def take_batches(buffer: RowBuffer, first: int, most: int = MOST_ROWS) -> list[pa.RecordBatch | str]:
     """Wait for rows and return them as batches; `first` is the number of the first one. Empty at the end.
 
-    At most `most` rows, or batches of a table, are taken. Rows of a batch have the same types: a row's values
-    do not depend on the rows that wait with it. A row that cannot be sent is a text that says why.
+    At most `most` rows, or batches of a table, are taken. All rows of a batch have the same types, so the
+    values of a row do not depend on its neighbours. A row that cannot be sent is returned as its error text.
     """
     pieces = buffer.take(most)
     rows = [piece for piece in pieces if isinstance(piece, dict)]
@@ -229,7 +239,7 @@ def take_batches(buffer: RowBuffer, first: int, most: int = MOST_ROWS) -> list[p
 
 
 def _batches_or_errors(rows: Sequence[Mapping[str, Any]], first: int) -> list[pa.RecordBatch | str]:
-    """Return rows as one batch, or each row alone, as a batch or its error, where one cannot be sent."""
+    """Return rows as batches. If one cannot be sent, return each row alone, as a batch or its error text."""
     try:
         return [*batches_of_rows(rows, first)]
     except InputError as failure:
@@ -261,9 +271,9 @@ class ProgramColumns:
 class ProgramRows:
     """The rows of a program as a run's source; they are sent in their order, some 500 at a time.
 
-    The first row, or the table, tells the columns. A later row may lack a column, which is null there, or
-    have another type in it. Rows whose types do not fit the job fail; columns that the job does not use do
-    not matter.
+    The first row, or the table, sets the columns. A later row may lack a column, which is then null, or have
+    another type in it. A row fails if its types do not fit the job. Columns that the job does not use are
+    ignored.
     """
 
     is_shared = True
@@ -281,8 +291,8 @@ class ProgramRows:
     ) -> None:
         """Check the job against the `columns`; raises JobError or InputError.
 
-        `first` was taken from the buffer before, `total` is the number of rows, 0 where nobody knows it, and
-        `functions` are the job's Python functions.
+        `first` are batches that were already taken from the buffer. `total` is the number of rows, or 0 if it
+        is unknown. `functions` are the job's Python functions.
         """
         self.total = total
         """Number of rows; 0 where nobody knows it."""
@@ -291,7 +301,7 @@ class ProgramRows:
         """Names of the columns."""
         self.job, self.functions = job, functions
         self.plan = plan_answers(job, functions)
-        """What outcomes become."""
+        """Result columns and checks."""
         self._buffer, self._first = buffer, first or []
         self._renderer_of = functools.lru_cache(MOST_RENDERERS)(self._make_renderer)
         self._renderer = self._renderer_of(self._columns)
@@ -312,7 +322,10 @@ class ProgramRows:
         self._buffer.stop()
 
     def batches(self) -> Iterator[list[Request | Outcome]]:
-        """Render what is in the buffer, and wait for more. What the iterator raises is in the buffer."""
+        """Render the rows in the buffer, and wait for more. An empty list means that none come soon.
+
+        `RowBuffer.failure` has the exception of the program's iterator.
+        """
         pieces, self._first = self._first or take_batches(self._buffer, 0), []
         while pieces:
             for piece in pieces:
@@ -333,15 +346,15 @@ class ProgramRows:
         return renderer.render(RowBatch(list(rows), data), lambda: self._buffer.stopped)
 
     def _failed(self, rows: range, error: str) -> list[Request | Outcome]:
-        """Return rows of which nothing is known but the error; their carried columns are null."""
+        """Return failed outcomes for rows whose values are unusable; their carried columns are null."""
         schema = self._renderer.carried_schema
         carried = pa.RecordBatch.from_arrays(
             [pa.nulls(len(rows), kind) for kind in schema.types], schema=schema
         )
-        return [Outcome(RowRef(row, carried, at), None, error, None, 0) for at, row in enumerate(rows)]
+        return [Outcome.unsent(RowRef(row, carried, at), error) for at, row in enumerate(rows)]
 
     def _used(self, data: pa.RecordBatch) -> pa.RecordBatch:
-        """Return the columns that the job uses; without a value a column has its type in the first row."""
+        """Return the columns that the job uses. A column of nulls has its type in the first row."""
         columns = {}
         for name in self._renderer.columns:
             values = data.column(name) if name in data.schema.names else pa.nulls(data.num_rows)
@@ -357,7 +370,7 @@ class ProgramRows:
 
 
 class Handover:
-    """Rows that ended, as dicts, bounded: `put` waits while the program is behind.
+    """Bounded queue of finished rows, as dicts: `put` waits while the program is behind.
 
     All methods are called in the event loop of the run.
     """
@@ -377,12 +390,12 @@ class Handover:
         self._changed.set()
 
     def check(self) -> None:
-        """Do nothing: a program that is behind is waited for."""
+        """Do nothing: no work runs in the background."""
 
     async def take(self) -> list[dict[str, Any]]:
-        """Take all rows that are there; waits for the first. Empty at the end.
+        """Wait for finished rows and take all of them; an empty list means the end.
 
-        What a rollout returned are columns of its own.
+        The values that a rollout returned become columns.
         """
         while not self._outcomes and not self._ended:
             await self._change()
@@ -404,7 +417,7 @@ class Handover:
         self._changed.set()
 
     async def _change(self) -> None:
-        """Wait until rows come or go, or none come any more."""
+        """Wait until rows are added or taken, or the stream ends."""
         self._changed.clear()
         await self._changed.wait()
 
@@ -424,11 +437,11 @@ async def send_stream(
     *,
     engine: SharedEngine | None = None,
 ) -> None:
-    """Send all rows and give their outcomes to `outlet`, which ends with them.
+    """Send all rows, put their outcomes into `outlet`, and end it.
 
-    Without an open `engine` the job's own is opened and closed. A cancellation cancels the requests in
-    flight. Raises BatchrunError where the engine cannot be opened or is lost, or
-    where a limit of the job ended the stream.
+    Without `engine`, the job's own engine is opened, and closed at the end. A cancellation cancels the
+    requests in flight. Raises BatchrunError if the engine cannot be opened or is lost, or if a limit of the
+    job ended the stream.
     """
     job, control, counts, events = rows.job, Control(), RowCounts(), EventLog(log_directory / "events.jsonl")
     try:
@@ -471,12 +484,12 @@ async def send_stream(
 
 @dataclass(frozen=True, slots=True)
 class StreamCall:
-    """A call of `stream` under way, in the program's event loop."""
+    """One running call of `stream`, in the program's event loop."""
 
     data: object
     call: LibraryCall
     open_engine: OpenEngine | None
-    """The engine; None where the call opens that of the job."""
+    """The engine to use; None to open the job's own engine."""
     displays: Sequence[Display]
 
     async def rows(self) -> AsyncGenerator[dict[str, Any]]:
@@ -506,7 +519,7 @@ class StreamCall:
     def _read_first(
         self, buffer: RowBuffer, scratch: Path, stack: contextlib.AsyncExitStack
     ) -> ProgramRows | None:
-        """Return the rows; None where there are none. Blocks until a row or a table tells the columns."""
+        """Return the rows; None if there are none. Blocks until a row or a table sets the columns."""
         first: list[pa.RecordBatch | str] = []
         readable = None
         while readable is None:  # rows that cannot be sent have no columns
