@@ -1,13 +1,13 @@
-"""What becomes of a row whose attempt failed: one table, by the kind of the failure. Pure: no clock, no loop.
+"""The fate of a row whose attempt failed: one table, by the kind of the failure. Pure: no clock, no loop.
 
-`RULES` is the table; a `FailedAttempt` has the facts that it looks at. The rest of this file is evidence that
-a row itself is why the engine refuses it for now (429, 502 to 504, 401).
+`RULES` is the table; a `FailedAttempt` holds the facts that the rules read. The rest of this file weighs the
+evidence that the row itself makes the engine refuse it for now (429, 502 to 504, 401).
 
-An engine that is away, or has no room, refuses rows whatever they are: that never counts against one. It
-counts only where the same route has meanwhile answered something that was sent after the row was refused
-last. And a route may refuse rows at random, such as a load balancer with a dead half: so a row is given up
-only where it is next to impossible that such a route refused it so often by chance. Where no other row is
-there to be answered, a control tells: what was answered last is asked for again.
+An engine that is down or has no room refuses every row, so its refusals alone are no evidence. A refusal
+counts against a row only if the same route has meanwhile answered a request that was sent after the row's
+previous refusal. A route may also refuse rows at random: a load balancer with a dead half does. So a row is
+given up only if chance can hardly explain that it was refused so often. If no other row is in flight, a
+control decides: the run sends a cheap form of the request that the route answered last.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ class Fate(Enum):
     END = auto()
     """It ends with the error of this attempt."""
     END_REFUSED = auto()
-    """It ends with the refusal of another server, which cannot be checked now."""
+    """It ends with an earlier refusal by another server: no server is available to confirm it."""
     BLAME = auto()
-    """It ends with an error: it is itself why the engine died, or refuses it."""
+    """It ends with an error: the row itself made the engine die or refuse it."""
     LOSE_ENGINE = auto()
     """The run ends: the engine is lost."""
 
@@ -112,7 +112,7 @@ class FailedAttempt(NamedTuple):
     has_other_route: bool = False
     """Whether another route is open that has not yet failed the row in this way."""
     is_confirmed: bool = False
-    """Whether the row failed in this way before, and one of the routes on which it did is in order."""
+    """Whether the row has failed in this way more than once, and one of the routes is in order."""
     was_refused: bool = False
     """Whether a route that is in order refused the row in an earlier attempt."""
     failures: int = 1
@@ -122,7 +122,7 @@ class FailedAttempt(NamedTuple):
     deaths: int = 0
     """Engine deaths while the engine had the row, this one included."""
     is_culprit: bool = False
-    """Whether refusals of the row while others were answered show that it is the reason."""
+    """Whether the row was refused so often while others were answered that it must be the cause."""
     is_engine_lost: bool = False
     """Whether the engine took no row for longer than `limits.engine_wait`."""
 
@@ -160,12 +160,12 @@ RULES = (
 
 
 def fate_of(attempt: FailedAttempt) -> Fate:
-    """Return what becomes of a row, by the table."""
+    """Return the fate of a row, by the table."""
     return next(rule.fate for rule in RULES if attempt.kind in rule.kinds and rule.applies(attempt))
 
 
 def pause_before_retry(error: RequestError, *, attempts: int, jitter: float) -> float:
-    """Return the seconds until a row is sent again, after so many attempts; `jitter` is uniform in [0, 1).
+    """Return the pause in seconds after the last of `attempts` attempts; `jitter` is uniform in [0, 1).
 
     The pause doubles with each attempt and is then drawn from its upper half ("equal jitter" in Amazon's
     *Exponential backoff and jitter*, 2015), so that rows refused together do not return together. A server's
@@ -179,21 +179,21 @@ def pause_before_retry(error: RequestError, *, attempts: int, jitter: float) -> 
 
 
 class RouteTally(msgspec.Struct):
-    """Answers and refusals of a route before it refused a row first, and its refusals of the row since."""
+    """Counts of a route at its first refusal of a row, and its later refusals of this row."""
 
     answered: int
     refused: int
     refusals: int = 0
-    """Refusals of the row that count."""
+    """Later refusals while the route answered other requests."""
 
 
 class Refusals(msgspec.Struct):
-    """Refusals of a row for now."""
+    """Temporary refusals of a row (429, 502 to 504, 401)."""
 
     last: float
-    """Time of the last refusal; before one, that at which the row was sent."""
+    """Time of the last refusal; initially the time when the refused attempt was sent."""
     count: int = 1
-    """The first refusal, and those after it that count."""
+    """The first refusal, plus each later one while the route answered other requests."""
     by_route: dict[RouteRecord, RouteTally] = {}
 
     def add(self, record: RouteRecord, now: float) -> bool:
@@ -201,7 +201,7 @@ class Refusals(msgspec.Struct):
         answers_others = record.newest >= self.last
         self.last = now
         tally = self.by_route.get(record)
-        if tally is None:  # the route may have failed just now
+        if tally is None:  # no evidence yet: the route may have just failed
             self.by_route[record] = RouteTally(record.answered, record.refused)
             record.refused += 1
         elif answers_others:
@@ -211,11 +211,11 @@ class Refusals(msgspec.Struct):
 
 
 BY_CHANCE = 1e-6
-"""A row is given up where the probability is lower that it was refused so often by chance."""
+"""A row is given up if the probability that chance explains its refusals is lower than this."""
 
 
 def is_culprit(refusals: Refusals, max_attempts: int) -> bool:
-    """Tell whether a row that was refused is itself the reason."""
+    """Tell whether a refused row is itself the cause of its refusals."""
     chance = 1.0
     for record, tally in refusals.by_route.items():
         refused = record.refused - tally.refused
@@ -232,9 +232,9 @@ class FailureHistory(msgspec.Struct):
     deaths: int = 0
     """Engine deaths while the engine had the row."""
     refused_by: tuple[Route, ...] = ()
-    """Routes whose servers said that the row is at fault, where another one was asked then."""
+    """Routes whose servers refused the row as faulty, before another route was asked."""
     refusal: RequestError | None = None
-    """The error of the last one of them."""
+    """The error of the last of these refusals."""
     failed_on: tuple[Route, ...] = ()
     """Routes on which an attempt failed, because of the row or of the server."""
     refusals: Refusals | None = None
@@ -251,7 +251,7 @@ class FailureHistory(msgspec.Struct):
         return any(route.is_in_order for route in self.refused_by)
 
     def routes_before(self, kind: FailureKind) -> tuple[Route, ...]:
-        """Return the routes that have failed the row in the way of a kind."""
+        """Return the routes on which the row has failed in this way before."""
         return self.failed_on if kind in FAILED else self.refused_by
 
     def routes_with(self, kind: FailureKind, route: Route) -> tuple[Route, ...]:
@@ -260,7 +260,7 @@ class FailureHistory(msgspec.Struct):
         return before if route in before else (*before, route)
 
     def add(self, kind: FailureKind, fate: Fate, route: Route, error: RequestError) -> None:
-        """Add a failed attempt, and what the table said of it."""
+        """Record a failed attempt and the fate that the table gave the row."""
         if kind is FailureKind.DIED:
             self.deaths += 1
         elif kind in FAILED:
@@ -280,14 +280,14 @@ class FailureHistory(msgspec.Struct):
 
 
 FEW_TOKENS = {"max_new_tokens": 8, "temperature": 0}
-"""Sampling of a control: a single token may be no text yet, and so no answer."""
+"""Sampling of a control. A single token may have no text yet, which counts as no answer."""
 _WORD = [{"role": "user", "content": "1"}]
 _PROMPTS: dict[str, tuple[str, Any]] = {CHAT_PATH: ("messages", _WORD), EMBEDDINGS_PATH: ("input", "1")}
-"""Field of a body and what it has in a control, by endpoint; others have a `prompt`."""
+"""Prompt field of a control's body and its value, by endpoint; other endpoints have a `prompt`."""
 
 
 def control_for(record: RouteRecord, refused: Request) -> Request:
-    """Return a cheap request: what was answered last, or else the beginning of a refused one."""
+    """Return a cheap form of the request that was answered last, or else of the refused one."""
     request = record.last or refused
     prompt: Any = request.prompt
     if request.kind == "body":

@@ -1,4 +1,4 @@
-"""Rows of one route → requests: rows that are to be sent at the same time share one, a bundle.
+"""Bundles: rows of one route that are ready at the same time share one request.
 
 A bundle is only a way of sending. Each row has its slot, its attempt and its answer as if it were alone.
 """
@@ -76,9 +76,9 @@ USUAL_TOKENS = 8192
 FIRST_ROW_TOKENS = 256
 """Tokens that a row is expected to have before any was sent."""
 MEMORY_ROWS = 2000
-"""Rows over which the average is taken: of older ones, less and less is left."""
+"""Rows over which the average is taken; older rows fade out."""
 DEEPEST = 8
-"""Passes in the queue above which more rows in it only wait."""
+"""Longest useful queue, in forward passes: more rows would only wait."""
 FIRST_PASSES = 4
 """Passes in flight at first: one is computed, one waits, and one travels in each direction."""
 
@@ -119,29 +119,29 @@ MOST_ROWS = 64
 """Most rows of a bundle. SGLang's front process wakes all waiting rows of a request at each event, so its
 cost grows with the square of their number; from 16 rows on, more save little."""
 MOST_LIST_ROWS = 256
-"""The same of a list, a bundle of rows without decoding, whose reply with all their vectors comes whole."""
+"""Most rows of a list, a bundle without decoding: one reply holds the vectors of all its rows."""
 MOST_TOKENS = 1 << 15
-"""Prompt tokens from which on a bundle is full: the server reads its JSON while it does nothing else."""
+"""Prompt tokens at which a bundle is full: the server does nothing else while it parses the JSON."""
 LEAST_ROWS_S = 25.0
-"""Rows that must end in a second for bundles: below, the front process has little to do."""
+"""Rows per second below which no bundles are sent: the front process then has little to do."""
 FIRST_ROWS = 16
-"""Size before a period is over, where answers are short; else 1."""
+"""Bundle size in the first period if answers are short; otherwise 1."""
 SHORT_TOKENS = 16
 """Most tokens of a short answer."""
 PERIOD_S = 0.25
 """Seconds over which the rows that end are counted."""
 SHARE = 4
-"""A bundle has 1/4 of a replica's rows in flight at most: a larger one would wait for rows just begun, and
-while a list travels, the server has the others."""
+"""A bundle has at most 1/4 of a replica's rows in flight. A larger bundle would wait for rows that have just
+begun. And while a list travels, the server computes the other rows."""
 
 
 class BundleSize:
-    """The size for one route: the rows that end while a bundle may wait until it is full.
+    """Bundle size of one route: the number of rows that end within the time that a bundle may wait.
 
-    An engine ends many rows in one step and then none for a while. So the rows are counted in bursts, each as
-    long as a bundle may wait, and the size is that of the burst in which the average row ended.
+    An engine ends many rows in one step and then none for a while. So rows are counted in bursts, each as
+    long as a bundle may wait. The size is that of the burst in which the average row ended.
 
-    Rows without decoding fill the passes of their engine: how fast they end does not matter.
+    Without decoding, rows fill the engine's forward passes, and the rate at which they end does not matter.
     """
 
     def __init__(
@@ -152,9 +152,9 @@ class BundleSize:
         short: bool = False,
         passes: ForwardPasses | None = None,
     ) -> None:
-        """Let a bundle wait for `fill_s` seconds at most; `fixed` rows are the size in any case.
+        """A bundle waits at most `fill_s` seconds; `fixed` overrides the size.
 
-        Tell whether answers are known to be `short`; without decoding, what the `passes` are.
+        `short` says that answers are known to be short. `passes` are given only for tasks without decoding.
         """
         self.most_tokens = MOST_TOKENS if passes is None else passes.tokens
         """Prompt tokens that a bundle holds at most, unless one row has more."""
@@ -185,7 +185,7 @@ class BundleSize:
         self._burst += 1
 
     def rows(self, outstanding: int) -> int:
-        """Return the size while so many rows are in flight or wait for their bundle; 0 and 1 are one row."""
+        """Return the size; `outstanding` rows are in flight or wait in a bundle. 0 and 1 mean one row."""
         if self._fixed is not None:
             return self._fixed
         return min(self._rows, outstanding // SHARE)
@@ -202,7 +202,7 @@ MOST_REFUSALS = 32
 
 
 class BundledRow(NamedTuple):
-    """A row that waits for its answer: a completion, or None where it is to be sent alone."""
+    """A row that waits for its answer: a completion, or None if the row must be sent alone."""
 
     request: Request
     answer: asyncio.Future[Completion | None]
@@ -216,7 +216,7 @@ class Bundle:
         self.tokens = 0
         """Prompt tokens of its rows, while it is filled."""
         self.answers = 0
-        """Rows that were answered, or refused, each by itself."""
+        """Rows that have received an answer or a refusal of their own."""
 
     @property
     def unanswered(self) -> list[BundledRow]:
@@ -235,7 +235,7 @@ class Bundle:
             answer.set_result(result)
 
     def fail(self, error: Exception) -> None:
-        """End all rows that are left with an error."""
+        """End all unanswered rows with an error."""
         for row in self.unanswered:
             row.answer.set_exception(error)
 
@@ -252,7 +252,7 @@ class BundleSender:
     one_by_one: str | None
     """Why each row is a request of its own; None where there is no reason."""
     _logged: set[str] = field(default_factory=set)
-    """The reasons of this kind that are in the log already."""
+    """Reasons for sending rows one by one that are already in the log."""
     _works: bool = False
     """Whether the engine has answered a bundle."""
     _refused: int = 0
@@ -316,13 +316,13 @@ class BundleSender:
             self._start(filling.unanswered)
 
     def _send_if_nothing_else_comes(self) -> None:
-        """Send a bundle soon where all rows wait for it: those that are taken at once still join it."""
+        """Send the bundle soon if all outstanding rows wait in it; rows taken right now still join."""
         filling = self._filling
         if filling is not None and len(filling.rows) == self._outstanding:
             asyncio.get_running_loop().call_soon(self._send_filled, filling)
 
     def _start(self, rows: Sequence[BundledRow]) -> None:
-        """Send rows in one request; a single one sends itself."""
+        """Send rows in one request; a single row returns to its `send` call, which sends it alone."""
         if len(rows) > 1 and self.one_by_one is None:
             task = asyncio.ensure_future(self._carry(Bundle(rows)))
             self._sending.add(task)
@@ -332,7 +332,7 @@ class BundleSender:
             row.answer.set_result(None)
 
     async def _carry(self, bundle: Bundle) -> None:
-        """Send a bundle once; rows that it leaves without an answer are sent in smaller ones, or fail."""
+        """Send a bundle once; its unanswered rows are sent again in smaller bundles, or fail."""
         requests = [row.request for row in bundle.rows]
         self.totals.add(len(requests))
         why = "it answered none of their rows"
@@ -353,7 +353,7 @@ class BundleSender:
         self._settle(bundle, why)
 
     def _settle(self, bundle: Bundle, why: str) -> None:
-        """Send the rows again that a bundle left without an answer; `why` it left them, in words."""
+        """Send the unanswered rows of a bundle again; `why` is the reason in words."""
         self._works = self._works or bundle.answers > 0
         unanswered = bundle.unanswered
         self._refused += bool(unanswered) and not bundle.answers
@@ -370,7 +370,7 @@ class BundleSender:
 
 
 class BundleSenders:
-    """Makes what sends the rows of each route of an engine, by the `bundle` of a job."""
+    """Creates the senders of an engine's routes, as the job's `bundle` says."""
 
     def __init__(
         self,
@@ -391,7 +391,7 @@ class BundleSenders:
             self._fixed = 1
         most_tokens = job.sampling.max_new_tokens
         self._short = isinstance(most_tokens, int) and most_tokens <= SHORT_TOKENS
-        # a list of rows without decoding has one reply: what keeps texts alone is no matter there
+        # a list without decoding has one reply, so the reasons against bundles of texts do not apply
         self._one_by_one = info.one_by_one if passes is None else None
 
     def sender_to(self, url: str) -> BundleSender:

@@ -1,4 +1,4 @@
-"""Whether an answer is good, by the job's conditions, and what its row is asked next where it is not."""
+"""Checks of answers against the job's conditions, and the next request after a rejected answer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
 
 MOST_LENGTHENED = 3
-"""Times that a cut answer is asked for with more tokens: twice as many each time."""
+"""Most retries of a truncated answer with more tokens; each retry doubles max_new_tokens."""
 LONGEST_SEARCH_S = 0.2
 """Seconds after which the search for a regular expression in an answer is given up."""
 KEPT_SCHEMAS = 256
@@ -50,7 +50,7 @@ class Verdict(NamedTuple):
     error: str | None
     """Why the row failed; None where it succeeded."""
     again: Request | None = None
-    """What is asked next; None where the row has ended."""
+    """The next request; None if the row ends."""
 
 
 class AnswerChecker:
@@ -72,10 +72,10 @@ class AnswerChecker:
         self._tokenizer = tokenizer
         self._functions = functions if functions is not None and CHECK in functions.facts else None
         self._thread = None if self._conditions.are_quick else ThreadPoolExecutor(1, "checks")
-        """Where answers are checked that may take long: the event loop goes on meanwhile."""
+        """Thread for checks that may take long and would block the event loop; None if all are quick."""
 
     async def check(self, row: PendingRow, completion: Completion) -> Verdict:
-        """Check an answer of a row; what is asked next is tokenised. Raises HookLostError."""
+        """Check an answer of a row; a next request in the verdict is tokenized. Raises HookLostError."""
         history = row.answers = row.answers or AnswerHistory(row.request)
         if self._thread is None:
             answer, complaint = self._conditions.check(row.request, completion)
@@ -96,14 +96,14 @@ class AnswerChecker:
         return Verdict(answer, None, again)
 
     def last_answer(self, row: PendingRow) -> Completion | None:
-        """Return the last answer of a row that ends without a further one; None where it had none."""
+        """Return the last answer of a row whose last attempt failed; None if the row had no answer."""
         history = row.answers
         return None if history is None or history.last is None else _with_history(history, is_good=None)
 
     async def _next_request(
         self, row: PendingRow, history: AnswerHistory, answer: Completion, complaint: str
     ) -> Request | None:
-        """Return what is asked next; None where the row ends with this answer."""
+        """Return the next request; None if the row ends with this answer."""
         limit = row.request.sampling.get("max_new_tokens")
         is_cut = self._lengthens and CUT in answer.finish_reasons
         if is_cut and limit and history.lengthened < MOST_LENGTHENED:
@@ -121,9 +121,9 @@ class AnswerChecker:
 
 
 def _with_history(history: AnswerHistory, *, is_good: bool | None) -> Completion:
-    """Return the last answer of a row, with what its others came to where it had others or is not good."""
+    """Return the last answer of a row; unless the first was good, add a summary of all answers."""
     assert history.last is not None
-    asks = len(history.rejected) + (is_good is not False)  # nothing was asked after the last rejected one
+    asks = len(history.rejected) + (is_good is not False)  # no request followed the last rejected answer
     if asks == 1 and is_good:
         return history.last
     totals = AskedAgain(asks, tuple(history.rejected), is_good, history.last.prompt_tokens or 0)
@@ -131,7 +131,7 @@ def _with_history(history: AnswerHistory, *, is_good: bool | None) -> Completion
 
 
 async def _python_complaint(functions: HookPool, request: Request, completion: Completion) -> str | None:
-    """Ask the job's function what is wrong with an answer; one that fails with an answer says so by that."""
+    """Ask the job's function what is wrong with an answer; if the function fails, its error says so."""
     facts = functions.facts[CHECK]
     row = (carried_of(request.ref),) if facts.takes_row else ()
     for number, text in enumerate(completion.texts):
@@ -145,7 +145,7 @@ async def _python_complaint(functions: HookPool, request: Request, completion: C
 
 
 class AnswerConditions:
-    """The conditions of a job on an answer, but for its Python function. Pure."""
+    """The job's conditions on an answer, except its Python function. Pure."""
 
     def __init__(self, job: Job, plan: AnswerPlan, columns: Collection[str]) -> None:
         """Compile the conditions for rows with these columns; raises JobError."""
@@ -167,12 +167,12 @@ class AnswerConditions:
         self._pattern = accept.regex
         conditions = (self._expression, self._pattern, plan.schema, job.sampling.regex)
         self.are_quick = not self._by_row and all(condition is None for condition in conditions)
-        """Whether a check takes no longer than reading the answer does, whatever the answer."""
+        """Whether a check of any answer takes no longer than reading it."""
 
     def check(self, request: Request, completion: Completion) -> tuple[Completion, str | None]:
         """Return an answer, with its column `parsed` where the run has one, and what is wrong with it.
 
-        Of several samples each must be good, and the first complaint is told.
+        Each of several completions must be good; the first complaint is returned.
         """
         first: str | None = None
         fitted: list[Any] = []
@@ -229,7 +229,7 @@ class AnswerConditions:
         return f"the answer has no match of accept.regex {self._pattern!r}"
 
     def _parse(self, request: Request, text: str) -> tuple[Any, Any, str | None]:
-        """Return an answer as JSON, as the column `parsed` holds it, and what is wrong with it."""
+        """Return the JSON value of an answer, its value in the column `parsed`, and a complaint or None."""
         try:
             value = msgspec.json.decode(text)
         except (msgspec.MsgspecError, RecursionError) as failure:
@@ -255,10 +255,10 @@ class AnswerConditions:
 
 
 def _may_follow(pattern: str, request: Request, completion: Completion, number: int) -> bool:
-    """Tell whether an answer may be one that the regular expression of its request allows.
+    """Tell whether an answer may match the regular expression of its request.
 
-    Engines read expressions in dialects of their own: here a dot may be a line end, a word may have letters
-    of any script or not, and an expression that cannot be read allows anything. A truncated answer is the
+    Engines have dialects of their own. So a dot may match a line end, word characters may or may not include
+    all scripts, and an expression that cannot be parsed allows any answer. A truncated answer is the
     beginning of a match, and a tokenizer may drop the space that an answer begins with.
     """
     calls = completion.columns.get(TOOL_CALLS)
@@ -290,7 +290,7 @@ def _validator(schema: dict[str, Any], where: str) -> Any:
     except ValueError as failure:
         wrong: Any = failure
         while branches := getattr(getattr(wrong, "kind", None), "context", None):
-            # none of several ways to write a part: the one that got furthest is the one that was meant
+            # no alternative fits: report the one whose error lies deepest, which was probably meant
             wrong = max(chain(*branches), key=lambda error: len(error.instance_path))
         problem = f"not a JSON Schema that answers can be checked against: {_with_place(wrong)}"
         raise JobError(f"{where}: {problem}") from None
@@ -305,7 +305,7 @@ def _validator_of_text(schema: str) -> Any:
 
 
 def _with_place(failure: Any) -> str:
-    """Return what is wrong with a JSON value, or a schema, after the keys that lead there."""
+    """Return the error of a JSON value or a schema, preceded by the keys that lead to it."""
     place = "".join(f"[{step!r}]" for step in getattr(failure, "instance_path", ()))
     return f"{place} {_short(getattr(failure, 'message', str(failure)))}".lstrip()
 
@@ -330,15 +330,15 @@ def _next_try(first: Request, number: int) -> Request:
 
 
 def _with_complaint(request: Request, answer: Completion, complaint: str) -> Request:
-    """Return a chat in which the model's answer is followed by what is wrong with it.
+    """Return the chat with the model's answer and a complaint about it at the end.
 
-    Calls of tools stand there as text: chat templates want their results behind calls.
+    Tool calls are written as text: chat templates expect a result after a real call.
     """
     messages: list[dict[str, Any]] = list(request.prompt)
     calls = answer.columns.get(TOOL_CALLS, [None])[0] or []
     calls_as_text = (json.dumps(call["function"], ensure_ascii=False) for call in calls)
     text = "\n".join(filter(None, (answer.texts[0], *calls_as_text)))
-    if messages and messages[-1]["role"] == "assistant":  # the beginning of the answer
+    if messages and messages[-1]["role"] == "assistant":  # the prompt already begins the answer
         text = f"{messages.pop()['content']}{text}"
     messages += [
         {"role": "assistant", "content": text},

@@ -1,6 +1,6 @@
 """The loop that sends rows: a free slot → a row of the backlog → the engine → its outcome, or a new attempt.
 
-What becomes of a row without an answer is decided in `attempt.py`.
+`attempt.py` decides the fate of a row without an answer.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ log = logging.getLogger(__name__)
 ACCEPTED_RATIO, ACCEPTED_S = 2.0, 1.0
 """A request in flight for more than 2 times as long as a refusal takes, and over 1 s, counts as accepted."""
 MOST_CONTRADICTED = 3
-"""Rows that others answer after which a route is suspended that fails all."""
+"""A route is suspended after this many rows that failed on it and that other routes answered."""
 MOST_BODY_BYTES = 1 << 16
-"""Most bytes of a refusal that a row of a batch file keeps: a stack trace may be in it."""
+"""Longest error body that a row of a batch file keeps, in bytes: it may contain a stack trace."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,13 +73,13 @@ class Dispatcher:
     _in_flight: dict[PendingRow, None] = field(default_factory=dict, init=False)
     """Rows in flight, the oldest first."""
     _refused_since: float | None = field(default=None, init=False)
-    """Time since which the engine took no row; None while it takes them, or nobody asks it."""
+    """Time since which the engine has accepted no row; None if it accepts rows or gets none."""
 
     async def run(self, feeder: Feeder | Rollouts) -> None:
         """Send all rows that the feeder brings.
 
-        Raises EngineLostError, StorageError, or what reading raises. Then, or when cancelled, the requests in
-        flight are cancelled; a later attempt sends their rows again.
+        Raises EngineLostError, StorageError, or an error of the feeder. An error or a cancellation cancels
+        the requests in flight; a later attempt sends their rows again.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -91,7 +91,7 @@ class Dispatcher:
                     else:
                         row = self.backlog.take(route)
                         group.create_task(self._use_slot(row, route))
-                while self.routes.in_flight:  # what rollouts have asked is stored
+                while self.routes.in_flight:  # rollouts store the answers that still arrive
                     await self.backlog.wait_for_rows()
                 feeding.cancel()
         except BaseExceptionGroup as failures:
@@ -112,7 +112,7 @@ class Dispatcher:
             self.backlog.wake()
 
     async def _attempt(self, row: PendingRow, route: Route) -> None:
-        """Send a row once. Then store its outcome, or put it back into the backlog.
+        """Send a row once. Then store its outcome, or requeue it.
 
         The row holds its slot until its outcome is stored: so a slow disk slows the run down.
         """
@@ -158,7 +158,7 @@ class Dispatcher:
         self._refused_since = None  # while the outcome waited to be stored, nobody asked the engine
 
     def _learn(self, row: PendingRow, route: Route, completion: Completion, now: float) -> None:
-        """Learn from an answer: the engine works, the route is in order, how long outputs are."""
+        """Record an answer: clear the doubt about its route, and update counts and output lengths."""
         route.doubt = None
         if row.failures is not None:
             for other in {*row.failures.avoided}:
@@ -179,7 +179,7 @@ class Dispatcher:
         row.prefix_ready_at = min(row.prefix_ready_at, now)
 
     def _contradict(self, route: Route, now: float) -> None:
-        """Record that another route answered a row that this one failed; suspend it after a few of these."""
+        """Record that another route answered a row that failed on this one; a few such rows suspend it."""
         doubt = route.doubt
         if doubt is None:
             return
@@ -195,7 +195,7 @@ class Dispatcher:
     async def _handle_failure(
         self, row: PendingRow, route: Route, error: RequestError, now: float
     ) -> RequestError | None:
-        """Do with a row what the table says; return the error with which it ends, None if it is sent again.
+        """Apply the table to a row; return the error with which the row ends, or None if it is requeued.
 
         Raises EngineLostError where the engine has taken no row for too long.
         """
@@ -233,7 +233,7 @@ class Dispatcher:
     async def _failed_attempt(
         self, row: PendingRow, route: Route, kind: FailureKind, now: float
     ) -> FailedAttempt:
-        """Return the facts that decide what becomes of a row without an answer."""
+        """Collect the facts that decide the fate of a row without an answer; may send a control."""
         history = row.failures
         assert history is not None
         was_refused = history.was_refused
@@ -257,16 +257,17 @@ class Dispatcher:
         )
 
     def _relieve(self, route: Route, kind: FailureKind, error: RequestError, now: float) -> None:
-        """Send less to a route that failed a row: nothing for a while, and narrower windows if it is full."""
+        """Start the cooldown of a route on which a row failed; narrow its windows if it is congested."""
         cooldown_s = self.routes.cool_down(route, now)
         asyncio.get_running_loop().call_later(cooldown_s, self.backlog.wake)
         if kind in CONGESTED:
             self.load_control.narrow(route.url, str(error), now)
 
     async def _is_culprit(self, row: PendingRow, route: Route, history: FailureHistory, now: float) -> bool:
-        """Tell whether a row that was refused for now is itself the reason; send a control if that is open.
+        """Record a temporary refusal; tell whether the row itself is the cause.
 
-        A row that is refused once may have met an engine without room.
+        If that is undecided and no other row can decide it, send a control. A first refusal sends none: the
+        engine may just have had no room.
         """
         is_first = history.refusals is None
         refusals = history.refusals = history.refusals or Refusals(row.sent_at)
@@ -302,7 +303,7 @@ class Dispatcher:
     def _is_engine_lost(self, row: PendingRow, kind: FailureKind, now: float) -> bool:
         """Tell whether the engine took no row for `limits.engine_wait` seconds.
 
-        An old request in flight was accepted: its answer is waited for.
+        A request that has been in flight for long was accepted: the engine is not lost before it ends.
         """
         if self._refused_since is None or kind is FailureKind.DIED:  # until now it took rows
             self._refused_since = now
@@ -319,16 +320,16 @@ class Dispatcher:
         )
 
     def _sender_of(self, route: Route) -> BundleSender:
-        """Return what sends the rows of a route, made for its first row."""
+        """Return the sender of a route; create it for the route's first row."""
         if route.sender is None:
             route.sender = self.senders.sender_to(route.url)
         return route.sender
 
 
 def _server_error(request: Request, error: RequestError) -> Completion | None:
-    """Return an answer without a text, with the server's own error as `response`, for a batch file's line.
+    """Return a completion without text for a row of a batch file; its `response` is the server's error.
 
-    None for another row, and where the server gave no JSON object.
+    Return None for any other row, and if the error is too long or no JSON object.
     """
     body = error.body
     if request.kind != "body" or body is None or len(body) > MOST_BODY_BYTES:

@@ -30,21 +30,21 @@ REPORTED = frozenset({"recalled", "died", "hangs", "healed", "lost", "adapts", "
 SPAN_S = 30.0
 """Seconds over which a rate is taken."""
 PACE_ROWS, PACE_ROUNDS = 32, 4
-"""Rows, and times the rows in flight, after which a row that ended counts half for the time that is left."""
+"""An ended row counts half after so many more rows, or so many times the rows in flight if that is more."""
 
 
 CONTRADICTION, LATE_SHARE = 0.5, 0.05
-"""An estimate is dropped where rows take longer or shorter by this share, and the run is late or early by
-this share of its estimated time: a run begins slowly."""
+"""An estimate is dropped if the time of a row differs from it by the first share, and the run is late or
+early by the second share of its estimated time. One deviation alone is normal: a run begins slowly."""
 CHANCE = 3.0
-"""Standard errors of the mean time of a row that chance explains; a row's time deviates by its mean."""
+"""Chance explains so many standard errors of the mean row time; a row's deviation is taken as that mean."""
 
 
 class Rates:
     """Rates of several counts over the last 30 s."""
 
     def __init__(self, now: float, counts: int) -> None:
-        """There are so many `counts`, all of them 0 now."""
+        """Start with `counts` counts that are all 0 at `now`."""
         self._points: deque[tuple[float, tuple[int, ...]]] = deque([(now, (0,) * counts)])
 
     def update(self, now: float, counts: tuple[int, ...]) -> list[float]:
@@ -58,23 +58,23 @@ class Rates:
 
 
 class TimeLeft:
-    """The time that the rows of an attempt still take, by the pace of those that ended last.
+    """Remaining time of an attempt, by the pace of the rows that ended last.
 
-    Until enough have ended it is that of an estimate, where there is one; an estimate that rows contradict is
-    dropped at once.
+    Until enough rows have ended, the time comes from an estimate, if there is one. An estimate that rows
+    contradict is dropped at once.
     """
 
     def __init__(self, now: float, row_s: float | None = None) -> None:
-        """No row has ended yet; an estimate said that one takes `row_s` seconds."""
+        """Start without ended rows; `row_s` is the estimated time of a row in seconds."""
         self._rows = self._seconds = 0.0  # the older a row, the less it counts
         self._done, self._began, self._ended = 0, now, now
         self._expected_s, self._trust = row_s or 0.0, 1.0 if row_s else 0.0
 
     def update(self, now: float, done: int, in_flight: int, remaining: int) -> float | None:
-        """Take the rows that ended so far; return the seconds until the remaining ones have ended.
+        """Record the rows that ended so far; return the seconds until the remaining rows have ended.
 
-        Without an estimate it is None before as many rows ended as are in flight: the first to end are the
-        quick ones. It counts down until a row ends, however rarely rows do, and is None once one is overdue.
+        Without an estimate the time is None until as many rows have ended as are in flight: quick rows end
+        first. Between two ends the time counts down. It is None once it would be negative.
         """
         if not done and not in_flight:  # input is still read or sorted
             self._began = self._ended = now
@@ -129,7 +129,7 @@ class LoadSummary:
         self._sums: defaultdict[str, float] = defaultdict(float)  # of values, each times its seconds
 
     def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
-        """Add a sample, for the time since the one before."""
+        """Add a load sample, weighted by the time since the last one."""
         span = 0.0 if self._last is None else now - self._last
         self._last = now
         sums, schedulers = self._sums, self._concurrency.schedulers
@@ -157,7 +157,7 @@ class LoadSummary:
 
     @property
     def background(self) -> dict[str, Any]:
-        """Whose the engine was, as shares of the time, and what users got back; empty where it is ours."""
+        """Our share and the users' share of a live server's time, and the preempted rows; else empty."""
         whole = self._sums["served"]
         if not whole:
             return {}
@@ -190,7 +190,7 @@ class LoadSummary:
 
 @dataclass
 class AttemptProgress:
-    """What a run has done so far: samples of it, and what report.json says of load and incidents."""
+    """Progress of an attempt: samples of its state, and the load and incidents of report.json."""
 
     rows: RowSource
     done: DoneRows
@@ -209,7 +209,7 @@ class AttemptProgress:
     rollouts: Rollouts | None = None
     """Its rollouts; None where rows are requests."""
     row_s: float | None = None
-    """Seconds that a row takes by an estimate of the run."""
+    """Estimated seconds per row; None without an estimate of the run."""
 
     def __post_init__(self) -> None:
         """Count nothing yet."""
@@ -227,7 +227,7 @@ class AttemptProgress:
         return self.sample(loads, now)
 
     def write_incidents(self) -> None:
-        """Write what happened to the engine's servers since the last call to the event log."""
+        """Write the incidents of the engine's servers since the last call to the event log."""
         for incident in self.engine.incidents():
             values = {"who": incident.who, "why": incident.why, **incident.facts}
             self.events.write(f"engine_{incident.what}", **values)
@@ -277,7 +277,7 @@ class AttemptProgress:
         )
 
     def _signals(self, loads: Sequence[SchedulerLoad], now: float) -> list[SchedulerSample]:
-        """Return each scheduler's load, its window, its load state, and the rates of a route of its own."""
+        """Return each scheduler's load, window and load state; token rate too if its route is its own."""
         concurrency = self.concurrency
         samples = {load.scheduler: SchedulerSample.of(load) for load in loads}
         for name, scheduler in concurrency.schedulers.items():

@@ -21,17 +21,17 @@ class AnswerHistory(msgspec.Struct):
     first: Request
     """Its first request, as it was sent."""
     unencoded: Request | None = None
-    """The request before it was tokenised, where it may be asked for again in other words."""
+    """The first request before it was tokenized, if later requests may add a complaint to its chat."""
     rejected: list[Rejected] = []
-    """Answers that were not good."""
+    """Answers that failed the checks."""
     lengthened: int = 0
-    """Those of them that were truncated, and asked for with more tokens."""
+    """Rejected answers that were truncated and requested again with more tokens."""
     last: Completion | None = None
     """The last answer, which the row keeps if it fails."""
 
 
 class PrefixGroup(msgspec.Struct, eq=False):
-    """Rows with a common prefix, which go to one route: the prefix is in its cache."""
+    """Rows with a common prefix. They go to one route, whose prefix cache holds it."""
 
     first: PendingRow
     home: Route | None = None
@@ -44,13 +44,13 @@ class Turn(msgspec.Struct, eq=False):
     """A request of a multi-turn rollout."""
 
     outcome: asyncio.Future[Outcome]
-    """Gets the outcome; done before where the rollout waits for it no more."""
+    """Receives the outcome; it is already done if the rollout no longer waits."""
     is_first: bool
-    """Whether its rollout has asked nothing before; later turns go before new rows."""
+    """Whether it is the first request of its rollout; later turns are sent before new rows."""
 
 
 class PendingRow(msgspec.Struct, eq=False):
-    """A row that was read and has not ended; a `msgspec.Struct`, which is made faster than a dataclass.
+    """A row that was read and has not ended. A `msgspec.Struct` is created faster than a dataclass.
 
     A row *follows* another one, its `leader`, where both begin with the same bytes: the engine computes the
     shared prefix with the leader, and the follower finds it in the prefix cache.
@@ -75,7 +75,7 @@ class PendingRow(msgspec.Struct, eq=False):
     sent_clock: float = 0.0
     """Sum of `new_tokens` over all rows sent so far, this one included."""
     used_clock: float = 0.0
-    """The same, when the row or one of its followers was sent last."""
+    """Value of this sum when the row or one of its followers was last sent."""
     longest_output: float = 0.0
     """Expected output tokens of the row or of its longest follower; 0 where lengths do not matter."""
     group: PrefixGroup | None = None
@@ -93,7 +93,7 @@ class PendingRow(msgspec.Struct, eq=False):
     answers: AnswerHistory | None = None
     """Its answers, where they are checked."""
     turn: Turn | None = None
-    """The turn of a rollout that this is; None for a row itself."""
+    """The turn of a rollout that this request belongs to; None for a row of the input."""
 
     @property
     def is_wanted(self) -> bool:
@@ -122,7 +122,7 @@ class RowSource(Protocol):
 
     @property
     def total(self) -> int:
-        """Number of rows, those that earlier attempts ended included; with leases an estimate."""
+        """Number of rows, including those that ended in earlier attempts; an estimate with leases."""
 
     @property
     def unread(self) -> int:
@@ -130,13 +130,13 @@ class RowSource(Protocol):
 
     @property
     def is_shared(self) -> bool:
-        """Whether other tasks could do these rows, now or later."""
+        """Whether other workers of a joined run could process these rows, now or later."""
 
     def batches(self) -> Iterator[list[Request | Outcome]]:
         """Read and render rows, a bounded batch at a time; blocks.
 
-        A row that cannot be rendered comes as an Outcome with its error. An empty batch asks to send what was
-        read so far: the next batch may take a while.
+        A row that cannot be rendered comes as an Outcome with its error. An empty batch asks the
+        feeder to send the rows that were read so far: the next batch may take a while.
         """
 
     def stop(self) -> None:
@@ -155,7 +155,7 @@ FEWER = 16
 
 
 class PoisonRows:
-    """Rows that were in flight when the engine died or hung, and are not now: one may be the reason. Pure.
+    """Suspects: rows that were in flight when the engine died or hung, and wait for a retry. Pure.
 
     Thousands of rows are in flight at a death, and nearly all are harmless. They are sent again a few at a
     time, beside rows that are not suspected, so that the next death leaves fewer suspects: after one death
@@ -194,25 +194,25 @@ class PoisonRows:
 
 
 READ_AHEAD_ROWS, READ_AHEAD_BYTES = 512, 64 << 20
-"""Length of the dispatch queue, in rows and in bytes of their prompts, above which the feeder pauses;
-then rows that are kept for a route are for every route."""
+"""Length of the dispatch queue, in rows and in bytes of their prompts, above which the feeder pauses.
+At this number of rows any route may take rows that are kept for another."""
 
 
 MOST_MEDIA_BYTES = 128 << 20
-"""Bytes of the files of rows in flight above which no more rows with files are sent. The body of a request
-takes as much again, and a third more."""
+"""Bytes of the files of rows in flight above which no more rows are sent. The request body holds each file
+once more, and is a third larger (base64)."""
 
 
 class DispatchQueue:
     """Rows that wait for a slot, in order. Pure: no clock, no loop.
 
-    A prefix group goes to the route with the least to do, counting the rows of its groups that are still to
-    come, and its rows wait for that route. A row that failed on one route waits for another one.
+    A prefix group goes to the route with the least to do, and its rows wait for that route. The pending rows
+    of a route's groups count as its work. A row that failed on one route waits for another one.
 
-    A route with little else to do takes rows of another route: an idle replica costs more than the cache
-    saves. But the prefixes of the groups that it takes are computed again. So it takes whole groups, and
-    only while it has less than half of the other's rows, in flight or kept for it, and those that are kept
-    would wait until a quarter of those in flight have ended.
+    A route with little to do takes rows that are kept for another route: an idle replica costs more than the
+    cache saves. But their prefixes must be computed again. So a route takes whole groups where possible, and
+    only under two conditions. It has fewer than half as many requests in flight as the other route has rows,
+    in flight or kept. And the kept rows are at least a quarter of the other route's requests in flight.
     """
 
     def __init__(self, routes: Routes) -> None:
@@ -245,7 +245,7 @@ class DispatchQueue:
     def has_for(self, route: Route) -> bool:
         """Tell whether `take` may return a row for a route.
 
-        Where all rows turn out to be kept for other routes, this is wrong once.
+        True may be wrong once: `take` may find that all rows belong to other routes, and keep them there.
         """
         return bool(
             self._for_any_route
@@ -285,14 +285,14 @@ class DispatchQueue:
         return _relieve(busiest, route) if busiest else None
 
     def home_of(self, group: PrefixGroup) -> Route:
-        """Return the route of a prefix group, which is chosen when it is asked for first."""
+        """Return the route of a prefix group; the first call chooses it."""
         if group.home is None:
             group.home = group.first.route or self._routes.least_used()
             group.home.promised += group.to_come
         return group.home
 
     def _route_to_relieve(self, in_flight: int) -> Route | None:
-        """Return another route whose kept rows a route with so many in flight may take."""
+        """Return the route whose kept rows a route with `in_flight` requests may take; None for none."""
         busiest = max(self._routes, key=lambda route: len(route.kept))
         waiting = len(busiest.kept)
         if not waiting:
@@ -303,7 +303,7 @@ class DispatchQueue:
         return busiest if is_far_ahead else None
 
     def _avoiding_others(self, route: Route) -> deque[PendingRow]:
-        """Return rows that avoid other routes, or all of them, so that this route may take them."""
+        """Return rows that avoid some routes and that this route may take; empty if there are none."""
         for avoided, rows in self._avoiding.items():
             if rows and self._routes.may_get(route, avoided):
                 return rows
@@ -316,10 +316,10 @@ def _keep(row: PendingRow, route: Route) -> None:
 
 
 def _relieve(busiest: Route, route: Route) -> PendingRow:
-    """Move half of the rows that are kept for one route to another: whole groups, new and large ones first.
+    """Move half of the rows that are kept for one route to another; return the first of these rows.
 
-    They stay in order, one of each group in turn: two in one pass would both compute the prefix. Return the
-    first of them.
+    Groups move whole, except the last one; new and large groups move first. The rows keep their order, in
+    which groups alternate: two rows of one group in the same pass would both compute the prefix.
     """
     rows_to_move, remaining = deque[PendingRow](), deque[PendingRow]()
     rows_of = Counter[PrefixGroup](row.group for row in busiest.kept)
@@ -349,7 +349,7 @@ class Backlog:
     """
 
     def __init__(self, routes: Routes, results: ResultSink, to_come: Callable[[], int]) -> None:
-        """Build an empty backlog; `to_come` tells how many rows, about, were not added yet."""
+        """Build an empty backlog; `to_come` estimates how many rows have not been added yet."""
         self._routes = routes
         self._results = results
         self._to_come = to_come
@@ -367,9 +367,9 @@ class Backlog:
 
     @property
     def unsent(self) -> int:
-        """Rows that are still to be sent and not in flight; an estimate where leases are taken.
+        """Remaining rows that are not in flight; an estimate with leases.
 
-        At least those in the queue: a rollout may ask for many answers at once.
+        At least the rows in the queue: a rollout may send many requests at once.
         """
         if self.is_stopping:
             return 0
@@ -447,7 +447,7 @@ class Backlog:
     async def end(self, row: PendingRow, outcome: Outcome) -> None:
         """Store the outcome of a row, and the same for its duplicates. Raises StorageError.
 
-        That of a rollout's request goes to the rollout.
+        The outcome of a rollout's request goes to the rollout instead.
         """
         if row.turn is not None:
             if row.is_wanted:
@@ -474,10 +474,10 @@ class Backlog:
         await self._sendable.wait()
 
     async def wait_for_room(self, most: int = READ_AHEAD_ROWS, coming: Callable[[], int] = lambda: 0) -> None:
-        """Wait until the feeder should read on: fewer than `most` rows are there or `coming`.
+        """Wait until the feeder should read on: fewer than `most` rows are queued or `coming`.
 
-        It pauses too while as many rows wait for another attempt as there are slots: an engine that takes
-        nothing must not fill the memory with waiting rows.
+        The feeder also pauses while as many rows wait for another attempt as there are slots: an engine that
+        accepts no rows must not fill the memory with waiting rows.
         """
         while not self.is_stopping and (
             self._queue.is_full

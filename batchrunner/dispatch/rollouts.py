@@ -1,8 +1,9 @@
-"""Rollouts: rows that ask several times, by an asynchronous function of the job. One layer above the queue.
+"""Multi-turn rollouts: an asynchronous function of the job sends several requests for one row.
 
-`Rollouts` takes the feeder's place. It opens as many rows as keep the queue filled; what their functions ask
-are rows of the queue, whose answers go to the functions. These run in processes of their own: one that blocks
-or dies fails its row, and the others are run again with the answers that they have had.
+`Rollouts` takes the feeder's place, one layer above the queue. It opens as many rows as keep the queue
+filled. The requests of their functions become rows of the queue, and the answers go back to the functions.
+The functions run in separate processes. If one blocks or kills its process, its row fails. The other rows
+of the process are run again, and receive the answers that they already have.
 """
 
 from __future__ import annotations
@@ -62,14 +63,14 @@ from batchrunner.output.turns import TurnKey, TurnStore
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.2
-"""Pause between two looks whether a process is blocked; a rollout that has asked nothing for so long waits
-for something else than the engine."""
+"""Pause between two checks for blocked processes. A rollout that sends no request for so long waits for
+something other than the engine."""
 LONG_STEP_S = 0.05
 """A step between two awaits that takes longer keeps the other rows of its process waiting."""
 LONG_STEPS, BLOCKED_SHARE = 5, 1 / 4
-"""Long steps, and share of the looks that meet one, from which on a process counts as blocked."""
+"""A process counts as blocked after so many long steps, if this share of the checks met one."""
 LEAST_AHEAD, AHEAD_SHARE = 8, 1 / 8
-"""Rows in the queue, or on their way there, up to which others are opened; the share is of the slots."""
+"""Rows are opened until so many are queued or about to be: a minimum, or a share of the slots."""
 MOST_OPEN = 8192
 """Rows that are open at once: those whose answers the engine's cache holds, and those that wait for tools."""
 ROWS_A_PROCESS = 16
@@ -85,15 +86,15 @@ class Rollout:
     """An open row."""
 
     request: Request
-    """The row's, whose prompt is the row."""
+    """Request of the row; its prompt holds the row itself."""
     answers: dict[TurnKey, asyncio.Future[Outcome]] = field(default_factory=dict)
-    """What it has asked, also before its function was run again."""
+    """Answers to its requests, including those of earlier runs of its function."""
     asked: Counter[str] = field(default_factory=Counter)
-    """How often its function has asked each request, since it was last run."""
+    """How often its function has sent each request since its last start."""
     last: str = ""
-    """What it asked last."""
+    """Its last request, as JSON."""
     group: PrefixGroup | None = None
-    """What it sends, all of it to one replica; None before its first request."""
+    """Prefix group of its requests, which all go to one replica; None before the first request."""
     returned: asyncio.Future[Result] = field(init=False)
     """What its function returns."""
 
@@ -109,14 +110,14 @@ class RolloutProcess(HookProcess):
             """Returns the number of the rollout whose code runs, 0 for none, and since when."""
             super().__init__(setup, step_descriptor=memory.fileno())
         self.rollouts: dict[int, Rollout] = {}
-        """Those that run in it, by the numbers that it knows them by."""
+        """Rollouts that run in it, by the numbers that the process uses."""
         self.is_shared = is_shared
         """Whether others may run in it too."""
         self.why: str | None = None
         """Why it was killed."""
         self._looks = self._blocked_looks = 0
         self._long_steps = set[float]()
-        """When each long step began that was met, up to as many as matter."""
+        """Start times of the long steps that were met; LONG_STEPS at most."""
         self.is_loaded = asyncio.Event()
         """Set once it has loaded the function."""
 
@@ -129,7 +130,7 @@ class RolloutProcess(HookProcess):
         return reader
 
     def look(self, limit_s: float) -> None:
-        """See whose code runs, and whether others wait for it; longer than `limit_s` is why it is killed."""
+        """Check whose code runs and whether others wait; a step longer than `limit_s` sets `why`."""
         number, since = self.step()
         step_s = time.monotonic() - since if number else 0.0
         if step_s > limit_s:
@@ -171,7 +172,7 @@ class RolloutProcess(HookProcess):
 
 @dataclass(eq=False)
 class Rollouts:
-    """The rollouts of a run: opens rows, sends what they ask, and makes outcomes of what they return."""
+    """The rollouts of a run: opens rows, sends their requests, and builds outcomes from their results."""
 
     job: Job
     source: RowSource
@@ -181,9 +182,9 @@ class Rollouts:
     routes: Routes
     results: ResultSink
     store: TurnStore | None
-    """Where answers are stored; None where nothing is, as of a program's rows."""
+    """Store of the answers; None if they are not stored, as for the rows of a program."""
     turns: int = 0
-    """Requests of rollouts that were answered, without those that were stored."""
+    """Requests that were answered in this attempt."""
 
     def __post_init__(self) -> None:
         """Open no row yet."""
@@ -250,7 +251,7 @@ class Rollouts:
                     self._group.create_task(self._solve(rollout))
 
     def _coming(self) -> int:
-        """Return how many rows come into the queue soon; many where no more can be open."""
+        """Return how many rows will soon enter the queue; MOST_OPEN if no more may be open."""
         return MOST_OPEN if len(self._open) >= MOST_OPEN else len(self._starting)
 
     async def _solve(self, rollout: Rollout) -> None:
@@ -269,7 +270,7 @@ class Rollouts:
         self.backlog.wake()
 
     async def _forget(self, rollout: Rollout, *, is_done: bool = False) -> None:
-        """Drop the answers of a rollout, also those that are stored, and what it waits for."""
+        """Drop the answers of a rollout and its pending requests; if it is not done, stored answers too."""
         for answer in rollout.answers.values():
             answer.cancel()
         rollout.answers.clear()
@@ -278,10 +279,10 @@ class Rollouts:
             await self.store.drop(rollout.request.ref.row)
 
     async def _result_of(self, rollout: Rollout) -> Result:
-        """Return what the function of a row makes.
+        """Return the result of a row's function.
 
-        It is run again where its process ends or it asks otherwise. A row that was why a process ended, or
-        may have been twice, is run in a process of its own.
+        The function is run again if its process ends, or if a repeated run sends different requests. A row
+        that ended a process, or may have ended one twice, is run in a process of its own.
         """
         suspicion = 0
         while True:
@@ -315,7 +316,7 @@ class Rollouts:
             return rows, error
 
     def _shared_process(self) -> RolloutProcess:
-        """Return a new process where all have many rollouts, else the loaded one with the fewest."""
+        """Return a new process if all others are busy and one more is allowed, else the least busy one."""
         shared = [process for process in self._processes if process.is_shared]
         are_busy = all(len(process.rollouts) >= ROWS_A_PROCESS for process in shared)
         if are_busy and len(shared) < self.functions.most_processes:
@@ -329,7 +330,7 @@ class Rollouts:
         return process
 
     async def _listen(self, process: RolloutProcess) -> None:
-        """Take what the rollouts of a process ask and return, until it ends."""
+        """Receive the requests and results of the rollouts of a process until it ends."""
         reader = await process.connect()
         try:
             while True:
@@ -360,13 +361,13 @@ class Rollouts:
     def _answer(
         self, process: RolloutProcess, number: int, rollout: Rollout, *, question: int, text: str
     ) -> None:
-        """Have what a rollout asks answered: it has the answer already, or it is sent."""
+        """Answer a request of a rollout: with the answer that it already has, or by sending it."""
         rollout.last = text
         digest = xxh3_128_hexdigest(text.encode())
         rollout.asked[digest] += 1
         key = digest, rollout.asked[digest]
         answer = rollout.answers.pop(key, None) or self._group.create_task(self._ask(rollout, key, text))
-        rollout.answers[key] = answer  # in the order in which they are asked, also when they were stored
+        rollout.answers[key] = answer  # keeps the order of the requests, for stored answers too
 
         def give(answer: asyncio.Future[Outcome]) -> None:
             if not answer.cancelled() and answer.exception() is None:
@@ -398,7 +399,7 @@ class Rollouts:
         return outcome
 
     async def _watch(self) -> None:
-        """Kill processes whose loop is blocked, and what others have left behind; see who starts to ask."""
+        """Kill processes whose step takes too long and leftovers of ended ones; update `_starting`."""
         limit_s = self._limits.python
         while True:
             await asyncio.sleep(LOOK_S)
@@ -420,7 +421,7 @@ class Rollouts:
 
 
 def _request_of(base: Request, prompt: Any, tools: Any, sampling: dict[str, Any]) -> Request:
-    """Return what `generate` asks as a request; raises RowRefusedError for what cannot be sent."""
+    """Return the request of a `generate` call; raises RowRefusedError if it cannot be sent."""
     try:
         kind, content = kind_of_prompt(prompt)
         spec = validated(SamplingSpec, sampling, "generate")
@@ -470,7 +471,7 @@ def _answer_of(outcome: Outcome) -> RolloutAnswer | str:
 
 
 def _outcome_of(rollout: Rollout, rows: list[dict[str, Any]], error: str | None, latency_s: float) -> Outcome:
-    """Return the outcome of a row: tokens and tries are sums over its answers."""
+    """Return the outcome of a row; tokens and retries are summed over its answers."""
     outcomes = [answer.result() for answer in rollout.answers.values() if answer.done()]
     completions = [outcome.completion for outcome in outcomes if outcome.completion is not None]
     last = completions[-1] if completions else NO_ANSWER

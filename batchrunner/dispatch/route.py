@@ -1,6 +1,6 @@
-"""Routes: the servers that get a run's rows, and all that the run knows of each. Pure: no clock, no loop.
+"""Routes: the servers that get a run's rows, and the run's state for each. Pure: no clock, no loop.
 
-Runs that use an engine at once have routes of their own; `EndedRows` is what they share.
+Each run has its own routes. Runs that use one engine at the same time share only `EndedRows`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class EndedRows:
     """Times that the engine retracted these rows."""
 
     def add(self, answer: Completion | None) -> None:
-        """Count a row; without an answer where the server refused it."""
+        """Count a row; `answer` is None if the server refused the row."""
         self.rows += 1
         if answer is not None:
             self.output_tokens += answer.output_tokens
@@ -38,7 +38,11 @@ class EndedRows:
 
 @dataclass(slots=True, eq=False)
 class RouteRecord:
-    """Answers and refusals of a route: those of first attempts, and of controls."""
+    """Counts of a route's answers and refusals.
+
+    An answer counts if it replies to a first attempt or to a control. A refusal counts once for each row and
+    once for each control.
+    """
 
     answered: int = 0
     refused: int = 0
@@ -55,9 +59,9 @@ class Doubt:
     """Evidence against a route that has failed rows since its last answer."""
 
     reason: str
-    """Its error for one of these rows."""
+    """The error of the first of these rows."""
     contradicted: int = 0
-    """Rows that it failed, and that other routes answered."""
+    """Rows that failed on this route and that other routes answered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,20 +71,20 @@ class Route:
     url: str
     ended: EndedRows = field(default_factory=EndedRows)
     window: int = 0
-    """Most requests in flight; a smaller window cancels none, it waits for their ends."""
+    """Concurrency limit. A smaller window cancels no request: those in flight end first."""
     in_flight: int = 0
     speed: float = 1.0
     """Its speed relative to the other routes: the rows that it ended recently."""
     kept: deque[Any] = field(default_factory=deque)
     """Rows (`PendingRow`) that wait for this route, where their prefix is cached."""
     promised: int = 0
-    """Rows that are kept, and those of its prefix groups that are not in the queue yet."""
+    """Rows in `kept`, plus the rows of its prefix groups that are not in the queue yet."""
     record: RouteRecord = field(default_factory=RouteRecord)
     doubt: Doubt | None = None
     sender: BundleSender | None = None
     """Sends its rows; None before the first one."""
     cools_until: float = 0.0
-    """End of the cooldown or the suspension; 0 if the route has answered since it began."""
+    """End of the cooldown or suspension; 0 if none has begun since the route's last answer."""
     _cooldown_s: float = FIRST_COOLDOWN_S
     _suspension_s: float = 0.0
     """Length of the last suspension; 0 if the route has answered since."""
@@ -92,7 +96,7 @@ class Route:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether it has answered a row, and has failed none since that another route might answer."""
+        """Whether it has answered a row, and nothing has put it in doubt since then."""
         return self.record.last is not None and self.doubt is None
 
     def has_slot(self, now: float) -> bool:
@@ -109,7 +113,7 @@ class Route:
             self._cooldown_s = min(self._cooldown_s * 2, LONGEST_COOLDOWN_S)
 
     def suspend(self, now: float) -> float | None:
-        """Suspend the route; return for how many seconds, None where it is suspended already."""
+        """Suspend the route; return the length in seconds, or None if it is already suspended."""
         if self.is_suspended and self.cools_until > now:
             return None
         self._suspension_s = min(self._suspension_s * 2, LONGEST_SUSPENSION_S) or FIRST_SUSPENSION_S
@@ -123,7 +127,7 @@ class Route:
 
 
 class Routes:
-    """The routes of a run, which come as their servers are first seen."""
+    """The routes of a run; a route is added when its server is first seen."""
 
     def __init__(self) -> None:
         self._by_url: dict[str, Route] = {}
@@ -139,7 +143,7 @@ class Routes:
         return self._by_url[url]
 
     def open(self, url: str, ended: EndedRows | None = None) -> Route:
-        """Return the route to a server: a new one with these ended rows where there is none."""
+        """Return the route to a server; create it, with these ended rows, if there is none."""
         route = self._by_url.get(url)
         if route is None:
             route = self._by_url[url] = Route(url, ended or EndedRows())
@@ -153,7 +157,7 @@ class Routes:
     def least_used(self) -> Route:
         """Return the route with the fewest requests for its speed, in flight or promised to it.
 
-        One that refused requests, and has answered none since, is the last choice.
+        A route that started a cooldown and has not answered since is the last choice.
         """
 
         def use(route: Route) -> tuple[bool, float]:
@@ -162,10 +166,10 @@ class Routes:
         return min(self, key=use)
 
     def acquire_slot(self, now: float, wants: Callable[[Route], bool] = lambda _: True) -> Route | None:
-        """Take a slot on the route with the most free ones, of those that want one; None if none is free.
+        """Take a slot on the route with the most free slots; None if no slot is free.
 
-        A route in its cooldown is left out, even where all routes are: then nothing is sent before the first
-        cooldown ends.
+        Only routes for which `wants` is true count. A route in its cooldown gets no slot, even if all routes
+        are in theirs: then nothing is sent before the first cooldown ends.
         """
         best, most_free = None, 0
         for route in self:
@@ -193,9 +197,9 @@ class Routes:
         return max(0.0, route.cools_until - now)
 
     def has_others(self, than: Collection[Route]) -> bool:
-        """Tell whether there are routes beside these that are not suspended."""
+        """Tell whether any route outside `than` is not suspended."""
         return not all(route.is_suspended or route in than for route in self)
 
     def may_get(self, route: Route, avoided: Collection[Route]) -> bool:
-        """Tell whether a route may get a row that avoids some: one of these only where there is no other."""
+        """Tell whether a route may get a row; an avoided route gets it only if no other route is open."""
         return route not in avoided or not self.has_others(avoided)

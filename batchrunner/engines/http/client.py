@@ -1,11 +1,11 @@
 """The HTTP client of SGLang servers: sends the rows of a run to replicas of one model and reads the answers.
 
-A row is a POST whose reply comes whole; so is a list of rows of a task without decoding. SGLang answers a
-bundle, a list of prompts with `stream: true`, by events, each with the `index` of its row: one when a row
-ends, and one after its first token where more follow.
+A row is one POST with one complete reply, and so is a list of rows of a task without decoding. A bundle is a
+list of prompts with `stream: true`. SGLang answers a bundle with events, each with the `index` of its row:
+one when a row ends, and one after its first token if more follow.
 
-`HttpEngine` is the client. `AttachedServers` is the engine of servers that run already, or of a gateway's
-workers: others restart them if they fail. The engine of servers that we start is in `launched/fleet.py`.
+`HttpEngine` is the client. `AttachedServers` is the engine of servers that already run, or of a gateway's
+workers; the run does not restart them. The engine of servers that we start is in `launched/fleet.py`.
 """
 
 import asyncio
@@ -70,11 +70,11 @@ CONNECT_TIMEOUT_S = 30.0
 KEEPALIVE_S = 3.0
 """Seconds; SGLang (uvicorn) closes an idle connection after 5 s, so the client drops it before that."""
 LONGEST_TICK_S = 1.0
-"""Pause between two looks for requests that take too long."""
+"""Longest pause between two checks for late requests."""
 START = "start the server, or correct engine.urls"
 """What to do where no server answers."""
 _END = b"[DONE]"
-_OK = HTTPStatus.OK.value  # a look into an enumeration takes as long as ten other lines
+_OK = HTTPStatus.OK.value  # a lookup in an enumeration takes as long as ten other lines
 
 Answer = TypeVar("Answer")
 
@@ -120,13 +120,13 @@ class HttpEngine(Engine):
         self._vector_length = VectorLength()
         self._model_names: frozenset[str] = frozenset()
         self._names_to_send: dict[str, str] = {}
-        """What a whole request is sent with, by the name of the model that it asks for."""
+        """Model name to send in a whole request, by the name that its row gives."""
         self._naming = asyncio.Lock()
 
     async def connect(self, urls: Sequence[str], remedy: str = START) -> EngineInfo:
         """Connect to the replicas, and read the description of each that answers.
 
-        Raises EngineStartError where none can be reached, with the `remedy`, or one cannot do the work.
+        Raises EngineStartError if no replica can be reached (with the `remedy`) or one cannot do the work.
         """
         self._clock = asyncio.create_task(self._end_late_requests())
         connections, limited_by = open_connections(len(urls))
@@ -136,7 +136,7 @@ class HttpEngine(Engine):
         descriptions = await self._described(self._asks, urls)
         models = [model for _, model, _ in descriptions]
         servers = [arguments for _, _, arguments in descriptions]
-        # those that answer come first: a question to any of them goes to the first
+        # servers that answer come first: `tokens_of` asks the first endpoint
         answering = [url for url, _, _ in descriptions]
         for url in dict.fromkeys([*answering, *urls]):
             self.endpoints[url] = self._new_endpoint(url)
@@ -177,16 +177,16 @@ class HttpEngine(Engine):
         return Endpoint(url, HangDetector(self._limits.hang))
 
     def _watch_model(self, endpoint: Endpoint) -> None:
-        """Guard a server by questions for its model."""
+        """Let the guard ask a server for its model."""
         assert self._asks is not None
         self.guard.watch(endpoint, functools.partial(self._asks.model, endpoint.url, self.guard.model))
 
     async def _described(
         self, questions: ServerQuestions, urls: Sequence[str]
     ) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-        """Return the URL of each server that answers, and what it says of its model and of its arguments.
+        """Return URL, model and arguments of each server that answers.
 
-        One that does not answer gets rows once it does. Raises EngineAwayError where none answers,
+        A server that does not answer gets rows once it answers. Raises EngineAwayError where none answers,
         EngineStartError where one cannot do the work.
         """
         questions_at_start = (questions.at_start(url, self._task) for url in urls)
@@ -258,7 +258,7 @@ class HttpEngine(Engine):
             )
         except EngineBusyError:
             raise
-        except RequestError as failure:  # of one row, which is found alone
+        except RequestError as failure:  # of one row, which fails again when it is sent alone
             if failure.body is None and not isinstance(failure, RowRefusedError):
                 raise
             raise BundleRefusedError(str(failure)) from None
@@ -316,7 +316,7 @@ class HttpEngine(Engine):
             )
 
         self._rows = session(GuardedConnector(self.guard, limit=0, keepalive_timeout=KEEPALIVE_S))
-        # a question gets a connection of its own: one from before may lead to a server that is on its way out
+        # each question has a new connection: an old one may lead to a server that is shutting down
         self._questions = session(aiohttp.TCPConnector(limit=0, force_close=True))
 
     async def _end_late_requests(self) -> None:
@@ -341,7 +341,7 @@ class HttpEngine(Engine):
         return alive
 
     async def excuses(self, url: str, sent_at: float) -> bool:  # noqa: ARG002 - of servers that we start
-        """Tell whether a server ended after a time for a reason that is no row's fault."""
+        """Tell whether a server that ended after `sent_at` ended for a reason that is no row's fault."""
         return False
 
     async def _cut_off(self, endpoint: Endpoint, sent_at: float, message: str) -> RequestError:
@@ -358,21 +358,21 @@ class HttpEngine(Engine):
         return AttemptFailedError(message) if is_alive else EngineDownError(message)
 
     async def _name_to_send(self, endpoint: Endpoint, name: str | None) -> str | None:
-        """Return the name of the model that a whole request is sent with; None for none.
+        """Return the model name to send in a whole request; None if the request has none.
 
-        The server gets the name as it is. SGLang takes what follows a colon for a LoRA adapter, and refuses
-        one that is not loaded. It answers any name without a colon by its own model, so an adapter that goes
-        by its name alone is sent in the form with the colon.
+        A name is sent unchanged, unless it is the plain name of a LoRA adapter. SGLang takes the part after a
+        colon for an adapter, and refuses an adapter that is not loaded. It answers any name without a colon
+        with its own model. So the plain name of an adapter is sent in the form with the colon.
         """
         if name is None or name in self._model_names or ":" in name:
             return name
-        async with self._naming:  # the first row with a name asks for all
+        async with self._naming:  # only the first row with a name asks the server
             if name not in self._names_to_send:
                 self._names_to_send[name] = await self._known_name(endpoint.url, name)
         return self._names_to_send[name]
 
     async def _known_name(self, url: str, name: str) -> str:
-        """Return a name without a colon as a server understands it; log which model answers for another."""
+        """Return the server's form of a name without a colon; log which model answers for an unknown one."""
         assert self._asks is not None
         if name in await self._asks.adapters(url):
             return f"{wire.ANY_MODEL}:{name}"
@@ -408,14 +408,14 @@ class HttpEngine(Engine):
         return [await self._post(endpoint, task.path, body) for body in bodies]
 
     def _refusal(self, endpoint: Endpoint, answer: replies.WholeAnswer) -> RequestError:
-        """Return the error of the rows of an answer with another status than 200, or without JSON."""
+        """Return the error for an answer whose status is not 200 or whose content is not JSON."""
         error = replies.error_of(answer.status, answer.content, answer.retry_after)
         if isinstance(error, EngineBusyError) and answer.status != HTTPStatus.TOO_MANY_REQUESTS:
             endpoint.doubt()
         return error
 
     async def _send_list(self, endpoint: Endpoint, requests: Sequence[Request], ended: RowEnded) -> None:
-        """Send a list of rows of one task; those that have no good answer in the one reply do not end."""
+        """Send a list of rows of one task; rows without a good answer in the reply do not end."""
         contents = await self._post_task(endpoint, requests)
         try:
             results = replies.answers_of(requests, contents)
@@ -451,7 +451,7 @@ class HttpEngine(Engine):
     ) -> Answer:
         """Send a body and read the answer; raises the error of its rows where that fails.
 
-        A request that ends without an answer is aborted before it raises: its rows may be sent again.
+        A request without an answer is aborted before its error is raised: its rows may be sent again.
         """
         if endpoint.closed:
             raise EngineDownError(endpoint.closed)
@@ -463,7 +463,7 @@ class HttpEngine(Engine):
         except (RequestError, BatchrunError):
             raise
         except asyncio.CancelledError:
-            if task in endpoint.requests or task.uncancel():  # others want the task to end
+            if task in endpoint.requests or task.uncancel():  # somebody else cancelled the task
                 raise
             if endpoint.closed:
                 raise EngineDownError(endpoint.closed) from None
@@ -478,7 +478,7 @@ class HttpEngine(Engine):
         limit = endpoint.proxy_limit
         if status in ENDED_BY_PROXY:
             await self._abandon(endpoint, request, f"status {status}")
-        # while a bundle is answered part by part, a proxy waits on
+        # the events of a bundle keep a proxy waiting, so only single rows count
         elif len(rids) == 1 and (age_s := time.monotonic() - request.sent_at) > limit.longest_answer_s:
             limit.answered(age_s)
         if endpoint.liveness.is_dead:
@@ -523,7 +523,7 @@ class HttpEngine(Engine):
         raise NoAnswerError(f"no answer within {now - request.sent_at:.0f} s, the limit of a proxy ({why})")
 
     async def _abort(self, endpoint: Endpoint, rids: Sequence[str]) -> bool:
-        """Ask a server to abort requests, as far as it still has them; tell whether it took that."""
+        """Ask a server to abort the requests that it still has; tell whether it accepted every call."""
         outcomes = await asyncio.gather(
             *(self._post_abort(endpoint, rid) for rid in rids), return_exceptions=True
         )
@@ -570,12 +570,12 @@ class BundleAnswer:
     over: set[int] = field(default_factory=set)
     """Places in the bundle of the rows that have ended."""
     refusal: replies.WholeAnswer | None = None
-    """What an event said of the whole request, as if it were the answer to it."""
+    """Error event for the whole bundle, in the form of an answer."""
 
     async def read(self, answer: PostedAnswer) -> replies.WholeAnswer | None:
-        """Pass on the events of an answer until it ends, or for a second after the last one that is wanted.
+        """Process the events of an answer until it ends, or briefly after all rows have ended.
 
-        Return an answer that is not one of events, or a refusal of all rows.
+        Return an answer that is not an event stream, or a refusal of all rows; otherwise None.
         """
         kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if kind != "text/event-stream":
@@ -597,7 +597,7 @@ class BundleAnswer:
         return len(self.over) == len(self.requests)
 
     async def take(self, events: Sequence[bytes]) -> None:
-        """Take the data of events; one that cannot be read, or of no row that is left, counts for nothing.
+        """Process the data of events; ignore an event that cannot be read or belongs to no pending row.
 
         Raises AnotherModelError where the server serves another model.
         """
@@ -632,10 +632,11 @@ class BundleAnswer:
 
 
 class AttachedServers(HttpEngine):
-    """Replicas of one model, which run already: given by their URLs, or the workers of a Model Gateway.
+    """Replicas of one model that already run: given by their URLs, or the workers of a Model Gateway.
 
-    One that hangs gets no rows for a while, or until it moves. Rows go to a gateway's workers directly: it
-    cannot give each as many as it is fast enough for, and would only pass them on. Its list is followed.
+    A replica that hangs gets no rows for a while, or until it makes progress. Rows go directly to a gateway's
+    workers: the gateway would only pass them on, and cannot match the speed of each worker. The client
+    follows the gateway's list of workers.
     """
 
     def __init__(
@@ -689,7 +690,7 @@ class AttachedServers(HttpEngine):
 
     async def close(self) -> None:
         """Close all connections."""
-        watching, self._watching = self._watching, None  # a poll that goes on begins no other
+        watching, self._watching = self._watching, None  # so a poll that still runs starts no new watch
         if watching is not None:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The environment's proxies: by which way a server is reached."""
+"""Proxies of the environment, and the servers that are reached through them."""
 
 import ipaddress
 from contextlib import suppress
@@ -19,17 +19,17 @@ class Proxy(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments with which a request of aiohttp goes by it."""
+        """Arguments that send an aiohttp request through the proxy."""
         return {"proxy": self.address, "proxy_auth": self.auth}
 
 
 def proxy_of(url: str) -> Proxy | None:
-    """Return the proxy for a URL, by `http_proxy` or `https_proxy`; None where none is to be used.
+    """Return the proxy for a URL, by `http_proxy` or `https_proxy`; None if no proxy applies.
 
-    Directly reached are servers on the loopback, and those whose host, domain or network is in `no_proxy`.
+    No proxy applies to servers on the loopback, or with a host, domain or network in `no_proxy`.
     """
     proxies = getproxies()
-    with suppress(ValueError, LookupError):  # a URL that is none, or a proxy that aiohttp does not take
+    with suppress(ValueError, LookupError):  # an invalid URL, or a proxy that aiohttp does not accept
         server = URL(url)
         if server.scheme in proxies and not _is_excluded(server, proxies.get("no", "")):
             return Proxy(*get_env_proxy_for_url(server))
@@ -37,7 +37,7 @@ def proxy_of(url: str) -> Proxy | None:
 
 
 def by_proxy(url: str) -> str:
-    """Return the words for a message that say by which proxy a server is asked; empty where by none."""
+    """Return a phrase for messages that names the proxy for a URL; empty if there is no proxy."""
     proxy = proxy_of(url)
     return f" by the proxy {proxy.address} (no_proxy lacks {URL(url).host})" if proxy else ""
 
@@ -55,7 +55,7 @@ def _is_excluded(url: URL, no_proxy: str) -> bool:
 
 
 def _networks_in(no_proxy: str) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network]:
-    """Return the entries that are networks or addresses, such as 10.0.0.0/8; the others are names."""
+    """Return the networks and addresses of `no_proxy`, such as 10.0.0.0/8; skip the names."""
     networks = []
     for entry in no_proxy.split(","):
         with suppress(ValueError):

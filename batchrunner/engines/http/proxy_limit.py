@@ -1,7 +1,7 @@
 """Whether a proxy on the way to a server ends requests after a fixed time. Pure: no clock.
 
-A proxy that waits no longer answers 504 or 524, or closes the connection, while the engine computes on. All
-such requests are of the same age then, and no answer takes longer.
+Such a proxy answers 504 or 524, or closes the connection, while the engine computes on. All requests that it
+ends have the same age, and no answer takes longer.
 """
 
 from collections import deque
@@ -9,11 +9,11 @@ from collections import deque
 ENDED_BY_PROXY = {408, 502, 504, 524}
 """Statuses by which a proxy ends a request that the engine may still compute."""
 LEAST_AGE_S = 5.0
-"""A request that ends sooner was not ended for its age."""
+"""A request that ends sooner does not count: its age was not the cause."""
 SAME_AGE_S, SAME_SHARE = 1.0, 0.05
 """Largest difference of two ages that count as the same: in seconds, or as a share of the age."""
 BETWEEN_S = 1.0
-"""Least seconds between two requests that count: what is sent and cut off together has one age, too."""
+"""Least seconds between two requests that count: requests sent and lost together share one age anyway."""
 REQUESTS = 3
 """Requests of the same age that show a limit."""
 
@@ -23,14 +23,14 @@ class ProxyLimit:
 
     def __init__(self) -> None:
         self.limit_s: float | None = None
-        """Age at which requests are ended, in seconds; None while none is known."""
+        """Age at which the proxy ends requests, in seconds; None while no limit is known."""
         self._ages: deque[float] = deque(maxlen=REQUESTS)
         self._sent_at: deque[float] = deque(maxlen=1)
         self.longest_answer_s = 0.0
         """Largest age of an answered request, in seconds: there is no limit below it."""
 
     def answered(self, age_s: float) -> None:
-        """Record the age of an answered request; shorter ones than the longest say nothing."""
+        """Record the age of an answered request; an answer past the limit disproves the limit."""
         self.longest_answer_s = max(self.longest_answer_s, age_s)
         if self.limit_s is not None and self._outlived(self.limit_s):
             self.limit_s = None

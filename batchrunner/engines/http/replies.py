@@ -73,11 +73,11 @@ class Sample(msgspec.Struct):
     text: str = ""
     """Left out by a server without a tokenizer."""
     output_ids: msgspec.Raw = msgspec.Raw()
-    """Its token ids, which it has also where nobody asks for them."""
+    """Its token ids, decoded only on request: SGLang sends them even if nobody asks for them."""
 
 
 class Event(Sample):
-    """An event of the answer to a bundle: the end or another part of a row's answer, or an error of all."""
+    """An event of a bundle's answer: a part or the end of a row's answer, or an error of all rows."""
 
     meta_info: Meta = msgspec.field(default_factory=Meta)
     index: int | None = None
@@ -174,14 +174,14 @@ _BUSY = {429, 502, 503, 504}
 _REFUSED = {400, 404, 413, 422}
 _DATA = b"data:"
 JSON_BEGINS = b"{", b"["
-"""Beginnings of every answer; what begins otherwise is a page for people."""
+"""First bytes of a JSON answer; any other content is a page for people."""
 BEGIN, END = "<think>", "</think>"
-"""What models write around their reasoning, unless their template writes the first."""
+"""Tags around a model's reasoning; some chat templates write the first tag."""
 TAGS = "think>"
-"""What both have in common: a text without it has no reasoning."""
+"""Common part of both tags: a text without it has no reasoning."""
 NO_REASONING: Mapping[str, list[Any]] = MappingProxyType({"reasoning": [None]})
 _END_ON_A_LINE = re.compile(r"(?:^|\n)[ \t]*</think>[ \t]*(?:\n|$)")
-"""The end of reasoning whose beginning the template wrote: a line of its own, since an answer may name it."""
+"""End tag of reasoning that the template began. It has its own line, as an answer may mention the tag."""
 ENDED = "stop"
 """The finish reason of an answer that the model ended, at its end token or at a stop text."""
 
@@ -195,7 +195,7 @@ class WholeAnswer(msgspec.Struct):
 
 
 async def whole(answer: PostedAnswer) -> WholeAnswer:
-    """Read the body of an answer; raises AttemptFailedError for one that is larger than any can be."""
+    """Read the body of an answer; raises AttemptFailedError if it exceeds MOST_ANSWER_BYTES."""
     stream = answer.content
     if stream.is_eof() and stream.total_bytes <= MOST_ANSWER_BYTES:
         content = stream.read_nowait()
@@ -216,13 +216,13 @@ def read_event(content: bytes) -> Event:
 
 
 class EventLines:
-    """Splits an answer into server-sent events with their data in one line, wherever its pieces begin."""
+    """Splits a stream into server-sent events with one line of data each, wherever its chunks begin."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     def feed(self, part: bytes) -> list[bytes]:
-        """Take the next piece; return the data of the events that it completes. Other lines are left out.
+        """Add the next chunk; return the data of the events that it completes. Other lines are ignored.
 
         Raises BundleRefusedError for an event that is too large.
         """
@@ -237,14 +237,14 @@ class EventLines:
 
 
 def error_of(status: int, body: bytes, retry_after: str | None = None) -> RequestError:
-    """Return the error of a row whose reply is no answer; a reply with status 200 is no JSON."""
+    """Return the error of a row whose reply is no answer; with status 200 the reply was not JSON."""
     body = strict_json(body)
     explanation = short(_sentence_in(body))
     message = f"{status}: {explanation or 'no explanation'}"
     error: RequestError
     if status == HTTPStatus.OK:
         error = EngineDownError(f"not an answer of SGLang: {explanation or 'nothing'}")
-    elif status == HTTPStatus.UNAUTHORIZED:  # it would be so for any row
+    elif status == HTTPStatus.UNAUTHORIZED:  # every row would be refused
         error = EngineDownError(f"refuses the API key ({message}): see engine.api_key_env")
     elif status in _BUSY:
         pause_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
@@ -280,7 +280,7 @@ def _sentence_in(body: bytes) -> str:
 
 
 class Answer(msgspec.Struct):
-    """One sample, whichever endpoint made it."""
+    """One completion, in the same form for all endpoints."""
 
     text: str
     reason: str | None
@@ -290,12 +290,12 @@ class Answer(msgspec.Struct):
     """The stop text or token that ended it."""
     ids: list[int] | None = None
     reasoning: str | None = None
-    """Reasoning that the server has parted from the text."""
+    """Reasoning that the server has separated from the text."""
     calls: list[ToolCall] | None = None
 
 
 def _decoded(decoder: msgspec.json.Decoder[Any], reply: bytes) -> Any:
-    """Decode a reply; raises AttemptFailedError where it is none."""
+    """Decode a reply, after a repair if necessary; raises AttemptFailedError if that fails."""
     try:
         return decoder.decode(reply)
     except Exception:  # noqa: BLE001, S110 - it may be odd JSON
@@ -309,10 +309,10 @@ def _decoded(decoder: msgspec.json.Decoder[Any], reply: bytes) -> Any:
 
 
 def completion_of(request: Request, reply: bytes | Sample | list[bytes]) -> Completion:
-    """Read a reply with status 200, an event of one, or all replies to a task without decoding.
+    """Read a reply with status 200, an event of such a reply, or all replies to a task without decoding.
 
-    Raises RequestError where the reply is an abort, no answer, one with fewer or more samples than were asked
-    for, or an empty one that the model did not end.
+    Raises RequestError if the reply is an abort or no answer, if it has fewer or more completions than
+    requested, or if it is empty although the model did not end it.
     """
     try:
         if isinstance(reply, Sample):
@@ -379,7 +379,7 @@ def _says_something(message: Message) -> bool:
 def _word_and_match(meta: Meta) -> tuple[str | None, Any]:
     """Return why an output ended, and the stop text or token that ended it.
 
-    Raises for an abort, which a reply with status 200 can be, by its own status.
+    A reply with status 200 can be an abort. Then raises the error for the status of the abort.
     """
     reason = meta.finish_reason
     if not isinstance(reason, Reason):
@@ -394,9 +394,9 @@ def _word_and_match(meta: Meta) -> tuple[str | None, Any]:
 def _completion(
     request: Request, answers: Sequence[Answer], prompt_tokens: int | None, cached_tokens: int | None
 ) -> Completion:
-    """Return samples as a completion; raises AttemptFailedError where they are no answer.
+    """Return the answers to a request as one Completion; raises AttemptFailedError if they are no answer.
 
-    An empty answer that the model ended is one, and so is reasoning that was cut off before the answer.
+    An empty text is an answer if the model ended it, or if it comes with reasoning or tool calls.
     """
     number = request.sampling.get("n") or 1
     if len(answers) != number:
@@ -435,9 +435,9 @@ def _completion(
 
 
 def _parted(answer: Answer) -> Answer:
-    """Part a text into reasoning and answer; reasoning without an end is reasoning to the end of the text.
+    """Split a text into reasoning and answer; without an end tag, reasoning extends to the end of the text.
 
-    As SGLang's reasoning parsers do it, the parts are stripped. A text without reasoning is left as it is.
+    Both parts are stripped, as in SGLang's reasoning parsers. A text without reasoning stays unchanged.
     """
     text = answer.text
     if text.lstrip().startswith(BEGIN):
@@ -473,7 +473,7 @@ def _columns(asks: AskedColumns, answers: Sequence[Answer]) -> dict[str, list[An
 
 
 def _text(value: Any) -> str | None:
-    """Return a value of JSON as text: a text as it is."""
+    """Return a JSON value as text; a string is returned unchanged."""
     return value if value is None or isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
@@ -510,11 +510,11 @@ def tokens_in(reply: bytes) -> list[int] | None:
 
 
 def _from_body(body: RequestBody, reply: bytes) -> Completion:
-    """Read a reply to a whole request; the name of its model becomes that of the request.
+    """Read a reply to a whole request; the request's model name replaces the one in the reply.
 
-    Raises RequestError where it is an abort or no answer, or a vector has no use.
+    Raises RequestError if the reply is an abort or no answer, or if a vector is unusable.
     """
-    reply = strict_json(reply)  # it becomes a line of the results, which all can read
+    reply = strict_json(reply)  # it becomes a line of the results, which must be valid JSON
     if body.path == EMBEDDINGS_PATH:
         prompt_tokens = check_embeddings(reply, len(prompts_in(body)) or None)
         columns = {RESPONSE: [_as_line(reply, body.model)]}

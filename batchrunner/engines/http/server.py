@@ -16,7 +16,7 @@ from batchrunner.engines.http.proxy_limit import ProxyLimit
 from batchrunner.engines.http.wire import PostSender
 
 Model = Mapping[str, str]
-"""What a server says of its model: those of MODEL_FIELDS (guard.py) that it reports."""
+"""Description of a server's model: the MODEL_FIELDS (guard.py) that the server reports."""
 ModelQuestion = Callable[[], Awaitable[Model]]
 """Asks a server for its model; raises EngineDownError without an answer."""
 
@@ -27,7 +27,7 @@ class SentRequest(NamedTuple):
     sent_at: float
     """Time in seconds of the monotonic clock."""
     rids: tuple[str, ...] = ()
-    """Names by which SGLang aborts it, one for each of its rows; none where it cannot be aborted."""
+    """Request ids by which SGLang aborts it, one for each row; empty if it cannot be aborted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class Liveness:
     died_at: float = -math.inf
     """Time of its last death, in seconds of the monotonic clock."""
     question: asyncio.Future[bool] | None = None
-    """The question whether it answers that is on its way: one for all rows that were cut off together."""
+    """Liveness question in flight, shared by all rows that were cut off together; None if there is none."""
 
     def record(self, *, alive: bool) -> None:
         """Record whether the server is alive now."""
@@ -48,7 +48,7 @@ class Liveness:
         self.is_dead = not alive
 
     def forget_question(self, _: asyncio.Future[bool]) -> None:
-        """Let the next question be another one: this one is answered."""
+        """Forget the answered question, so that the next caller asks a new one."""
         self.question = None
 
 
@@ -59,7 +59,7 @@ class ModelWatch:
     ask: ModelQuestion
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     next_question: asyncio.Task[BatchrunError | EngineDownError | None] | None = None
-    """A question that is not sent yet; it ends with what is wrong."""
+    """The next question, not sent yet; its result is the error, or None for the run's model."""
 
 
 class HangPause(NamedTuple):
@@ -70,13 +70,13 @@ class HangPause(NamedTuple):
     """Its progress (`hang_detector.progress_of`) when the hang was noticed."""
 
     def is_over(self, now: float, progress: object) -> bool:
-        """Tell whether the server gets rows again: the time is over, or it has moved."""
+        """Tell whether the pause is over: its time has passed, or the server has made progress."""
         return now > self.until or bool(progress and progress != self.progress)
 
 
 @dataclass(slots=True, eq=False)
 class Endpoint:
-    """A server, and all that the client knows of it."""
+    """A server, and the client's state for it."""
 
     url: str
     hangs: HangDetector
@@ -86,16 +86,16 @@ class Endpoint:
     watch: ModelWatch | None = None
     """None before the run's model is known."""
     doubts: int = 0
-    """Signs, since its model was last confirmed, that another server may be at its address."""
+    """Signs since the last confirmation of its model that another server may be at its address."""
     senders: dict[str, PostSender] = field(default_factory=dict)
-    """What posts to a path."""
+    """Senders of POST requests, by path."""
     requests: dict[asyncio.Task[Any], SentRequest] = field(default_factory=dict)
-    """By the jobs of the loop that wait for them, the oldest first."""
+    """Requests in flight, by the asyncio task that waits for each; the oldest first."""
     answers: int = 0
     """Requests answered so far, with whatever status."""
     proxy_limit: ProxyLimit = field(default_factory=ProxyLimit)
     closed: str | None = None
-    """Why no requests are sent to it now; None while they are."""
+    """Reason why it gets no requests now; None while it gets them."""
     hang_pause: HangPause | None = None
     """None while it does not hang."""
 
@@ -110,17 +110,17 @@ class Endpoint:
             self.doubts += 1
 
     def hang_among(self, loads: Sequence[SchedulerLoad]) -> Hang | None:
-        """Return the silence of a server that hangs; `loads` are those of all that answered the last poll."""
+        """Return the silence if the server hangs; `loads` are the last poll's, of all servers."""
         own_loads = [load for load in loads if load.server == self.url]
         return self.hangs.poll(time.monotonic(), own_loads, in_flight=self.in_flight, answers=self.answers)
 
     def close(self, why: str) -> None:
-        """End the requests in flight, so that their rows are sent again; take no more while closed."""
+        """Send no more requests, and cancel those in flight, so that their rows are sent again."""
         self.closed = why
         self.end_requests(math.inf)
 
     def end_requests(self, sent_before: float) -> None:
-        """Cancel the requests that were sent before a time: they are no longer among `requests`."""
+        """Cancel the requests that were sent before a time, and remove them from `requests`."""
         late = [task for task, request in self.requests.items() if request.sent_at < sent_before]
         for task in late:
             del self.requests[task]
