@@ -152,7 +152,7 @@ class BundleSize:
         short: bool = False,
         passes: ForwardPasses | None = None,
     ) -> None:
-        """A bundle waits at most `fill_s` seconds; `fixed` overrides the size.
+        """Send bundles that wait at most `fill_s` seconds; `fixed` overrides the size.
 
         `short` says that answers are known to be short. `passes` are given only for tasks without decoding.
         """

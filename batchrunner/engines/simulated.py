@@ -1,7 +1,7 @@
 """The simulated engine: synthetic answers at a simulated speed, for tests, benchmarks and demonstrations.
 
 `answer` makes up a completion. `engines/simulation` computes when SGLang's scheduler would have finished it,
-and `Simulator` waits for that in real time.
+and `Simulator` waits until then.
 """
 
 import asyncio
@@ -49,16 +49,16 @@ STOPPED, CALLED = "stop", "tool_calls"
 """Finish reasons of an answer that ended by itself, and of one that calls a tool."""
 CREATED = 1_750_000_000
 """Creation time of every response, so that equal requests have equal responses."""
-_TOKENS_A_MESSAGE = 4  # those that a chat template puts around a message
+_TOKENS_A_MESSAGE = 4  # tokens that a chat template adds to each message
 _WORDS = (
     "the a of and to in is that for on with as by from this it an or which one two new long small early late "
     "model system value result data study text part case time way point order light"
 )
 _VOCABULARY = _WORDS.split()
 
-# An answer must take a few microseconds, because benchmarks request a million: hence tables.
+# Benchmarks request a million answers, so each must take a few microseconds. Tables make that possible.
 _QUANTILES = 1024
-# The median is 150 tokens; a tenth of the answers has about three times as many.
+# The median is 150 tokens; a tenth of the answers has at least 2.8 times as many.
 _LENGTHS = [
     round(150 * math.exp(NormalDist(0, 0.8).inv_cdf((i + 0.5) / _QUANTILES))) for i in range(_QUANTILES)
 ]
@@ -124,7 +124,7 @@ def _completion(
 
 
 def _output(request: Request, number: int, most_tokens: int) -> _Output:
-    """Make up an output from a random `number` of 32 bits, truncated at the most tokens."""
+    """Make up an output from a random 32-bit `number`, truncated at `most_tokens`."""
     sampling = request.sampling
     most_characters = most_tokens * BYTES_PER_TOKEN
     text = text_by_grammar(sampling, number, most_characters + 1)
@@ -178,7 +178,7 @@ def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int, dimensions: 
 
 
 def _choice_content(completion: Completion, at: int, *, is_chat: bool) -> dict[str, Any]:
-    """Return the field of a choice that has the text of output `at`: `text`, or `message` of a chat."""
+    """Return output `at` as a field of a choice: `message` for a chat, `text` otherwise."""
     text = completion.texts[at]
     if not is_chat:
         return {"text": text}
@@ -243,7 +243,7 @@ def count_tokens(request: Request) -> int:
 
 
 def _hashes(request: Request) -> list[int]:
-    """Return 32 pseudo-random bits for each sample, which decide its length and its words."""
+    """Return 32 pseudo-random bits for each completion. They decide its length and its words."""
     # A prompt of any kind has a `repr`; `hash` would differ between processes.
     prompt = repr(request.prompt).encode("utf-8", "surrogatepass")
     prompt += b"".join(file.key for file in request.media)
@@ -265,10 +265,10 @@ def _text(number: int, tokens: int) -> str:
 class Simulator(Engine):
     """The `simulated` engine: synthetic answers in real time, scheduled as by SGLang.
 
-    A decode pass takes half of `step_s` for an empty batch and all of it for a full one. A prefill takes as
-    long again for a full budget of tokens. Answers follow a `json_schema` or `regex`; other grammars are
-    ignored. One or two turns of a chat with tools call them. Prompts share no prefix. With `step_s: 0` rows
-    are answered at once.
+    A decode pass takes half of `step_s` for an empty batch and all of it for a full one. In a prefill pass a
+    full budget of tokens takes another half. Answers follow a `json_schema` or `regex`; other grammars are
+    ignored. In a chat with tools, one or two turns call a tool. Prompts share no prefix. With `step_s: 0`
+    rows are answered at once.
     """
 
     def __init__(self, spec: SimulatedEngine) -> None:
@@ -335,7 +335,7 @@ class Simulator(Engine):
             self._replica.scheduler.submit(sample)
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._run(), name="simulated engine")
-        for sample in samples:  # if the caller is cancelled, they are decoded to their ends all the same
+        for sample in samples:  # the simulation decodes them to their ends even if the caller is cancelled
             await sample.payload.wait()
         return completion._replace(retractions=sum(sample.retractions for sample in samples))
 

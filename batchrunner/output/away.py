@@ -1,4 +1,4 @@
-"""Waiting while a disk or a store is away: `limits.disk_wait` in one place."""
+"""Waits while a disk or an object store is unavailable, at most for `limits.disk_wait`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from batchrunner.output.files import cannot_write
 log = logging.getLogger(__name__)
 
 PAUSE_S = 1.0
-"""Seconds between two tries of a write."""
+"""Seconds between two tries of a failing operation."""
 
 
 class AwayWait:
-    """A wait for a disk or a store, from its first failure until it answers, or until patience ends."""
+    """Wait for a disk or a store. It begins with a failure, and ends with a success or after a time limit."""
 
     def __init__(self, longest_s: float) -> None:
-        """Wait at most `longest_s` seconds after the first failure: `limits.disk_wait`."""
+        """`longest_s` is the time limit in seconds after the first failure, from `limits.disk_wait`."""
         self._longest_s = longest_s
         self._failed_at: float | None = None
 
     def may_go_on(self, message: str) -> bool:
-        """Note a failure, and tell whether to try again. The first one is logged with this message."""
+        """Record a failure, and tell whether to try again. The first failure logs `message`."""
         now = time.monotonic()
         if self._failed_at is None:
             self._failed_at = now
@@ -34,24 +34,24 @@ class AwayWait:
         return now - self._failed_at <= self._longest_s
 
     def end(self) -> float | None:
-        """Note a success; return how many seconds the wait took, None where nothing had failed."""
+        """Record a success; return the seconds since the first failure, None if there was no failure."""
         failed_at, self._failed_at = self._failed_at, None
         return None if failed_at is None else time.monotonic() - failed_at
 
 
 @dataclass(frozen=True, slots=True)
 class DiskWait:
-    """How long a failing write is repeated."""
+    """Repeats a failing write for a limited time."""
 
     wait_s: float
     """Seconds after the first failure, from `limits.disk_wait`."""
     is_over: Callable[[], bool]
-    """Tells whether the user wants the run to end without waiting for anything."""
+    """Tells whether the run must end at once; then no write is tried again."""
 
     async def write(self, path: Path, write: Callable[[], None]) -> None:
-        """Call `write`, which writes `path`, in a thread until it succeeds; raises StorageError at the end.
+        """Call `write`, which writes `path`, in a thread until it succeeds.
 
-        Only an OSError is followed by another try.
+        It is tried again only after an OSError. Raises StorageError after `wait_s`, or once `is_over()`.
         """
         wait = AwayWait(self.wait_s)
         while True:

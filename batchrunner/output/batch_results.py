@@ -25,20 +25,20 @@ from batchrunner.output.run_json import read_run_json, require_run_json
 
 TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 RESULT_COLUMNS = ["row", "custom_id", "attempts", "error", *TOKENS, RESPONSE]
-"""Columns of the parts that the lines are made of."""
+"""Columns of the parts that a result line needs."""
 RESULT_BUCKET_BYTES = 16 << 20
-"""Approximate bytes of results that are sorted at a time; the memory of engine and rows is still in use."""
+"""Approximate bytes of results in memory. The limit is low: the engine and the rows still use memory."""
 ID_BYTES = 16
 EXPIRED = "This request could not be executed before the completion window expired."
 CANCELLED = "This request was not executed: the batch was cancelled."
 _CODES = {EXPIRED: "batch_expired", CANCELLED: "batch_cancelled"}
 """OpenAI's error codes of requests that were not executed because the batch ended early."""
 _STATUS = re.compile(r"(\d{3}): (.*)", re.DOTALL)
-"""An error with which a server answered: its HTTP status and its message."""
+"""Error of a row that a server refused: HTTP status and message."""
 
 
 def results_path(name: str, option: str) -> Path:
-    """Return the path of a results file; raises OutputError, which begins with the name of the `option`."""
+    """Return the path of a results file. Raises OutputError, whose message begins with `option`."""
     if name == "-":
         raise OutputError(f"{option} -: standard output cannot be published whole", hint="give a file")
     file_format = known_format(name)
@@ -65,14 +65,14 @@ def publish(
     *,
     unanswered: Iterable[tuple[str | None, str]] | None = None,
 ) -> Published | None:
-    """Write the lines of all requests to `results`, those of failed ones to `errors` if it is given.
+    """Write a line for each request. Failed requests go to `errors` if it is given, all others to `results`.
 
-    Each file appears when it is complete, and replaces an older one. Return None, without any file, while
-    results are missing. A batch that ended early gives `unanswered`: for each request of the file, in order,
-    its custom_id and the error to write where it has no result. Raises StorageError, and ResumeError where a
-    part is damaged.
+    Each file appears when it is complete, and replaces an older one. If results are missing, return None and
+    write no file. A batch that ended early has `unanswered`: the custom_id and the error of each request, in
+    the order of the batch file. A request without a result gets this error. Raises StorageError, and
+    ResumeError where a part is damaged.
     """
-    release_unused()  # memory of the run that has just ended
+    release_unused()  # Arrow still keeps memory of the run that has just ended
     run_json = require_run_json(run_dir) if unanswered is None else read_run_json(run_dir)
     # A batch that was cancelled before its run began has no run.json, and no results either.
     digest = run_json["fingerprint"]["files"][0]["digest"] if run_json else run_dir.name
@@ -102,7 +102,7 @@ def publish(
                 raise NoResultYetError  # noqa: TRY301 - so that the files do not appear
     except NoResultYetError:
         return None
-    except OutputError as failure:  # of the work directory; the user does the same as for the results
+    except OutputError as failure:  # of the work directory; the remedy is that of a results file
         raise StorageError(failure.message, hint=failure.hint) from None
     return Published(_usage(tokens), completed=total - failed, failed=failed)
 
@@ -146,7 +146,7 @@ def _usage(tokens: Counter[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _result_file(path: Path) -> Iterator[Any]:
-    """Open a file that appears when it is complete, compressed if its ending says so."""
+    """Open a results file, which appears when it is complete. Its ending selects the compression."""
     compression = COMPRESSIONS.get(path.suffix.lower())
     with (
         writing(path),
@@ -157,7 +157,7 @@ def _result_file(path: Path) -> Iterator[Any]:
 
 
 def _result_line(row: dict[str, Any], digest: str) -> dict[str, Any]:
-    """Return the line of a row. Its ID depends only on the input file, by its digest, and the row."""
+    """Return the result line of a row. Its ID depends only on the row and on the input file's `digest`."""
     number = blake2b(f"{digest} {row['row']}".encode(), digest_size=ID_BYTES).hexdigest()
     status, body, error = HTTPStatus.OK.value, row[RESPONSE], None
     if row["error"] is not None:
@@ -174,7 +174,7 @@ def _result_line(row: dict[str, Any], digest: str) -> dict[str, Any]:
 
 
 def _failure(row: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
-    """Return the status of a failed row, 0 if no server answered, the body of the response, and the error."""
+    """Return HTTP status, response body and error of a failed row; the status is 0 if no server answered."""
     error = row["error"]
     answer = _STATUS.fullmatch(error)
     status, message = (int(answer[1]), answer[2]) if answer else (0, error)
@@ -187,7 +187,7 @@ def _failure(row: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
 
 
 def _error_body(body: Any, error: dict[str, Any]) -> Any:
-    """Return a response body with an `error` as OpenAI has it; SGLang puts its fields at the top."""
+    """Return a response body with OpenAI's `error` object; SGLang has the same fields at the top level."""
     if not isinstance(body, dict):
         return {"error": error}
     if isinstance(body.get("error"), dict):

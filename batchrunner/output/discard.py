@@ -1,10 +1,10 @@
-"""Discards results: those of a whole run (`--fresh`), or its failed rows (`--retry-failed`).
+"""Discards the results of a whole run (`--fresh`), or only its failed rows (`--retry-failed`).
 
-A process that sleeps for long loses its task to another process, whose results it would delete when it wakes.
-So the lock is verified before each deletion, as it is before each write.
+A suspended process loses its task to another process, and must not delete that process's results when it
+wakes. So it verifies the lock before each deletion, as before each write.
 
-A half-discarded run must not be used: its leases may say that rows are done whose parts are gone. So a run
-has the file `discarding` while it is discarded. A start that finds this file first discards the rest.
+A half-discarded run must not be used: its leases may list rows as done although their parts are gone. So the
+file `discarding` marks the run until the discard ends. A start that finds this file finishes the discard.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ Sleep = Callable[[float], None]
 
 
 def check_nobody_works(run_dir: RunDir, sleep: Sleep) -> None:
-    """Raise TaskHeldError if another task is at work, whose results must not be discarded."""
+    """Raise TaskHeldError if another worker is running: its results must not be discarded."""
     for task in run_dir.other_tasks():
         with hold_task(task, sleep):
             pass
 
 
 def discard_run(run_dir: RunDir, lock: TaskLock, sleep: Sleep) -> None:
-    """Delete the files of earlier starts; the caller holds `lock`, the lock of the main task.
+    """Delete the files of earlier attempts. The caller holds `lock`, the lock of the main task.
 
-    Raises TaskHeldError where another task is at work, TaskLockLostError, after which nothing more is
-    deleted, and StorageError.
+    Raises TaskHeldError if another worker is running, StorageError if a file cannot be deleted, and
+    TaskLockLostError if another process took the lock. Nothing more is deleted then.
     """
     with writing(run_dir.path):
         lock.verify()
         create_file(run_dir.discarding, b"{}", lock.token, run_dir.store.add)
         try:
-            # The mark comes first, so that a task which takes its lock after this check finds it.
+            # The mark exists before this check: a worker that takes its lock later sees the mark.
             check_nobody_works(run_dir, sleep)
         except BaseException:
             run_dir.store.remove(run_dir.discarding)
@@ -63,7 +63,7 @@ def _discard_rest(run_dir: RunDir, lock: TaskLock) -> None:
 
 @contextlib.contextmanager
 def hold_own_task(run_dir: RunDir, sleep: Sleep) -> Iterator[TaskLock]:
-    """Hold the task's lock (`hold_task`) in a run that nobody discards; finish an interrupted discard first.
+    """Hold the lock of this task (`hold_task`). First finish an interrupted discard, or wait for its end.
 
     Raises TaskHeldError where a running process holds the task, OutputError or StorageError where nothing can
     be written.
@@ -77,7 +77,7 @@ def hold_own_task(run_dir: RunDir, sleep: Sleep) -> Iterator[TaskLock]:
 
 
 def _finish_discarding(run_dir: RunDir, sleep: Sleep) -> None:
-    """Finish the discard of a start that died, or wait for another process that does."""
+    """Finish the discard of a start that died; wait while another process works on the run."""
     main = run_dir.of_task()
     while run_dir.is_being_discarded():
         try:
@@ -91,9 +91,10 @@ def _finish_discarding(run_dir: RunDir, sleep: Sleep) -> None:
 
 
 def discard_failed_rows(run_dir: RunDir, lock: TaskLock) -> None:
-    """Rewrite each part of this task atomically without its failed rows.
+    """Remove the failed rows from the parts of this task; each part is replaced atomically.
 
-    Raises ResumeError where a part is damaged, StorageError where one cannot be written, TaskLockLostError.
+    Raises ResumeError if a part is damaged, StorageError if one cannot be written, and TaskLockLostError if
+    another process took the lock.
     """
     for path in run_dir.own_parts():
         with open_part(path) as part:

@@ -32,11 +32,11 @@ from batchrunner.output.run_dir import RunDir, look_at_run
 from batchrunner.output.run_json import require_run_json
 
 BUCKET_ROWS = 100_000
-"""Most rows in a bucket, which becomes a merged file."""
+"""Most rows in a bucket. Each bucket becomes one file of the merged dataset."""
 BUCKET_BYTES = 128 << 20
 """Approximate bytes of a bucket in memory."""
 SAMPLED_PARTS = 32
-"""Parts that are read to estimate the size of a row."""
+"""Most parts that are read to estimate the size of a row."""
 
 
 class Merged(NamedTuple):
@@ -45,17 +45,17 @@ class Merged(NamedTuple):
     path: Path
     """Directory of the dataset, or the file."""
     rows: int
-    """Input rows in it, each with all its samples."""
+    """Input rows in it, each with all its completions."""
 
 
 def merge(run: str | Path | RunDir, file: str | None = None, *, force: bool = False) -> Merged:
     """Write the durable rows of a run in input order to `merged/*.parquet` of the run, or to a file.
 
-    Tasks may be at work on the run. Rows are partitioned into buckets of consecutive ordinals, then each
-    bucket is sorted: two passes over the data with one bucket in memory. The ending of `file` names its
-    format; the file appears when it is complete, and replaces an existing one only with `force`. Raises
-    NoResultYetError where no row is durable, OutputError where the path holds no run or nothing can be
-    written, ResumeError where a part is damaged.
+    Workers may be running. Rows are partitioned into buckets of consecutive ordinals, then each bucket is
+    sorted: two passes over the data with one bucket in memory. The ending of `file` selects its format. The
+    file appears when it is complete. It replaces an existing file only with `force`. Raises NoResultYetError
+    where no row is durable, OutputError where the path holds no run or nothing can be written, ResumeError
+    where a part is damaged.
     """
     run_dir = look_at_run(run)
     file_format = None if file is None else export_format(file)
@@ -90,9 +90,9 @@ def _write_dataset(run_dir: RunDir, tables: Iterator[pa.Table], work: Path) -> i
 
 
 def merge_finished_run(run_dir: RunDir, name: str) -> None:
-    """Merge a run that serves as input under this `name`, unless all its rows are merged already.
+    """Merge a run that is the input of another job, unless its merged dataset has all rows.
 
-    Raises InputError where a row is not done, and what `merge` raises.
+    Messages call the run `name`. Raises InputError if a row is not done, and the errors of `merge`.
     """
     done, total = len(done_by_all(run_dir)), require_run_json(run_dir)["rows_total"]
     if done < total:
@@ -100,10 +100,14 @@ def merge_finished_run(run_dir: RunDir, name: str) -> None:
             f"{name}: this run is not done: {done:,} of {total:,} rows",
             hint=f"run it again, or take what is there: {name}/parts",
         )
-    if _merged_rows(run_dir) < total:
-        with one_process_at_a_time(run_dir.path / ".merging", unfinished=".merge-*/**/*"):
-            if _merged_rows(run_dir) < total > merge(run_dir).rows:
-                raise InputError(f"{name}: this run is still at work", hint="try again when it has ended")
+    if _merged_rows(run_dir) >= total:
+        return
+    with one_process_at_a_time(run_dir.path / ".merging", unfinished=".merge-*/**/*"):
+        if _merged_rows(run_dir) >= total:  # another process has just merged it
+            return
+        merged = merge(run_dir)
+        if merged.rows < total:
+            raise InputError(f"{name}: this run is still at work", hint="try again when it has ended")
 
 
 def _merged_rows(run_dir: RunDir) -> int:
@@ -115,7 +119,7 @@ def _merged_rows(run_dir: RunDir) -> int:
 def work_directory(run_dir: RunDir, parent: Path) -> Iterator[Path]:
     """Create a directory for temporary files in `parent` and delete it afterwards.
 
-    Raises OSError, and ResumeError for parts that do not belong together.
+    Raises OSError, and ResumeError if the parts that the block reads do not belong together.
     """
     work = parent / f".merge-{secrets.token_hex(4)}"
     try:
@@ -128,13 +132,13 @@ def work_directory(run_dir: RunDir, parent: Path) -> Iterator[Path]:
 
 
 def durable_results(run_dir: RunDir, work: Path) -> list[Path]:
-    """Return the parts of a run, and its journals, copied as parts into the directory `work`.
+    """Return the Parquet files with all durable results: the parts of a run, and copies of its journals.
 
-    A row may be in two of these files. Tasks at work are not disturbed. Raises OSError where a copy cannot
-    be written, NoResultYetError where no row is durable.
+    The copies are written to the directory `work`. A row may be in two of the files. Running workers are not
+    disturbed. Raises OSError where a copy cannot be written, NoResultYetError where no row is durable.
     """
     copies = []
-    # Journals come first: one that becomes a part meanwhile is then listed among the parts.
+    # Copy the journals, then list the parts: a journal that becomes a part in between is in the list.
     for task in run_dir.all_tasks():
         for journal in task.journals():
             with contextlib.suppress(FileNotFoundError):
@@ -161,10 +165,10 @@ def in_order(
 ) -> Iterator[pa.Table]:
     """Yield the rows of the parts of a run as tables in input order.
 
-    A row that several parts hold comes from the first of them. A table has about `bucket_bytes` at most
-    (default: BUCKET_BYTES), and memory peaks at about three times as much. `columns` are those to read, by
-    default all. Temporary files go to `work`. Raises OutputError where they cannot be written,
-    ArrowException, KeyError or ResumeError.
+    If several parts hold a row, the first part wins. A table has at most about `bucket_bytes` (default:
+    BUCKET_BYTES). Memory peaks at about three times that size. `columns` selects columns; by default the
+    tables have all but the digests of requests. Temporary files go to `work`. Raises OutputError where they
+    cannot be written, ArrowException, KeyError or ResumeError.
     """
     bucket_bytes = bucket_bytes or BUCKET_BYTES
     bucket_rows = _bucket_rows(parts, columns, bucket_bytes)
@@ -195,7 +199,7 @@ def in_order(
 def _bucket_rows(parts: list[Path], columns: list[str] | None, bucket_bytes: int) -> int:
     """Estimate how many rows fill a bucket, from a sample of the parts.
 
-    Their footers would not do: they count a repeated text only once.
+    The sizes in Parquet footers are too small: a repeated text counts only once there.
     """
     rows = size = 1
     for part in parts[:: 1 + len(parts) // SAMPLED_PARTS]:
@@ -205,21 +209,21 @@ def _bucket_rows(parts: list[Path], columns: list[str] | None, bucket_bytes: int
 
 
 def _common_schema(parts: list[Path], columns: list[str] | None) -> pa.Schema:
-    """Return a schema with the columns of all parts, in the order in which they first occur.
+    """Return the common schema of all parts, with the columns in order of first occurrence.
 
-    It has the given columns, by default all but the digests of requests.
+    `columns` selects columns; by default the schema has all but the digests of requests.
     """
     schemas: list[pa.Schema] = []
     for part in parts:
         with _open(part) as file:
             schemas.append(file.schema_arrow)
-    schema = pa.unify_schemas(schemas)  # starts of a run may differ in them
+    schema = pa.unify_schemas(schemas)  # attempts at a run may write different columns
     names = columns or {*schema.names} - {REQUEST_DIGEST}
     return pa.schema([field for field in schema if field.name in names], metadata=schema.metadata)
 
 
 def _with_all_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return a table with all columns of a schema; those that it lacked are null.
+    """Return a table with exactly the columns of a schema; missing columns become null.
 
     Raises KeyError for a file that is no part.
     """

@@ -1,4 +1,4 @@
-"""The state of a run at one moment, as displays show it and the event log has it (event `sample`)."""
+"""State of a run at one moment. Displays show it, and the event log has it as the event `sample`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchrunner.core.engine_info import SchedulerLoad
 
 
 class SchedulerSample(msgspec.Struct, kw_only=True):
-    """A reading of a scheduler's load, and what the client adds to it. See `SchedulerLoad` for the former."""
+    """Load of one scheduler, as in `SchedulerLoad`. The client adds the fields from `window` on."""
 
     scheduler: str
     running: int
@@ -26,17 +26,17 @@ class SchedulerSample(msgspec.Struct, kw_only=True):
     work: float | None = None
     retracted: int | None = None
     window: int | UnsetType = UNSET
-    """Concurrency limit of the scheduler; unset where the job sets one for all."""
+    """Concurrency limit of the scheduler; unset if the job sets the window."""
     corner: str | UnsetType = UNSET
-    """Its load state, a `Corner`; unset where no state has lasted long enough."""
+    """Load state of the scheduler, a `Corner`; unset until a state has lasted long enough."""
     output_tokens_per_s: float | UnsetType = UNSET
-    """Output tokens a second; unset where it shares its route with other schedulers, like `retractions`."""
+    """Output tokens a second. This and `retractions` are unset if several schedulers share the route."""
     retractions: int | UnsetType = UNSET
     """Requests that the scheduler retracted during the run."""
 
     @classmethod
     def of(cls, load: SchedulerLoad) -> SchedulerSample:
-        """Return a reading as a sample."""
+        """Return a sample with this load; the client's fields are unset."""
         return cls(**asdict(load))
 
 
@@ -47,15 +47,15 @@ class RolloutSample(msgspec.Struct, kw_only=True):
     waiting_for_tools: int
     """Open rows that wait for no answer."""
     blocked: int
-    """Open rows that wait since another row blocks their process."""
+    """Open rows that wait because another row blocks their process."""
     turns: int
 
 
 class BackgroundSample(msgspec.Struct, kw_only=True):
-    """Whose the engine was in a background run."""
+    """Shares of the engine's time in a background run."""
 
     our_share: float
-    """Share of the engine's time, from 0 to 1, like `users_share`."""
+    """Fraction of the time that the engine worked for us, 0 to 1; `users_share` is that of its users."""
     users_share: float
     rows_given_back: int
     """Rows that were preempted for the users."""
@@ -67,19 +67,19 @@ class RunSample(msgspec.Struct, kw_only=True):
     """The state of a run: its rows, its rates a second, and the load of its engine."""
 
     rows_total: int
-    """Rows of the run; 0 where nobody knows it. Rows of earlier starts count, here and below."""
+    """Rows of the run; 0 if unknown. This and the next three counts include rows of earlier attempts."""
     rows_done: int
     rows_failed: int
     rows_reused: int
     rows_per_s: float
     time_left_s: float | None
-    """Seconds to the end; None while nobody can know."""
+    """Estimated seconds to the end; None while unknown."""
     stopping: bool
     output_tokens_per_s: float
     prompt_tokens_per_s: float
     cached_tokens_per_s: float
     output_tokens: int
-    """Tokens of this start, like `prompt_tokens` and `cached_tokens`."""
+    """Output tokens of this attempt; `prompt_tokens` and `cached_tokens` are of this attempt too."""
     prompt_tokens: int
     cached_tokens: int
     window: int
@@ -91,7 +91,7 @@ class RunSample(msgspec.Struct, kw_only=True):
     """Rows that were never sent."""
     retractions: int
     signals: list[SchedulerSample]
-    """The newest load sample; empty where the load is unknown."""
+    """Newest load sample of each scheduler; empty if the load is unknown."""
     bands: dict[str, tuple[int, int]]
     """The fewest and most waiting requests of a healthy queue, by scheduler."""
     task: str

@@ -1,12 +1,12 @@
 """The lock of a task: at most one process writes a task, also across machines, on NFS and in object stores.
 
-It needs no lock of the file system: NFS may have none, and a crashed host may hold one for ever. The lock is
-the file or object `owner`, created exclusively, which names its holder. A holder that is known to be dead
-(`liveness`) is replaced. One that was only suspended or cut off verifies its lock before each write and each
-deletion, finds another name in it, and ends.
+File-system locks are not used: NFS may lack them, and a crashed host may hold one for ever. The lock is the
+file or object `owner`. It is created exclusively, and names its holder. A dead holder (see `liveness`) is
+replaced. So is one that was only suspended or disconnected for long. It verifies the lock before each write
+and each deletion, finds another name in `owner`, and ends.
 
-A file and an object share the wait for a dead holder, and nothing else: a file system offers a rename and
-writes in place, but no conditional write; a store offers conditional writes, but no rename.
+The locks on a file system and in a store share only the wait for a dead holder. A file system has renames and
+writes in place, but no conditional writes. A store has conditional writes, but no renames.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S, STORE_HEARTBEAT_S = 5.0, 15.0
-"""Seconds between two heartbeats, of a file and of an object. The latter make 240 requests an hour."""
+"""Seconds between two heartbeats on a file system and in a store. A store gets 240 requests an hour."""
 TRUSTED_S = 45.0
-"""Seconds after a heartbeat in a store during which nobody can have replaced us; less than DEAD_AFTER_S."""
+"""Seconds after a heartbeat in a store during which the lock is certainly ours; less than DEAD_AFTER_S."""
 DIRECTORY_TRIES = 100
-"""How often a task's directory is created anew when other processes delete it meanwhile."""
+"""Most tries to create `owner` in a task's directory while other processes delete the empty directory."""
 
 
 class TaskLock(ABC):
@@ -80,9 +80,9 @@ class TaskLock(ABC):
         self._me = me or this_process()
         self._clock, self._sleep = clock, sleep
         self.is_abandoned = False
-        """Whether `release` will leave the lock to a process that recovers the task."""
+        """Whether the next process has to recover the task after `release`."""
         self.predecessor: LockHolder | None = None
-        """The dead holder in a store whose leftovers are not recovered yet. On a disk everybody sees them."""
+        """Dead holder in a store, until its leftovers are recovered. A file system needs no name for that."""
 
     @property
     def token(self) -> str:
@@ -121,11 +121,11 @@ class TaskLock(ABC):
         return monitor.owner_content
 
     def abandon(self) -> None:
-        """Make `release` keep `owner`, marked as dead: another process is to recover the task."""
+        """Make `release` leave a mark in `owner`, so that the next process recovers the task."""
         self.is_abandoned = True
 
     def forget_predecessor(self) -> None:
-        """Take note that the leftovers of the dead holder are recovered or discarded."""
+        """Forget the dead holder: its leftovers are recovered or discarded."""
         self.predecessor = None
 
     def _raise_lost(self, owner: bytes) -> None:
@@ -138,7 +138,10 @@ class TaskLock(ABC):
 
     @abstractmethod
     def _replace(self, dead_owner: bytes) -> bool:
-        """Remove the `owner` of a dead holder, or take its place, which returns True."""
+        """Replace the name of a dead holder in `owner` with ours, and return True.
+
+        Return False if `owner` was only removed, or if another process was faster. Then `_create` follows.
+        """
 
     @abstractmethod
     def _monitor(self) -> LivenessMonitor:
@@ -191,23 +194,23 @@ class FileTaskLock(TaskLock):
             sync_directory(self._directory)
             self.beat()
         except OSError:
-            self.release()  # otherwise our name would stay, and this process runs
+            self.release()  # otherwise `owner` would name a running process that does not work on the task
             raise
         return True
 
     def _open_new_owner(self) -> int:
         """Create `owner` and return its descriptor; raises FileExistsError, or another OSError."""
         for _ in range(DIRECTORY_TRIES):
-            # A process that gives up its lock deletes the directory if it is empty, as ours is until now.
+            # A process that releases its lock deletes an empty directory, and ours is still empty.
             with contextlib.suppress(FileNotFoundError):
                 make_directory(self._directory)
                 return os.open(self._owner, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._owner))
 
     def _replace(self, dead_owner: bytes) -> bool:
-        """Rename the `owner` of a dead holder, which succeeds for one of several processes; return False.
+        """Remove the `owner` of a dead holder by a rename, which only one process can do; return False.
 
-        A process that comes late may rename the `owner` of a new holder. It puts that file back.
+        A late process may rename the `owner` of a new holder by mistake. It restores that file.
         """
         aside = self._owner.with_name(f"{OWNER}-{self.token}")
         with contextlib.suppress(FileNotFoundError):
@@ -261,7 +264,7 @@ def _overwrite(path: Path, content: bytes, flags: int = 0) -> None:
 
 
 def _clock_that_never_sleeps() -> float:
-    """Return seconds since the boot, a suspended machine's included (`time.monotonic` stops meanwhile)."""
+    """Return the seconds since boot. The time in suspend counts, unlike in `time.monotonic`."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -334,7 +337,7 @@ class StoreTaskLock(TaskLock):
     def release(self) -> None:
         """Mark the object as abandoned; errors are ignored.
 
-        It names the predecessor again if we did not recover the task: his leftovers are still to be found.
+        If we did not recover the task, the object names the predecessor again: its leftovers remain.
         """
         with self._turn, contextlib.suppress(OSError):
             holder = self.predecessor or replace(self._me, is_clean=not self.is_abandoned)
@@ -371,12 +374,6 @@ def hold_task(
         if objects is not None:
             make_directory(directory)
         lock.acquire(dead_owner)
-        try:
-            if directory == run_dir.task_directory:  # a predecessor may have written until now
-                run_dir.store.bring_results([run_dir.task])
-        except OSError:
-            lock.release()
-            raise
 
     def beat() -> None:
         with contextlib.suppress(OSError):  # a full disk still overwrites these few bytes in place
@@ -384,6 +381,9 @@ def hold_task(
 
     try:
         with repeating(beat, lock.beat_s, thread="heartbeat"):
+            if directory == run_dir.task_directory:
+                with using_run(f"output.path {run_dir.name}"):
+                    run_dir.store.bring_results([run_dir.task])  # a predecessor may have added results
             yield lock
     finally:
         lock.release()

@@ -1,12 +1,12 @@
 """Flag tuning during a run: launched servers change their flags one step at a time, by the rules of advice.
 
-Advice on a window of steady work names a step. It takes all flags at once, since a restart costs the same
-for one and for several. A step is worth a restart if its gain over the remaining time is more than three
-times the cost of the restart. Then one server restarts with the step, and its output tokens per second are
-compared with those before, and with the other servers' meanwhile. Rows may become longer or shorter, so the
-rate with prompt tokens has to agree. A step that gains is kept, and the other servers follow one by one. A
-step that loses is undone where that pays, and its rules are tried alone. All results are remembered. There is
-no clock here: each load sample is a step in time.
+Advice on a window of steady work names a step. The first step changes all flags at once, since a restart
+costs the same for one flag and for several. A step is worth a restart if its gain over the remaining time is
+more than three times the cost of the restart. Then one server restarts with the step. Its output tokens/s are
+compared with its earlier rate, and with the change of the other servers' rates. Rows may become longer or
+shorter, so the rate with prompt tokens has to agree. If the step gains, it is kept, and the other servers
+follow one by one. If it loses, it is undone where that pays, and each of its rules is tried alone. All
+results are remembered. This module reads no clock: load samples carry the time.
 """
 
 import logging
@@ -28,11 +28,11 @@ from batchrunner.tuning.memory import FlagMemory
 log = logging.getLogger(__name__)
 
 WORTH = 3.0
-"""Multiple of a restart's cost that a step must gain."""
+"""Least ratio of a step's gain to the cost of a restart."""
 LEAST_GAIN = 0.02
 """Least gain that is not noise."""
 MOST_WINDOWS = 4
-"""Windows after which a trial without steady work ends; each is longer by the life of a row."""
+"""Windows after which a trial ends even without steady work; each is extended by the life of a row."""
 
 
 def adaptation_of(engine: Engine, run_dir: RunDir, ends_at: float) -> "Adaptation | None":
@@ -57,14 +57,14 @@ class Adaptation:
         self._work = self._go()
 
     def take(self, sample: Mapping[str, Any]) -> None:
-        """Use a load sample, the event `sample` with its time."""
+        """Process a load sample: the event `sample` with its time."""
         self._sample = sample
         for watch in self._servers.values():
             watch.take(sample)
         next(self._work)
 
     def stop(self) -> None:
-        """Restart no server any more: the run stops."""
+        """Forbid further restarts, because the run stops."""
         for server in self._servers:
             server.stay()
 
@@ -84,7 +84,7 @@ class Adaptation:
         return all(server.up or server.lost for server in self._servers)
 
     def _window(self, most_s: float = math.inf) -> Iterator[None]:
-        """Wait until all servers are up, then for a window of steady work, or `most_s` seconds."""
+        """Wait until all servers are up, then for a window of steady work, at most `most_s` seconds."""
         ends_at, is_full = math.inf, False
         while not is_full:
             while not self._is_calm:
@@ -103,12 +103,12 @@ class Adaptation:
         return float(self._sample["in_flight"] / max(self._sample["rows_per_s"], 1e-9))
 
     def _next_step(self, server: SGLangServer, watch: ServerWatch) -> Step | None:
-        """Return the step of all rules, or the first rule's that pays alone; None where no step pays."""
+        """Return the combined step if it pays, else the first single step that pays; None if none does."""
         steps = steps_for(watch.situation, self._memory.gains, server.may_change)
         return next((step for step, gain in steps if self._pays(server, gain)), None)
 
     def _pays(self, server: SGLangServer, gain: float) -> bool:
-        """Tell whether a gain is worth a restart now, which drains the server and starts it."""
+        """Tell whether a gain is worth a restart now. A restart drains the server, then starts it."""
         sample = self._sample
         cost_s = server.start_s + min(server.start_s, self._life_s)
         left_s = min(sample["time_left_s"] or 0.0, self._ends_at - sample["time"])
@@ -146,7 +146,7 @@ class Adaptation:
                 each.keep()
 
     def _gain(self, server: SGLangServer, before: Mapping[SGLangServer, tuple[float, ...]]) -> float:
-        """Return a server's gain over that of the others; 0 where it is unclear."""
+        """Return a server's gain relative to the other servers; 0 if it is unclear."""
         now = {each: watch.rates for each, watch in self._servers.items() if all(watch.rates)}
         ratios = {
             each: [new / old for new, old in zip(now[each], before[each], strict=True)]

@@ -1,4 +1,4 @@
-"""Workers that share a run: the first plans it, each takes leases and takes over those of dead workers."""
+"""Workers that share a run. The first one plans it. Each takes leases, and takes over from dead workers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 REFRESH_S = 3.0
-"""Seconds between two looks at the leases of other workers, while free ones are known."""
+"""Seconds between two reads of the lease files, while this worker knows of free leases."""
 
 
 class LeasedRows(TaskRows):
@@ -68,7 +68,7 @@ class LeasedRows(TaskRows):
         events: EventLog,
         turns: TurnStore | None = None,
     ) -> None:
-        """Hold no lease yet. `counts` tells how many of the rows taken have ended."""
+        """Take no lease yet. `counts` has the rows that this worker has finished."""
         super().__init__(prepared, turns)
         self._leases = leases
         self._events = events
@@ -76,7 +76,7 @@ class LeasedRows(TaskRows):
         """The leases that this worker holds, with their uncommitted rows."""
         self._lock = (
             threading.Lock()
-        )  # the reader, the writer of parts and the end of the run are different threads
+        )  # for the threads of the reader, of the writer of parts and of the run's end
         self._watches: dict[str, LivenessMonitor] = {}
         """Monitors of the other workers that held leases at the last look."""
         self._lives: dict[str, bool | None] = {}
@@ -125,7 +125,10 @@ class LeasedRows(TaskRows):
                     self._end(number)
 
     def give_back(self) -> None:
-        """End all leases as they are."""
+        """End all leases of this worker; other workers can take their uncommitted rows.
+
+        Delete the sorted copies once no lease is free or held.
+        """
         self.stop()
         with self._lock:
             for number in list(self._uncommitted):
@@ -143,22 +146,23 @@ class LeasedRows(TaskRows):
     def held_elsewhere(self) -> tuple[int, int]:
         """Return the number of remaining rows that living workers do, and of those that nobody does.
 
-        A living worker that holds rows of any plan does all remaining rows: it takes over from dead workers.
+        One of the two is 0. A living worker that holds a lease of any plan does all remaining rows, because
+        it takes over from dead workers.
         """
         now = self._look()
         self._look_at_others(now)
-        now.refresh()  # a worker that has ended meanwhile ended its leases before
+        now.refresh()  # a worker that exited during the look had ended its leases first
         workers = set(now.held().values()) - {self._prepared.run_dir.task, *self._dead()}
         return (now.rows_left(), 0) if workers else (0, now.rows_left())
 
     def _look(self) -> Leases:
-        """Return the leases of all plans as they are now."""
+        """Read the leases of all plans; `self._leases` lacks plans that were added later."""
         now = Leases(self._leases.directory, store=self._leases.store)
         now.refresh()
         return now
 
     def _wait_for_lease(self, sleep: Callable[[float], object]) -> Lease | None:
-        """Take a lease, or wait until there is none for this worker."""
+        """Wait for a lease and take it; return None once no lease will come, or the run stops."""
         wait = AwayWait(self._prepared.job.limits.disk_wait)
         while not self._stopped.is_set():
             try:
@@ -175,7 +179,7 @@ class LeasedRows(TaskRows):
         return None
 
     def _look_for_lease(self) -> tuple[Lease | None, bool]:
-        """Return a lease, after a look at the other workers, and whether there will be none."""
+        """Take a lease, if need be from a dead worker; also return whether no lease will come."""
         lease = self._try_take()
         if lease is not None or self._has_its_share():
             return lease, False
@@ -215,7 +219,7 @@ class LeasedRows(TaskRows):
         return lease
 
     def _end(self, number: int) -> None:
-        """End a lease as it is; the lock is held."""
+        """End a lease; its uncommitted rows become free. The caller holds `_lock`."""
         lease, uncommitted = self._uncommitted[number]
         self._leases.end(lease, uncommitted)
         del self._uncommitted[number]
@@ -261,9 +265,9 @@ class LeasedRows(TaskRows):
             self._events.write("takeover", task=task, leases=numbers, rows_left=rows_left)
 
     def _has_its_share(self) -> bool:
-        """Tell whether this worker has as many of the unfinished rows as each of the others can have.
+        """Tell whether this worker has more than an equal share of its unfinished rows and the free rows.
 
-        Where few rows remain, or slow ones, one worker could otherwise take the rows that keep all busy.
+        Without this limit, one worker could take the last rows, and the other workers would be idle.
         """
         mine = self._unfinished()
         return mine * self._workers() > self._rows_free + mine
@@ -280,7 +284,7 @@ class LeasedRows(TaskRows):
 
 
 def _at_once(_: float) -> None:
-    """Refuse to wait for another worker that takes over: the next look shows its success."""
+    """Raise instead of sleeping: if another worker takes over, the next refresh shows it."""
     raise TaskHeldError("not waited for")
 
 
@@ -296,10 +300,10 @@ def join(
     """Return the rows that this worker will take, the number of rows of the whole run, and their order.
 
     The first worker makes the plan. A worker that finds new files or a larger limit adds a plan of the new
-    rows, whether or not the other plans have ended. After the end of all plans the next worker makes another
-    one, of failed rows that are to be retried, and of rows whose part was moved away. `control` sleeps while
-    another worker makes a plan. `counts` has the rows that this worker ended, and `turns` stores the turns of
-    rollouts. Raises InputError, OutputError or ResumeError.
+    rows, whether or not the other plans have ended. Once all plans have ended, the next worker plans the
+    failed rows to retry, and the rows whose part was moved away. `control` sleeps while another worker makes
+    a plan. `counts` has the rows that this worker has finished, and `turns` stores the turns of rollouts.
+    Raises InputError, OutputError or ResumeError.
     """
     run_dir = prepared.run_dir
     leases = Leases(run_dir.leases, run_dir.task, run_dir.store)
@@ -338,7 +342,7 @@ def _check_plan(leases: Leases, prepared: PreparedJob) -> None:
 
 
 def _is_behind(leases: Leases, prepared: PreparedJob) -> bool:
-    """Tell whether this worker's input, or its limit, has rows that no plan has.
+    """Tell whether there is no plan, or this worker's input or limit goes beyond the newest plan.
 
     Raises ResumeError where the newest plan is that of another run.
     """
@@ -353,14 +357,14 @@ def _is_behind(leases: Leases, prepared: PreparedJob) -> bool:
 
 
 def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: Control) -> None:
-    """Add a plan of the rows that no plan has, or after the end of all plans of the rows without a result."""
+    """Plan the rows that no plan has. Once all plans have ended, plan all rows without a result."""
     is_done = leases.is_done()
     if not (is_done or _is_behind(leases, prepared)):  # another worker was faster
         return
     # Another worker may have planned since the first look.
     check_retry(start, prepared.run_dir.name, is_leased=not is_done)
     main = prepared.run_dir.of_task()
-    with hold_task(main, control.sleep) as lock:  # no attempt without --join may be at work
+    with hold_task(main, control.sleep) as lock:  # an attempt without --join must not run meanwhile
         recover(main, lock, prepared.results_schema)
         stored = _stored_by_all(main, leases.plan.rows_total if leases.plan and is_done else 0, control)
         if start.retry_failed:
@@ -409,7 +413,7 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
 
 
 def _stored_by_all(run_dir: RunDir, expected: int, control: Control) -> DoneRows:
-    """Return the rows in all parts. Parts that another host has just written may take a while to appear."""
+    """Return the rows in all parts. Wait while fewer than `expected` are visible: NFS may be slow."""
     waited_s = 0.0
     while True:
         stored = done_by_all(run_dir)

@@ -1,7 +1,7 @@
 """Plan of a run: the rows that a start sends, the results that it keeps, and those that it discards.
 
-This is the only place that knows what `--fresh`, `--retry-failed`, `--join`, `input.limit`, `output.reuse`,
-estimates and a growing input mean for rows. It has no files and no clock.
+This module decides what `--fresh`, `--retry-failed`, `--join`, `input.limit`, `output.reuse`, estimates and a
+growing input mean for rows. It uses no files and no clock.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from batchrunner.core.errors import JobError, ResumeError
 from batchrunner.output.resume import DoneRows
 
 Discard: TypeAlias = Literal["run", "failed rows", "nothing"]
-"""Results that a start deletes before it writes its first one."""
+"""Results that a start deletes before it writes its first result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOptions:
-    """What the user asked of a start. Raises JobError where the options contradict each other."""
+    """Options of one start. Raises JobError if they contradict each other."""
 
     fresh: bool = False
     """Discard the run and begin again."""
@@ -50,7 +50,7 @@ class RunState:
     failed: BitMap64 = field(default_factory=BitMap64)
     """Rows with a stored error, and without a stored answer."""
     leased: BitMap64 = field(default_factory=BitMap64)
-    """Rows of leases that have not all ended: the workers of the run do them."""
+    """Rows of all plans of a joined run whose leases have not all ended: its workers do them."""
 
     @classmethod
     def of(cls, selected: BitMap64, stored: DoneRows, leased: BitMap64 | None = None) -> RunState:
@@ -70,11 +70,11 @@ class RunPlan:
     selected: BitMap64
     """Rows of the input within `input.limit`."""
     kept: BitMap64
-    """Rows whose results stay. An answer stays although its row is not selected any more."""
+    """Rows whose results stay, even if `input.limit` no longer selects them."""
     missing: BitMap64
-    """Selected rows without a result that stays; `output.reuse` may bring their answers."""
+    """Selected rows that are neither kept nor leased; `output.reuse` may bring their answers."""
     discard: Discard
-    """Results that go before the first new one is stored."""
+    """Results to delete before the first new result is stored."""
     sample: BitMap64 | None = None
     """The only rows that an estimate sends; None sends all."""
 
@@ -89,9 +89,9 @@ class RunPlan:
         return len(self.selected | self.kept)
 
     def with_reused(self, reused: BitMap64) -> RunPlan:
-        """Return the plan after rows got their answers from another run.
+        """Return the plan without the rows that got their answers from another run.
 
-        Those answers are not among the kept results: the start counts them as its own.
+        These rows are not added to `kept`: the start counts them as its own.
         """
         return replace(self, missing=self.missing - reused)
 
@@ -114,7 +114,7 @@ def plan_run(start: StartOptions, state: RunState) -> RunPlan:
 
 
 def check_retry(start: StartOptions, run: str, *, is_leased: bool) -> None:
-    """Raise ResumeError for `--retry-failed` while a `run` has leases that have not ended."""
+    """Raise ResumeError for `--retry-failed` if not all leases have ended; `run` names the run."""
     if start.retry_failed and is_leased:
         raise ResumeError(
             f"{run}: --retry-failed: other workers are still at it, or died at it",
@@ -123,7 +123,7 @@ def check_retry(start: StartOptions, run: str, *, is_leased: bool) -> None:
 
 
 def has_grown(planned: Mapping[str, Any], *, rows_of_files: int, limit: int | None) -> bool:
-    """Tell whether the input has rows that a plan lacks; `planned` is the fingerprint of the plan."""
+    """Tell whether the input has more rows, or another limit, than the plan's fingerprint `planned`."""
     planned_rows = sum(file["rows"] for file in planned["files"])
     return bool(rows_of_files > planned_rows or planned["limit"] != limit)
 

@@ -69,9 +69,9 @@ GC_THRESHOLD = 10_000
 """New objects between two searches for garbage cycles. Python's 700 means a search every few rows, through
 all rows that wait to be written: a quarter of our CPU time."""
 SPOOL_S = 1.0
-"""Seconds within which a row is in the journal on this machine, where results are uploaded."""
+"""Most seconds until a row is in the journal on this machine, if its part will be uploaded."""
 OF_RUN = ("exit_code", "reason", "rows_total", "rows_ok", "rows_failed", "rows_cut", "rows_left")
-"""What a start that finds nothing to do writes anew: the start before may have died without its report."""
+"""Fields of report.json that an attempt without work rewrites: the last attempt may have died unreported."""
 
 
 async def execute(
@@ -87,9 +87,9 @@ async def execute(
 ) -> Report:
     """Run a job to its end and return the report, which is also in report.json.
 
-    Without an open `engine` the job's own is opened and closed. With `join` this worker shares the rows with
-    all others that do; with a `sample` it leaves other rows to a later start. Raises BatchrunError if the
-    run could not start or go on; finished rows are kept.
+    Without an open `engine`, the job's own engine is opened and closed. With `join`, this worker shares the
+    rows with all other workers that join. With `sample`, it sends only these rows. Raises BatchrunError if
+    the run could not start or go on; finished rows are kept.
     """
     start = StartOptions(fresh=fresh, retry_failed=retry_failed, join=join, sample=sample)
     control = control or Control()
@@ -102,8 +102,11 @@ async def execute(
         for display in displays:
             stack.enter_context(contextlib.closing(display))
         stack.enter_context(rare_garbage_collection())
-        locking = functools.partial(stack.enter_context, hold_own_task(run_dir, control.sleep))
-        lock = await unless_away(lambda: control.run(locking), job, control)
+
+        def lock_task() -> TaskLock:
+            return stack.enter_context(hold_own_task(run_dir, control.sleep))  # a new one for each try
+
+        lock = await unless_away(lambda: control.run(lock_task), job, control)
         disk = DiskWait(job.limits.disk_wait, lambda: control.at_once)
         turns = turn_store(prepared, lock, disk)
         events = EventLog(run_dir.events)
@@ -152,7 +155,7 @@ async def execute(
 
 @contextlib.contextmanager
 def rare_garbage_collection() -> Iterator[None]:
-    """Search for garbage cycles rarely during the block. A run inside another one changes nothing."""
+    """Search for garbage cycles rarely during the block. A nested block changes nothing."""
     threshold = gc.get_threshold()
     if not 0 < threshold[0] < GC_THRESHOLD:
         yield
@@ -165,7 +168,7 @@ def rare_garbage_collection() -> Iterator[None]:
 
 
 async def unless_away(work: Callable[[], Coroutine[Any, Any, T]], job: Job, control: Control) -> T:
-    """Do `work`, which may ask an object store; repeat it while that is away. Raises StoreAwayError."""
+    """Call `work` again while the object store is away. Raises StoreAwayError after `limits.disk_wait`."""
     wait = AwayWait(job.limits.disk_wait)
     while True:
         try:
@@ -186,11 +189,14 @@ def turn_store(prepared: PreparedJob, lock: TaskLock, disk: DiskWait) -> TurnSto
 
 
 async def give_back(rows: TaskRows, lock: TaskLock) -> None:
-    """Let other tasks have what was not done, unless it is not known what is on disk: they can find out."""
+    """Read no more rows, and leave the remaining ones to other workers.
+
+    If the lock is abandoned, nobody knows which rows are on disk. The worker that takes over finds out.
+    """
     rows.stop()
 
     def give_back_now() -> None:
-        lock.verify()  # else they are another's by now
+        lock.verify()  # a worker that took the lock over also ends the leases
         rows.give_back()
 
     if not lock.is_abandoned:
@@ -218,7 +224,7 @@ def report_of_empty(prepared: PreparedJob, work: Work) -> Report:
     report = replace(report, exit_code=exit_code, reason=reason, simulated=simulated)
     if not prepared.joins:
         new = report.as_dict()
-        last = read_json(run_dir.report_json)  # it says more than these zeros
+        last = read_json(run_dir.report_json)  # its rates and times are real; those of `new` are 0
         save_report(run_dir, {**new, **last, **{name: new[name] for name in OF_RUN}})
     return report
 
@@ -230,7 +236,7 @@ class SendingEnd:
     failure: BatchrunError | None = None
     """Why the run could not go on."""
     added_files: Sequence[str] = ()
-    """Files that came into the input meanwhile, and that belong to the run."""
+    """Input files that were added or grew during the run, and that belong to the run."""
     is_on_disk: bool = True
     """Whether all rows that ended are on disk."""
 
@@ -257,15 +263,15 @@ class Run:
     async def send_and_report(self) -> Report:
         """Send all rows and return the report, which is also in report.json.
 
-        Raises BatchrunError if the run could not go on, as CannotTokenizeError or StorageError; once rows
-        were sent the error has the report too.
+        Raises BatchrunError if the run could not go on, for example CannotTokenizeError or StorageError. Once
+        the sending began, the error carries the report.
         """
         earlier = attempt_spans(self.prepared.run_dir.events)
         load_control, why_window = await self._open_load_control()
         writer = self._writer()
         sending = self._sending(load_control, writer)
-        self.lock.verify()  # the task may be another's since the engine began to start
-        self._write_run_json()  # not before: a job that was refused is not the one that is to go on
+        self.lock.verify()  # another process may have taken the task while the engine started
+        self._write_run_json()  # only now: a refused job must not change run.json
         self._log_begin(load_control, why_window)
         end, self.control.stage = SendingEnd(), "sending"
         try:
@@ -273,7 +279,7 @@ class Run:
         finally:
             await self._close(writer, end)
             report = self._report(sending, end, earlier)
-            with contextlib.suppress(StorageError):  # a full disk: the rows matter, and they are safe
+            with contextlib.suppress(StorageError):  # a full disk costs only the report; the rows are safe
                 sending.show_end(time.monotonic())
                 self.events.write("end", exit_code=report.exit_code, reason=report.reason)
                 save_report(self.prepared.run_dir, report.as_dict())
@@ -282,10 +288,10 @@ class Run:
             raise end.failure
         return report
 
-    # What sends and what writes
+    # Build the parts of the run
 
     async def _open_load_control(self) -> tuple[LoadControl, str]:
-        """Return the load control for the run, and the reason for its first window."""
+        """Write the event `start`; return the load control and the reason for its first window."""
         prepared, work, info = self.prepared, self.work, self.engine.info
         self.events.write(
             "start",
@@ -305,7 +311,7 @@ class Run:
         )
 
     def _writer(self) -> ResultWriter:
-        """Return what writes the results. Raises StorageError."""
+        """Return the writer of the results. Raises StorageError."""
         prepared, info = self.prepared, self.engine.info
         output = prepared.job.output
         durable_s, part_s = output.durable, TIMING.part
@@ -330,7 +336,7 @@ class Run:
         )
 
     def _sending(self, load_control: LoadControl, writer: ResultWriter) -> Sending:
-        """Return what sends the rows. Raises CannotTokenizeError."""
+        """Return the sender of the rows. Raises CannotTokenizeError."""
         prepared, work = self.prepared, self.work
         is_as_estimated = self.start.sample is None and not self.start.join
         estimate = read_json(prepared.run_dir.path / ESTIMATE) if is_as_estimated else {}
@@ -354,9 +360,9 @@ class Run:
         )
 
     def _adaptation(self, load_control: LoadControl) -> Adaptation | None:
-        """Return what changes the servers' flags during the run; None where they stay."""
+        """Return the flag tuning during this run; None if the servers keep their flags."""
         job = self.prepared.job
-        if not isinstance(job.engine, ServerEngine) or load_control.in_use:  # one run alone adapts them
+        if not isinstance(job.engine, ServerEngine) or load_control.in_use:  # only one run tunes them
             return None
         from batchrunner.runner.adapt import adaptation_of  # noqa: PLC0415 - only for such engines
 
@@ -406,9 +412,9 @@ class Run:
                 raise
 
     def _look_at_input(self) -> list[str]:
-        """Return the files that were added since the start and that the job's limit does not exclude.
+        """Return the files that were added or grew since the start, if their rows are within the limit.
 
-        A file that is not the same any more changed after it was read, which a warning says.
+        Warn about a file that changed after it was read.
         """
         dataset, limit = self.prepared.dataset, self.prepared.job.input.limit
         try:
@@ -418,10 +424,10 @@ class Run:
         return dataset.added_files() if may_grow(rows_of_run=self.work.rows_of_run, limit=limit) else []
 
     async def _close(self, writer: ResultWriter, end: SendingEnd) -> None:
-        """Write the last rows, and leave rows that were not done to other workers."""
+        """Write the last rows, and leave the remaining rows to other workers."""
         try:
             await writer.close()
-        except BaseException as failure:  # also a second cancellation: rows may be in a journal only
+        except BaseException as failure:  # also a second cancellation: some rows may be only in a journal
             end.is_on_disk = False
             if self.start.join or self.prepared.run_dir.store.uri:
                 self.lock.abandon()
@@ -436,7 +442,7 @@ class Run:
     # Report
 
     def _report(self, sending: Sending, end: SendingEnd, earlier: Sequence[tuple[float, float]]) -> Report:
-        """Make the report of this attempt; `earlier` are the times of those before."""
+        """Make the report of this attempt; `earlier` has the begin and the end of each earlier attempt."""
         wall_s = time.monotonic() - self.began
         sending.progress.write_incidents()
         work, info = self.work, self.engine.info
@@ -471,7 +477,7 @@ class Run:
         )
 
     def _counted_on_disk(self, report: Report) -> Report:
-        """Return a report with the rows that are on disk, where that can be read."""
+        """Return the report with the counts of the rows on disk, or unchanged if they cannot be read."""
         with contextlib.suppress(BatchrunError):
             done = read_done(self.prepared.run_dir)
             counts = done.counts

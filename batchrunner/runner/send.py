@@ -1,6 +1,6 @@
-"""What sends rows and watches the engine meanwhile, built in the order in which rows and samples flow.
+"""Sends the rows of a run to an engine, and watches the engine's load.
 
-It is the same for a run, whose outcomes are written, and for a stream, whose outcomes go to a program.
+A run writes its outcomes to the disk, a stream gives them to a program. Both send in the same way.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ log = logging.getLogger(__name__)
 
 
 class Outlet(ResultSink, Protocol):
-    """Where outcomes go, in the event loop of the run: the writer of a run's results, or a program."""
+    """Destination of outcomes: the writer of a run's results, or a program. Used in the run's event loop."""
 
     def check(self) -> None:
-        """Raise what failed in the background for good."""
+        """Raise the error of a background write that failed for good."""
 
 
 FEWEST_ROWS = 100
@@ -60,10 +60,10 @@ FEWEST_ROWS = 100
 
 @dataclass(slots=True, kw_only=True)
 class OutcomeSink:
-    """Takes every outcome once: makes columns of its answer, counts it, and stores it or hands it over.
+    """Parses the answer of every outcome, counts the outcome, and passes it to the outlet.
 
-    A row keeps its answer where the job's Python function cannot parse it. The run is stopped if too
-    large a share of the rows that were sent failed.
+    A row keeps its answer even if the job's Python function cannot parse it. The run stops if too large a
+    share of the sent rows failed.
     """
 
     outlet: Outlet
@@ -73,20 +73,20 @@ class OutcomeSink:
     most_failed_share: float
     """`limits.abort_failed_share`, from 0 to 1."""
     parser: HookPool | None
-    """What runs the job's Python function that makes columns of an answer; None without one."""
+    """Pool that runs the job's Python function `parse`; None if the job has none."""
     _sent: int = 0
     _failed: int = 0
     _last: tuple[Completion, Completion, str | None] | None = None
-    """The last answer, what the function made of it, and its error."""
+    """The last parsed answer before and after parsing, and the error of `parse`."""
 
     async def put(self, outcome: Outcome) -> None:
-        """Count, store and give an outcome; waits while disk or program are behind.
+        """Parse, count and pass on an outcome; waits while the disk or the program is behind.
 
         Raises StorageError, and HookLostError where the Python function's processes cannot go on.
         """
         if outcome.completion is not None and outcome.error is None and self.parser is not None:
             outcome = await self._parsed(outcome, outcome.completion, self.parser)
-        self.counts.add(outcome)  # first: the row is in a part even if a stop comes while we wait
+        self.counts.add(outcome)  # before `put`, which keeps the row even if a stop interrupts its wait
         if outcome.attempts:  # rows that were not sent say nothing about the engine or the other rows
             self._sent += 1
             if outcome.error is not None:
@@ -94,7 +94,10 @@ class OutcomeSink:
         await self.outlet.put(outcome)
 
     def _stop_if_too_many_fail(self) -> None:
-        """Count a failed row; one in flight counts as good: a refusal comes at once and an answer late."""
+        """Count a failed row, and stop the run if too many failed.
+
+        Rows in flight count as good, because refusals come sooner than answers.
+        """
         self._failed += 1
         all_sent = self._sent + max(0, self.routes.in_flight - 1)  # the slot of this row is still taken
         if self._sent >= FEWEST_ROWS and self._failed / all_sent > self.most_failed_share:
@@ -107,7 +110,7 @@ class OutcomeSink:
         """Return an outcome with the columns that the job's Python function makes of its answer."""
         takes_row = functions.facts[PARSE].takes_row
         last = self._last
-        if last is None or last[0] is not completion or takes_row:  # else that of an equal row
+        if last is None or last[0] is not completion or takes_row:  # else reuse an equal row's result
             row = (carried_of(outcome.ref),) if takes_row else ()
             parsed, error = await _columns_of_answer(completion, row, functions)
             last = self._last = completion, parsed, error
@@ -117,22 +120,26 @@ class OutcomeSink:
 async def _columns_of_answer(
     completion: Completion, row: tuple[Any, ...], functions: HookPool
 ) -> tuple[Completion, str | None]:
-    """Return an answer with the values of the columns, or as it is with an error."""
+    """Call `parse` with each completion of an answer; `row` has its further arguments.
+
+    Return the answer with the parsed columns and None, or the unchanged answer and the first error.
+    """
     calls = (functions.call(PARSE, text, *row) for text in completion.texts)
     results: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
     failures = {number: result for number, result in enumerate(results) if isinstance(result, BaseException)}
     for failure in failures.values():
         if not isinstance(failure, RowRefusedError):
             raise failure
-    for number, failure in failures.items():
-        return completion, of_sample(str(failure), number, completion)
+    if failures:
+        number = min(failures)
+        return completion, of_sample(str(failures[number]), number, completion)
     names = [name for name, _ in functions.facts[PARSE].columns]
     parsed = {name: [values[name] for values in results] for name in names}
     return completion._replace(columns={**completion.columns, **parsed}), None
 
 
 SAMPLE_S = 2.0
-"""Seconds between two samples in the event log: 43,000 lines a day. A young run is sampled more often."""
+"""Most seconds between two `sample` events: 43,000 lines a day. A young run writes them more often."""
 
 
 class ReadableRows(RowSource, Protocol):
@@ -171,7 +178,7 @@ class Sending:
 
         `began` is the start of the attempt on the monotonic clock, `functions` run the job's Python
         functions, `done_before` are the rows of earlier attempts, `turns` stores the turns of rollouts,
-        `estimated_row_s` is the time of a row by an estimate of the run, and `adaptation` changes the
+        `estimated_row_s` is the seconds of a row in an estimate of the run, and `adaptation` tunes the
         servers' flags. Raises CannotTokenizeError if the job needs client-side tokenization and it is not
         possible.
         """
@@ -273,7 +280,7 @@ class Sending:
     async def send(self) -> None:
         """Send rows until each has an outcome, or the run is to stop; raises BatchrunError.
 
-        A gentle stop lets the rows in flight end; one at once, or a cancellation, cancels them.
+        A gentle stop lets the rows in flight end. An immediate stop, or a cancellation, cancels them.
         """
         self._load_control.join(self._run)
         sending = asyncio.ensure_future(self._dispatcher.run(self._feeder))
@@ -292,7 +299,7 @@ class Sending:
             self._load_control.leave(self._run)
 
     def _polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
-        """Show a load sample, and write it from time to time; drain after `limits.deadline`.
+        """Show the state of the run, and log it from time to time; drain after `limits.deadline`.
 
         Raises the StorageError of a write that failed in the background.
         """
@@ -315,7 +322,7 @@ class Sending:
             self._control.drain("the deadline passed (limits.deadline)")
 
     def show_end(self, now: float) -> None:
-        """Show and write the last state."""
+        """Show and log the last state of the run."""
         last = self.progress.sample(self._loads, now)
         self._show(last)
         self._events.write("sample", **msgspec.to_builtins(last))

@@ -1,4 +1,4 @@
-"""An engine that is open, and the concurrency limits that all runs on it share."""
+"""An open engine, and the concurrency limits that its runs share."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SharedEngine:
         self.info = info
         """What the engine reports of itself."""
         self._load_control: LoadControl | None = None
-        """The control of the runs that use the engine now, or did last."""
+        """Load control of the runs that use the engine now, or used it last."""
 
     async def load_control(
         self,
@@ -51,11 +51,12 @@ class SharedEngine:
         decodes: bool = True,
         prompt_bytes: float | None = None,
     ) -> tuple[LoadControl, str]:
-        """Return the load control for a run of a job, with the first windows, and the reason for these.
+        """Return the load control for a run of a job, with its first windows, and the reason for them.
 
-        It is that of the other runs on the engine, unless their jobs set different windows. `unsent` is the
-        number of rows to send, `now` a time of the monotonic clock. `decodes` tells whether the requests of a
-        batch file generate, and `prompt_bytes` is the mean of what the engine computes of a prompt, if known.
+        Runs on the engine share one load control, unless their jobs set different windows. `unsent` is the
+        number of rows to send, and `now` the time on the monotonic clock. `decodes` tells whether the model
+        generates text. `prompt_bytes` is the mean number of prompt bytes that the engine computes for a row;
+        None if unknown.
         """
         fixed = None if job.window == "auto" else job.window
         prompt_tokens = None if prompt_bytes is None else prompt_bytes / BYTES_PER_TOKEN
@@ -83,7 +84,7 @@ class SharedEngine:
         return control, first[0].reason + (f"; {len(first)} schedulers" if first[1:] else "")
 
     def check(self, job: Job) -> None:
-        """Raise EngineStartError where the engine cannot do a job. Log its notes."""
+        """Raise EngineStartError if the engine cannot do a job; otherwise log the engine's notes."""
         for name in job.prompt.media:
             kind = KIND_OF_FIELD[name]
             if getattr(self.info, f"takes_{kind.field}") is False:
@@ -107,10 +108,13 @@ async def open_engine_of(
 
 
 def shape_of(job: Job, task: TaskName) -> str | None:
-    """Return a digest of what makes jobs alike; None if the servers' flags may not change for this one."""
+    """Return a digest of prompt, sampling and engine: jobs with one digest can use the same tuned flags.
+
+    Return None if the servers' flags must not change for this job.
+    """
     engine = job.engine
     if not isinstance(engine, ServerEngine) or engine.adapt == "off" or "config" in engine.args:
-        return None  # the flags in a file of SGLang's are not known here
+        return None  # an SGLang config file may set flags that are unknown here
     if task != GENERATE or job.window != "auto":
         return None
     alike = job.model_dump_json(include={"prompt", "sampling", "engine"})
@@ -118,9 +122,9 @@ def shape_of(job: Job, task: TaskName) -> str | None:
 
 
 def _cost_of_connections(info: EngineInfo, fixed: int | None) -> str | None:
-    """Return a warning that says what to do about too few connections; None where there are enough.
+    """Return a warning with advice about too few connections; None if there are enough.
 
-    `fixed` is the job's window, if it sets one. Otherwise as many are needed as the engine can run.
+    `fixed` is the job's window, if it sets one. Otherwise each running request of the engine needs one.
     """
     needed = fixed or info.max_running or UNKNOWN_ENGINE_WINDOW
     if info.connections is None or info.connections >= needed:

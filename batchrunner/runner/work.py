@@ -1,4 +1,4 @@
-"""The work of an attempt: its plan, made of what is on disk, and the rows in the order of sending."""
+"""The work of an attempt: plans it from the stored results, and sorts its rows into the order of sending."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Work:
-    """The rows that an attempt does, and what it has to know of the others."""
+    """The rows that an attempt sends, and facts about the run's other rows."""
 
     rows: TaskRows
     rows_of_run: int
     """Rows of the whole run, over all workers."""
     order: OrderDecision
     counts: RowCounts
-    """Counts of the rows that this attempt ends; reused answers are in them from the begin."""
+    """Counts of the rows that this attempt finishes; they include reused answers from the beginning."""
     done_before: DoneRows = field(default_factory=DoneRows)
     """Rows that earlier attempts of this worker ended."""
     rows_of_others: int = 0
-    """Rows that other living workers held when this attempt found nothing to do."""
+    """Remaining rows that living workers do, if this attempt found no free lease."""
     discard: Discard = "nothing"
-    """Results that are still to be discarded before the first new one is written."""
+    """Results to discard before the first new result is written."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to do. A run that is to be discarded has its new begin to write."""
+        """Whether there is nothing to do. A run to discard is not empty: it needs a new run.json."""
         return not self.rows.unread and self.discard != "run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkFinder:
-    """Finds the work of an attempt of a worker whose lock the caller holds. Its methods block."""
+    """Finds the work of one attempt. The caller holds the lock of its worker. Methods block."""
 
     prepared: PreparedJob
     start: StartOptions
@@ -65,7 +65,7 @@ class WorkFinder:
     """Where turns of rollouts are stored; None where there are none."""
 
     def find(self, model: str | None) -> Work:
-        """Plan the attempt, and recover what the attempt before left half done.
+        """Recover what an interrupted attempt left, then plan this attempt.
 
         Raises InputError, OutputError, ResumeError or StorageError.
         """
@@ -94,7 +94,7 @@ class WorkFinder:
         plan = plan_run(self.start, RunState.of(prepared.selected(self.control.check), stored))
         discard, counts = plan.discard, RowCounts()
         if reuse is not None and plan.missing:
-            # Reused answers are stored at once, in place of the results that the start discards.
+            # Reused answers are stored now, so the old results are discarded before the first of them.
             reused = reuse.take(
                 run_dir,
                 self.lock,
@@ -118,7 +118,7 @@ class WorkFinder:
         )
 
     def _find_shared(self) -> Work:
-        """Find the work of one of several workers: it takes a first lease, where there is one."""
+        """Find the work of one of several workers: wait for its first lease, and take it."""
         from batchrunner.runner.join import join  # noqa: PLC0415 - only where tasks share a run
 
         counts = RowCounts()
@@ -127,7 +127,7 @@ class WorkFinder:
         )
         if rows.take_first(self.control.sleep):
             return Work(rows=rows, rows_of_run=rows_of_run, order=order, counts=counts)
-        # Before the done rows are counted: what others hold may end meanwhile.
+        # Read this before the done rows: other workers may finish rows in between.
         rows_of_others, _ = rows.held_elsewhere()
         return Work(
             rows=FixedRows(self.prepared, BitMap64(), total=rows_of_run),
@@ -139,7 +139,10 @@ class WorkFinder:
         )
 
     def discard(self, results: Discard) -> None:
-        """Delete results, and merged ones too. Raises TaskHeldError, TaskLockLostError or StorageError."""
+        """Delete these results, and in any case the merged dataset.
+
+        Raises TaskHeldError, TaskLockLostError or StorageError.
+        """
         run_dir = self.prepared.run_dir
         if results == "run":
             discard_run(run_dir, self.lock, self.control.sleep)
@@ -151,7 +154,7 @@ class WorkFinder:
 
 
 def plan_failed_rows(job: Job) -> None:
-    """Plan the failed rows again, as the first of several workers. Raises BatchrunError."""
+    """Plan the retries of failed rows before the workers of a shared run start. Raises BatchrunError."""
     from batchrunner.runner.join import join  # noqa: PLC0415 - only where tasks share a run
 
     prepared = prepare(job, new_task())

@@ -1,4 +1,4 @@
-"""The steps of flag tuning during a run, and their gains: decisions by the rules of advice. Pure."""
+"""Choose the steps of flag tuning during a run by the rules of advice, and compute their gains. Pure."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +12,12 @@ from batchrunner.tuning.rules import apply_all
 from batchrunner.tuning.situation import Situation
 
 EXPECTED = 0.05
-"""Gain of a step that was never tried with this model, machine and shape of job, for each doubling of its
-flag: 64 running requests instead of 4 promise more than 8 do."""
+"""Expected gain of an untried step for each doubling of its flag. A step from 4 to 64 running requests
+promises more than one from 4 to 8. A step is untried if no run with this model, machine and shape of job took
+it."""
 CARE = "schedule-conservativeness"
-"""Flag that is lowered with a higher cap: requests that the cap holds back do not show what else does."""
+"""Flag that is lowered together with a raise of `max_running_requests`: while that cap holds requests back,
+no sample shows that the reservation would hold them back too."""
 STEPS = frozenset({
     "conservative", "running-capped", "memory-left", "cuda-graph", "prefill-full", "running-low",
     "long-prompts", "retractions", "pool-small",
@@ -27,28 +29,29 @@ class Step(NamedTuple):
     """A change of flags or variables."""
 
     name: str
-    """The rules that call for it, with the values before it."""
+    """Names of the rules that call for it, each with the old values of its flags."""
     args: Mapping[str, Any]
     why: str
 
 
 def _doublings(old: Mapping[str, Any], new: Mapping[str, Any]) -> float:
-    """Return the largest change of a number in doublings, up or down; at least 1."""
+    """Return the largest change of a numeric flag, counted in doublings or halvings; at least 1."""
     numbers = [(old[name], value) for name, value in new.items() if isinstance(value, (int, float))]
     return max([1.0, *(abs(math.log2(value / before)) for before, value in numbers if before and value > 0)])
 
 
 def _may_be_bolder(s: Situation) -> bool:
-    """Tell whether a scheduler reserves more than the guides advise for outputs of unknown length."""
+    """Tell whether outputs may end early, and the scheduler reserves more for them than the guides advise."""
     return conservativeness(s) > LESS_CONSERVATIVE and not (s.client and s.client.ignore_eos)
 
 
 def steps_for(
     situation: Situation, gains: Mapping[str, float], may_change: Callable[[str], bool]
 ) -> list[tuple[Step, float]]:
-    """Return the steps that advice calls for with their expected gains: all at once, then each alone.
+    """Return the steps that advice calls for, with their expected gains.
 
-    `gains` are those of steps that were tried before. A step that lost is not proposed again.
+    The first step combines all others, which follow one by one. `gains` holds the measured gains of earlier
+    steps. A step that lost is not proposed again.
     """
     flags = of_arguments(situation.facts.version, situation.facts.arguments)
     steps: list[tuple[Step, float]] = []
@@ -71,7 +74,7 @@ def steps_for(
 
 
 def _together(steps: Sequence[Step]) -> Step:
-    """Return several steps as one; where they set the same flag, the first counts."""
+    """Combine several steps into one; if two set the same flag, the first one wins."""
     args: dict[str, Any] = {}
     for step in reversed(steps):
         args |= step.args
@@ -79,9 +82,10 @@ def _together(steps: Sequence[Step]) -> Step:
 
 
 def gain_over_others(ratios: Sequence[float], ratios_of_others: Sequence[Sequence[float]]) -> float:
-    """Return a server's gain over that of the other servers; 0 where its rates disagree.
+    """Return a server's gain relative to the other servers; 0 if its two rates disagree.
 
-    A server's ratios are those of its rates to its rates before: of output tokens, and of all tokens.
+    Each ratio divides a rate after the step by the same rate before it. The rates are output tokens/s and
+    all tokens/s.
     """
     by_others = zip(*ratios_of_others, strict=True) if ratios_of_others else [(1.0,) for _ in ratios]
     gains = [ratio / fmean(others) - 1 for ratio, others in zip(ratios, by_others, strict=True)]

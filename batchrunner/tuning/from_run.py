@@ -27,13 +27,13 @@ from batchrunner.tuning.situation import ClientActivity, Situation
 MOST_PARTS = 20
 """Newest parts that are read for the lengths of outputs."""
 FEWEST_PASSES = 4
-"""Log lines of decode passes that a window of steady work needs."""
+"""Least number of logged decode passes in a window of steady work."""
 FULL = 0.9
-"""Requests in flight, as a share of the window, from which the window counts as full."""
+"""Least share of the window that is in flight when the window counts as full."""
 SAME_FLAGS = ("version", "card", "max_running", "prefill_tokens")
-"""Engine facts of the event `start` that are equal for servers with the same flags."""
+"""Engine facts of the event `start`. They are equal if two attempts used the same flags."""
 SAME_POOL = 0.02
-"""Largest difference of the KV pools of such servers: each takes the memory that is free."""
+"""Largest relative difference of the KV pools of such attempts: each took the memory that was free."""
 
 
 def read_run(run: Path | RunDir) -> Situation:
@@ -81,15 +81,15 @@ def _client(facts: Mapping[str, Any]) -> ClientActivity:
 
 
 _SAMPLED = {"signals", "in_flight", "window", "rows_total", "rows_done"}
-"""Fields that a load sample needs; one of a damaged event log may lack some."""
+"""Fields that a load sample needs. In a damaged event log a sample may lack some."""
 
 
 class _WorkerReader:
-    """Adds the steady load of one worker to a series, since its servers have their present flags.
+    """Adds the steady load of one worker to a series, from the last change of its servers' flags on.
 
-    In three phases queue and token usage say nothing about the flags, so their samples are skipped: the
-    start, until as many rows have ended as ran at once; the drain after a stop; and the tail, in which fewer
-    rows remain than the window takes.
+    In three phases queue and token usage say nothing about the flags, so their samples are skipped. The start
+    lasts until as many rows have ended as ran at once. The drain follows a stop. The tail begins when no more
+    rows remain than the window holds.
     """
 
     def __init__(self, name: str, load: Series, client: ClientActivity) -> None:
@@ -102,13 +102,13 @@ class _WorkerReader:
         self._learned: dict[str, Any] = {}
         """Flags that the runner gave the servers beside the job's own."""
         self._tracks: dict[str, str] = {}
-        """Names of this attempt's schedulers in order: launched servers have new ports in each attempt."""
+        """Stable name of each scheduler, by its order: launched servers get new ports in each attempt."""
         self._retractions = 0
         """Retractions of this attempt so far."""
         self._began: int | None = None
-        """Rows that were done when the servers began to fill; None before their first sample."""
+        """Rows done at the first sample since the servers started; None before that sample."""
         self._peak = 0
-        """Most requests that have run at once since then."""
+        """Most requests that have run at once since that sample."""
 
     def read(self, path: Path) -> None:
         """Read the worker's event log to its end."""
@@ -135,7 +135,7 @@ class _WorkerReader:
                     self.add(event)
 
     def _restart(self) -> None:
-        """Drop the load so far, which is of servers with other flags."""
+        """Drop this worker's load so far: its servers had other flags."""
         tracks, self._load.retractions, client = self._before
         self._load.tracks = dict(tracks)
         self.client = replace(
@@ -182,7 +182,7 @@ class _WorkerReader:
 
 
 class ServerWatch:
-    """The load of one server while the run goes on, in a window of steady work that can begin again."""
+    """Load of one server during a run, in a window of steady work. `begin` starts a new window."""
 
     def __init__(self, run_dir: RunDir, url: str, log: Path, since: int) -> None:
         """Read its log from the byte `since` on."""
@@ -192,7 +192,7 @@ class ServerWatch:
 
     @functools.cached_property
     def _client(self) -> ClientActivity:
-        """What the client does; read with the first load sample, shortly before which run.json is written."""
+        """Activity of the runner. It is read at the first load sample: run.json is written shortly before."""
         return _client(require_run_json(self._run_dir))
 
     def begin(self) -> None:
@@ -225,9 +225,9 @@ class ServerWatch:
 
     @property
     def rates(self) -> tuple[float, float]:
-        """Output tokens per second by the server's log, and the rate with prompt tokens; zeros are unknown.
+        """Output tokens/s by the server's log, and output plus prompt tokens/s; zeros if unknown.
 
-        The second rate follows the rows that ended, so that tokens which are computed again count once.
+        The ratio of prompt to output tokens comes from ended rows, so recomputed tokens count once.
         """
         passes = [(sample.running, sample.rate) for sample in self._log.series.samples if sample.rate]
         seconds = sum(running / rate for running, rate in passes)
@@ -256,7 +256,7 @@ def _alike(start: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _lengths(run_dir: RunDir, client: ClientActivity) -> None:
-    """Read the lengths of outputs from the newest parts."""
+    """Set the outputs' lengths in `client`, read from the newest parts."""
     columns: list[pa.ChunkedArray] = []
     for path in run_dir.all_parts()[-MOST_PARTS:]:
         damaged = contextlib.suppress(pa.ArrowException, OSError, KeyError)  # Or removed meanwhile.

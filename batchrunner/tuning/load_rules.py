@@ -30,7 +30,7 @@ _OTHER_WAY = {
     False: "`engine.replicas`: servers with a front process each",
     True: "a machine with more cores: the front process shares them with the model",
 }
-"""Remedies for a slow front process that no flag helps, by whether the model runs on a CPU."""
+"""Remedy for a slow front process if no flag helps, keyed by whether the model runs on a CPU."""
 
 
 def conservativeness(s: Situation) -> float:
@@ -40,7 +40,7 @@ def conservativeness(s: Situation) -> float:
 
 
 def queue_empty(s: Situation, flags: Flags) -> Finding | None:
-    """Find that the queue runs empty, and which part before it is too slow."""
+    """Find that the queue runs empty, and name the part that fills it too slowly."""
     if not frequent(s.load, "empty"):
         return None
     band = QueueBand(int(GUIDES.queue_low), int(GUIDES.queue_deep)).scaled(s.max_running)
@@ -101,10 +101,10 @@ def queue_deep(s: Situation, _: Flags) -> Finding | None:
 
 
 def conservative(s: Situation, flags: Flags) -> Finding | None:
-    """Find that SGLang reserves memory for longer outputs than there are."""
+    """Find that SGLang reserves memory for longer outputs than the rows have."""
     if not s.admits_too_few or s.fills_up:
         return None
-    if s.client and s.client.ignore_eos:  # SGLang reserves what the outputs have.
+    if s.client and s.client.ignore_eos:  # Every output takes all that SGLang reserves for it.
         return None
     share = s.client.output_share if s.client else None
     args = {}
@@ -127,7 +127,7 @@ def conservative(s: Situation, flags: Flags) -> Finding | None:
 
 
 def _cause(share: float | None, clip: dict[str, str], short: float) -> tuple[str, str, Certainty]:
-    """Return the cause of too few admissions, the change in the job, and its certainty."""
+    """Return the cause of too few admissions, the change to make in the job, and the certainty."""
     tighter = "a max_new_tokens nearer to real outputs"
     if share is None:
         return "max_new_tokens may be far above real outputs", tighter, "medium"
@@ -190,14 +190,14 @@ def retractions(s: Situation, flags: Flags) -> Finding | None:
 
 
 SURELY_LARGE = 4096
-"""Chunk in tokens from which a pass's fixed cost is small on any card."""
+"""Least chunk, in tokens, at which the fixed cost of a pass is small on any card."""
 LIKE_A_STEP = 512
-"""Mean prompt tokens of a prefill pass up to which it takes about as long as a decode step, since both read
-the weights once and compute little."""
+"""Largest mean prefill pass, in tokens, that takes about as long as a decode step: both read the weights once
+and compute little."""
 LEAST_INTERVAL = 2
-"""Least decode steps between prefill passes that are worth a flag."""
+"""Least number of decode steps between prefill passes for which the flag pays."""
 FEWER_PASSES = 1.25
-"""Least factor by which passes have to become fewer."""
+"""Least ratio of the passes without the flag to the passes with it, at which the flag pays."""
 LARGE_TP = 4
 """Tensor parallelism from which larger graphs pay (the guides)."""
 
@@ -218,7 +218,7 @@ def running_low(s: Situation, flags: Flags) -> Finding | None:
 
 
 def prefill_full(s: Situation, flags: Flags) -> Finding | None:
-    """Find that many prefill passes are full but short, so that their fixed cost is paid too often."""
+    """Find that many prefill passes fill a small chunk, so that their fixed cost is paid too often."""
     prefills = s.log.prefills
     share = prefills.filled_waiting / max(1, prefills.passes)
     if prefills.passes < GUIDES.samples or not is_frequent(share):
@@ -285,7 +285,7 @@ def long_prompts(s: Situation, flags: Flags) -> Finding | None:
 
 
 def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
-    """Find that decoding runs without CUDA graphs at batch sizes at which graphs matter."""
+    """Find that decoding runs without CUDA graphs, although they matter at its batch sizes."""
     small = 0 < (s.facts.weights_gb or 0) <= GUIDES.launched_gb
     sign = "no_graph_small" if small else "no_graph_tp" if s.facts.tp >= LARGE_TP else "no_graph"
     without = [sample.running for sample in s.log.samples if SIGNS[sign](sample)]

@@ -1,6 +1,6 @@
-"""The measurement of a trial: its speed once it is steady, its signs, and when to stop it. Pure.
+"""Measure a trial: its steady speed, its signs, and when to stop it. Pure.
 
-It is fed the rows that end and readings of the load with their times, of a real or a simulated engine.
+The caller reports each ended row and each reading of the load, from a real or a simulated engine.
 """
 
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ from batchrunner.sglang.logs.series import LoadSample
 from batchrunner.tuning.signals import is_frequent, share
 
 MOST_STEADY_S = 120.0
-"""Most seconds of steady time that a trial with slow rows is measured."""
+"""Longest warm-up and longest steady time of a trial, in seconds; only slow rows reach them."""
 GENERATIONS = 2
-"""Generations that are measured after a first one, which is not steady, since its rows began together. A
-generation is as many rows as run at once."""
+"""Generations to measure. A generation is as many rows as run at once. The first one is not measured: its
+rows began together, so it is not steady."""
 WAVE = 0.5
-"""Generations by which the ended rows may lag: rows that began together end together."""
+"""Generations by which a trial may lag without being slow: rows that began together end together."""
 WORTH = 0.02
 """Least gain, as a share, that is worth another trial."""
 NEARLY_ALL = 0.99
-"""Share of the outputs that count for the longest output."""
+"""Quantile of the outputs' lengths that counts as the longest output."""
 MEASURED = ("empty", "waiting", "conservative", "capped", "at_cap", "full", "kv_bound")
 """Signs of the load that a trial measures."""
 
@@ -106,7 +106,7 @@ class Incumbent:
 
     tokens_per_s: float
     margin: float
-    """Share by which a challenger may be behind before it is stopped; above the noise."""
+    """Share by which a challenger may fall behind before it is stopped. It is larger than the noise."""
 
 
 class TrialProgress(NamedTuple):
@@ -116,7 +116,7 @@ class TrialProgress(NamedTuple):
     tokens: int
     rows: int
     log_bytes: int = 0
-    """Size of the server's log, whose passes so far belong to the rows so far."""
+    """Size of the server's log. The passes logged up to here belong to the rows counted up to here."""
 
 
 @dataclass(slots=True)
@@ -133,7 +133,7 @@ class TrialWatch:
     _peak: int = 0
     _readings: list[SchedulerLoad] = field(default_factory=list)
     _busy_readings: int = 0
-    """Number of readings up to the last in which a request waited; those of the drain show no signs."""
+    """Number of readings up to the last with a waiting request. Later ones, of the drain, show no signs."""
     _outputs: list[int] = field(default_factory=list)
     _retractions: int = 0
     _prompt_tokens: int = 0
@@ -166,9 +166,10 @@ class TrialWatch:
         return self._behind(at_s, self._warm) or self._measured(at_s, self._warm)
 
     def _behind(self, at_s: float, warm: TrialProgress) -> End | None:
-        """Compare steady time with the incumbent's speed.
+        """Return the end of a trial that can no longer beat the incumbent, otherwise None.
 
-        The rows that end first are short in any trial, so their number says more than their tokens.
+        The rows that end first are short in any trial. So the output so far is taken as the number of rows in
+        steady time, times the mean output of all rows.
         """
         steady_s, rows = at_s - warm.at_s, self.rows - warm.rows
         if self.incumbent is None or steady_s < TIMING.trial_judged or rows < self._peak:
@@ -187,9 +188,9 @@ class TrialWatch:
         return None
 
     def measured_span(self, end: TrialProgress) -> tuple[TrialProgress, TrialProgress]:
-        """Return the progress at the beginning and at the end of the part of a trial that counts.
+        """Return the progress at the beginning and at the end of the measured part of a trial.
 
-        The drain does not count. Where steady time is too short, the whole trial counts.
+        The measured part ends before the drain. If steady time is too short, it is the whole trial.
         """
         begin, until = self._warm or TrialProgress(0.0, 0, 0), self._busy or end
         if until.at_s - begin.at_s < TIMING.trial_judged or until.tokens <= begin.tokens:

@@ -1,7 +1,8 @@
-"""What was learned about a model on a machine, kept for later runs: one memo a line in a file of JSON Lines.
+"""Remember flags that worked for a model on a machine. A memory file has JSON Lines, one memo a line.
 
-Safer flags after a death and the gains of changed flags lie in the cache of this machine, in a file for each
-model, card and version of SGLang. Trials of `batchrun tune` are of one job, and lie in its run directory.
+The cache directory of this machine keeps safer flags after a death, and the gains of changed flags. It has
+one file for each model, card and version of SGLang. Trials of `batchrun tune` belong to one job, so its run
+directory keeps them.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ class Memo(msgspec.Struct):
 
     kind: Literal["safer", "step", "trial"]
     about: str
-    """Digest or name of what it holds for; empty where that is all that the file is for."""
+    """Digest or name of its subject; empty if the whole file has one subject."""
     content: msgspec.Raw
 
 
@@ -39,13 +40,13 @@ _read_memo = msgspec.json.Decoder(Memo)
 
 
 class Memory:
-    """A file of memos. Several processes may append to it; a damaged line does not count."""
+    """A file of memos. Several processes may append to it; `recall` skips damaged lines."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def recall(self, kind: str, about: str = "") -> list[msgspec.Raw]:
-        """Return the contents of the memos of a kind, oldest first; none where the file cannot be read."""
+        """Return the contents of memos of one kind and subject, oldest first; empty if unreadable."""
         lines: list[bytes] = []
         with contextlib.suppress(OSError):
             lines = self.path.read_bytes().splitlines()
@@ -66,7 +67,7 @@ class Memory:
                 file.write(b"\n" + msgspec.json.encode(memo))  # the last line may be cut short
 
     def try_to_append(self, kind: Literal["safer", "step"], content: Any, about: str = "") -> None:
-        """Write a memo that the run can do without."""
+        """Write a memo; only log a failure, since the run can do without the memo."""
         try:
             self.append(kind, content, about)
         except (OSError, BatchrunError) as failure:
@@ -83,11 +84,11 @@ def memory_of(spec: ServerEngine, model: str, *, cpu: bool) -> Memory:
 
 
 class SaferFlags(msgspec.Struct):
-    """The arguments with which a server lived after a death."""
+    """Arguments with which a server kept running after earlier servers had died."""
 
     args: dict[str, Any]
     why: str
-    """The day, and what earlier servers died of."""
+    """Clause with the day and the cause of the last death."""
 
 
 _read_safer_flags = msgspec.json.Decoder(SaferFlags)
@@ -108,22 +109,22 @@ class TriedStep(msgspec.Struct):
     gain: float
     """Gain in output tokens a second: 0.1 is a tenth more. -1 where a server does not live with it."""
     args: dict[str, Any] = {}
-    """Flags and variables to start with; empty where the step is no good."""
+    """Flags and variables with which later runs start; empty if the step did not gain."""
 
 
 _read_step = msgspec.json.Decoder(TriedStep)
 
 
 class FlagMemory:
-    """The flags and variables that were found best for a shape of job, and what each step gained.
+    """The best known flags and variables for a shape of job, and the gain of each step.
 
-    The workers of a joined run have the same file, and learn from each other by it.
+    The workers of a joined run share the file, so they learn from each other.
     """
 
     def __init__(self, memory: Memory, shape: str, incidents: list[Incident]) -> None:
         self._memory = memory
         self._shape = shape
-        self._steps: list[TriedStep] = []  # of this worker, also where the file cannot be written
+        self._steps: list[TriedStep] = []  # of this worker, in case the file cannot be written
         self.args = {name: value for step in self._latest() for name, value in step.args.items()}
         """Flags and variables with which the servers of this run start, beside the job's own."""
         if self.args:
@@ -137,11 +138,11 @@ class FlagMemory:
         return {step.name: step.gain for step in self._latest()}
 
     def learn(self, step: str, gain: float, args: Mapping[str, Any] = {}) -> None:
-        """Write down the gain of a step; `args` are its flags, where later runs are to start with them."""
+        """Record the gain of a step. Later runs start with `args`, its flags; leave them out if it lost."""
         self._record(TriedStep(step, round(gain, 3), dict(args)))
 
     def forget(self) -> None:
-        """Drop all flags, and try none of their steps again: a server lives only without them."""
+        """Drop all learned flags, and never try their steps again: a server started only without them."""
         for step in self._latest():
             if step.gain > 0:
                 self._record(TriedStep(step.name, gain=-1.0))

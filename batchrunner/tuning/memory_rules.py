@@ -1,4 +1,4 @@
-"""Rules on memory: how much is free at the start, where it ran out, and other deaths. Each is pure."""
+"""Rules on free memory at the start, on memory that ran out, and on other deaths. Each is pure."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,7 +38,7 @@ def memory_left(s: Situation, flags: Flags) -> Finding | None:
 
 
 def pool_small(s: Situation, _: Flags) -> Finding | None:
-    """Find that the KV pool of a CPU, whose size is a flag, holds fewer requests than may run."""
+    """Find that the KV pool of a CPU holds fewer requests than may run. A flag sets its size."""
     now, most, running = s.server.now("max-total-tokens"), s.max_running, s.server.running
     if not most or running < 1 or not (s.short_of_pool or s.retracts_often):
         return None
@@ -62,9 +62,9 @@ def memory_tight(s: Situation, flags: Flags) -> Finding | None:
 def _fraction(
     s: Situation, flags: Flags, sign: str, reading: str, evidence: dict[str, Any]
 ) -> Finding | None:
-    """Change mem-fraction-static so that the right amount of the card's memory is free.
+    """Advise a mem-fraction-static that leaves the right amount of the card's memory free.
 
-    None where weights and pool would need more than the new fraction.
+    Return None if the weights and a useful pool would not fit into the new fraction.
     """
     name, card = "mem-fraction-static", s.facts.card_gb
     now, up = s.server.now(name), sign == "memory-left"
@@ -80,7 +80,7 @@ def _fraction(
 
 
 def ran_out(phase: Phase, where: str = "") -> Callable[[Situation, Flags], Finding | None]:
-    """Return the rule on memory that ran out in a phase."""
+    """Make the rule on memory that ran out in one phase."""
 
     def judge(s: Situation, flags: Flags) -> Finding | None:
         beside = "" if phase == "graph" else _narrower(s, flags)
@@ -138,9 +138,9 @@ def crashed(s: Situation, _: Flags) -> Finding | None:
 
 
 def _narrower(s: Situation, flags: Flags) -> str:
-    """Name narrower number types of the card for 16-bit weights and KV cache.
+    """Name number types that the card supports and that are narrower than 16-bit weights and KV cache.
 
-    They make room only with a lower mem-fraction-static, since the pool takes all that the weights leave.
+    The pool takes all memory that the weights leave. So they make room only with a lower mem-fraction-static.
     """
     facts, ways = s.facts, []
     if facts.architecture in FP8:
@@ -157,7 +157,7 @@ def _narrower(s: Situation, flags: Flags) -> str:
 def _ran_out(
     s: Situation, trouble: OutOfMemory | None, flags: Flags, where: str, beside: str
 ) -> Finding | None:  # fmt: skip
-    """Return the finding with the flags that recovery would set; `beside` is another remedy."""
+    """Advise the flags that recovery would set, or the remedy `beside`; None if no memory ran out."""
     if trouble is None:
         return None
     text = trouble.text

@@ -1,12 +1,12 @@
-"""Recovery: why a server died, and the arguments with which the next start lives.
+"""Recovery: diagnose a server's death, and choose arguments for the next start.
 
 `examine` diagnoses a death by the server's log, its exit status and the kernel's count of kills. `safer`
 names arguments that need less memory, by SGLang's tuning guides:
 
 - in prefill: smaller chunks; in decode: fewer running requests; at graph capture: smaller graphs;
-- where such a step has no smaller value left: a smaller fraction of the card for the KV pool;
-- where the phase is unknown: a smaller pool, then smaller chunks, then fewer running requests;
-- on a CPU a smaller pool, whose size is a number of tokens.
+- if the flag of such a step has no smaller value: a smaller fraction of the card for the KV pool;
+- if the phase is unknown: a smaller pool, then smaller chunks, then fewer running requests;
+- on a CPU, where the size of the pool is a number of tokens: a smaller number.
 
 Advice proposes these arguments. A launched engine that died gets them from its `Healer`, which remembers
 them.
@@ -45,7 +45,7 @@ KILLED = 128 + 9
 
 
 class EndedServer(NamedTuple):
-    """Evidence of a server's last life, from its start to its end."""
+    """Evidence about a server that ended, since its last start."""
 
     lines: Sequence[str]
     """First and last lines of its log."""
@@ -85,10 +85,10 @@ def examine(ended: EndedServer, facts: Facts) -> Death:
 
 CHUNK, RUNNING = ("chunked-prefill-size",), ("max-running-requests",)
 POOL = ("max-total-tokens", "mem-fraction-static")
-"""The pool of a CPU, and of a GPU."""
+"""Flags that set the size of the KV pool: on a CPU, and on a GPU."""
 GRAPHS = ("cuda-graph-max-bs-decode", *POOL)
-"""Smaller graphs, and a smaller pool too: a capture that fails again costs minutes, and prefill may have
-graphs."""
+"""Flags to change after a failed capture. The pool shrinks too, because prefill may have graphs, and another
+failed capture would cost minutes."""
 NO_GRAPHS = ("cuda-graph-backend-decode", "cuda-graph-backend-prefill")
 STEPS: Mapping[Phase | Kind, tuple[tuple[str, ...], ...]] = {
     "prefill": (CHUNK, POOL),
@@ -98,13 +98,13 @@ STEPS: Mapping[Phase | Kind, tuple[tuple[str, ...], ...]] = {
     "general": (POOL, CHUNK, RUNNING),
     "killed": (POOL, RUNNING),
 }
-"""Flags to change after a death. Those of a group change together; the next group follows where none of them
-has a safer value left."""
+"""Groups of flags to change after a death. The flags of a group change together. If none of them has a safer
+value, the next group changes."""
 
 
 def safer(death: Death, facts: Facts, flags: Flags) -> dict[str, Any]:
     """Return the arguments to change, as `engine.args` has them; empty where none would help."""
-    # The pool of a GPU does not lie in the memory that ran out.
+    # The host's memory ran out, and a smaller pool on the GPU would free none of it.
     if death.kind == "killed" and not facts.on_cpu:
         return {}
     sign = "no-pool" if death.kind == "pool" else "oom"
@@ -117,7 +117,7 @@ def safer(death: Death, facts: Facts, flags: Flags) -> dict[str, Any]:
 
 
 MOST_CHANGES = 6
-"""Most changes in one run, each of which costs a start: enough for three of the pool's fraction, two of the
+"""Most changes in one run; each costs a start. Six allow three changes of the pool's fraction, two of the
 chunk and one more."""
 _HOPELESS = {
     "killed": "the machine, or our cgroup on it, has too little memory",
@@ -126,7 +126,7 @@ _HOPELESS = {
 
 
 class Healer:
-    """The arguments of the next start after a death, which are remembered for later runs.
+    """Chooses safer arguments after each death, and remembers those that worked for later runs.
 
     The servers of one engine share a healer, so that no second server dies of the same cause.
     """
@@ -137,7 +137,7 @@ class Healer:
         self.args = {
             name: value for name, value in learned.args.items() if name_in(job_args, name) not in job_args
         }
-        """Safer arguments of the next start, which replace the job's own, or add to them."""
+        """Safer arguments for the next start; they override the job's own."""
         self._memory = memory
         self._incidents = incidents
         self._changes = 0
@@ -152,12 +152,12 @@ class Healer:
             incidents.append(Incident("recalled", "the engine", learned.why, {"new": self.args}))
 
     def heal(self, name: str, ended: EndedServer) -> bool:
-        """Change `args` after a server's death; return whether they help, so that no row is at fault."""
+        """Choose `args` after a server's death; return whether they may help. If so, no row is at fault."""
         facts, flags = read_server(ended)
         death = examine(ended, facts)
         if not death.of_memory:
             return False
-        # Another server died before: this one was started without the newest changes.
+        # An earlier death of another server changed `args`; this server was started without these changes.
         if not self._had_all(ended.args):
             return True
         args = safer(death, facts, flags) if self._changes < MOST_CHANGES else {}
@@ -183,7 +183,7 @@ class Healer:
         return True
 
     def outlived(self, args: Mapping[str, Any]) -> None:
-        """Remember the changes if a server lives with all of them; `args` are its own at the run's end."""
+        """Remember the changes if a server runs with all of them at the end; `args` are its arguments."""
         newest = recall_safer_flags(self._memory)
         is_known = newest is not None and newest.args == self.args  # Another server wrote them.
         if self._changes and self._had_all(args) and not is_known:
@@ -195,7 +195,7 @@ class Healer:
 
 
 def read_server(server: EndedServer) -> tuple[Facts, Flags]:
-    """Return the facts and the flags of a server by its log; arguments that it lacks are those given."""
+    """Read a server's facts and flags from its log; `server.args` fill in arguments that the log lacks."""
     reader = LogReader()
     for line in server.lines:
         reader.take(line)

@@ -1,8 +1,8 @@
-"""The signs of a server's load: when each counts, and its words. Pure.
+"""Signs of a server's load: their thresholds and their wording. Pure.
 
-A sign is decided in two steps. A function below says whether one reading of a scheduler's load shows it. The
-sign is frequent where a quarter of the readings show it (`is_frequent`). The law of concurrency, advice,
-changes during a run and `batchrun tune` ask these functions, so that they never disagree.
+A function below tells whether one reading of a scheduler's load shows a sign. The sign is frequent if at
+least a quarter of the readings show it (`is_frequent`). The concurrency law, advice, flag tuning during a run
+and `batchrun tune` all call these functions, so they never disagree.
 """
 
 import math
@@ -17,7 +17,7 @@ from batchrunner.sglang.logs.series import LoadSample, Series
 
 @dataclass(slots=True)
 class Thresholds:
-    """The values from which signs count. "The guides" are SGLang's tuning guides. Tests change some."""
+    """Thresholds of the signs. "The guides" are SGLang's tuning guides. Tests change some values."""
 
     frequent: float = 0.25
     """Fraction of the readings from which a sign is frequent; the guides only say "frequently"."""
@@ -32,18 +32,18 @@ class Thresholds:
     usage_good: float = 0.9
     """Token usage from which the KV pool is well used (the guides)."""
     peaks: float = 0.1
-    """Fraction of samples with a full pool from which memory is the limit. The pool need not be full all the
-    time: outputs that begin together end together, so token usage rises and falls in waves."""
+    """Least fraction of samples with a full pool at which memory is the limit. Outputs that begin together
+    end together, so token usage rises and falls in waves, and the pool is not full all the time."""
     retractions_per_min: float = 1.0
     """Most retractions per minute that are fine (the guides: about one)."""
     overfull: float = 3.0
-    """Recent retractions, a count that halves each minute, from which the KV pool is overfull. A steady
-    retraction a minute counts as 1.4, and two in a row are no pattern yet."""
+    """Least count of recent retractions at which the KV pool is overfull. The count halves each minute. One
+    retraction a minute averages 1.4, and two in a row are no pattern yet."""
     recomputed: float = 0.25
-    """Tokens lost to retractions, as a fraction of those generated, above which fewer requests may pay. With
-    fewer, a real SGLang was slower where 21 % were lost, and no faster where 1 % were
-    (benchmarks/results/advice.json): lost tokens are computed again as prefill, which is cheaper, and SGLang
-    itself admits fewer requests after each retraction."""
+    """Least fraction of the generated tokens lost to retractions at which fewer running requests may pay.
+    With fewer requests, a real SGLang was slower at a loss of 21 %, and no faster at 1 %
+    (benchmarks/results/advice.json). A prefill computes the lost tokens again, which is cheaper than
+    decoding, and SGLang itself admits fewer requests after each retraction."""
     memory_low_gb: float = 5.0
     """`available_gpu_mem` at ready below which memory may run out (the guides)."""
     memory_good_gb: float = 6.5
@@ -51,7 +51,7 @@ class Thresholds:
     memory_high_gb: float = 10.0
     """`available_gpu_mem` at ready above which memory is unused (the guides)."""
     at_cap: float = 0.95
-    """Running requests, as a fraction of `max_running_requests`, from which that is the limit."""
+    """Least fraction of `max_running_requests` that runs when this limit binds."""
     far_below: float = 0.5
     """Fraction of `max_running_requests` below which few run; under load the guides expect "close to" it."""
     short_output: float = 0.5
@@ -63,21 +63,21 @@ class Thresholds:
     SmolLM2-135M with about 2,000 rows takes 23 to 28 ms with a graph, 53 to 96 without; SGLang's issue 33483
     reports four times on an L40."""
     launched_gb: float = 2.0
-    """Weights in GB, at most, of a model whose kernels take less time than their launch."""
+    """Largest weights, in GB, of a model whose kernels take less time than their launch."""
     graph_batch_tp: float = 768
     """Largest batch at which a CUDA graph matters with a tensor parallelism of 4 or more."""
     long_prompt: float = 2048
     """Mean prompt, in tokens, from which prompts are long: a few fill a prefill pass."""
     small_pass: float = 0.25
-    """Prefill pass, as a fraction of the chunk, up to which passes are small."""
+    """Largest fraction of the chunk that a small prefill pass fills."""
     small_batch: float = 32
     """Most running requests with which torch.compile pays (the guides: "small batch sizes")."""
     small_model_gb: float = 10.0
     """Weights of a small model at most, in GB: 5 billion parameters of 16 bits."""
     shared: float = 0.1
-    """Fraction of prompt tokens found in the cache from which prompts share prefixes."""
+    """Least fraction of prompt tokens with a prefix cache hit at which prompts count as sharing prefixes."""
     cached_well: float = 0.6
-    """Fraction of prompt tokens found in the cache from which the order of the rows is good."""
+    """Least fraction of prompt tokens with a prefix cache hit at which the order of the rows is good."""
     lpm_queue: float = 128
     """Most waiting requests with which `lpm` looks for prefixes (SGLang's schedule_policy)."""
 
@@ -113,14 +113,14 @@ def is_full(load: Gauges) -> bool:
 def reaches_cap(running: float, max_running: int | None) -> bool:
     """Tell whether `max_running_requests` is the limit.
 
-    One request less than it allows reaches it too: the place of one that ended is being filled.
+    One free slot still counts as the limit: the scheduler is about to fill it.
     """
     most = max_running or 0
     return most > 0 and running >= max(1, min(GUIDES.at_cap * most, most - 1))
 
 
 def is_at_cap(load: Gauges) -> bool:
-    """Tell whether as many requests run as may."""
+    """Tell whether the running requests reach `max_running_requests`."""
     return reaches_cap(load.running, load.max_running)
 
 
@@ -172,14 +172,14 @@ SIGNS: dict[str, Callable[[LoadSample], bool | None]] = {
 
 
 def share(samples: Iterable[LoadSample], sign: str) -> float:
-    """Return the fraction of the samples that show a sign, of those that it applies to; 0 without any."""
+    """Return the fraction of the applicable samples that show a sign; 0 if it applies to none."""
     shows = SIGNS[sign]
     results = [result for sample in samples if (result := shows(sample)) is not None]
     return sum(results) / len(results) if results else 0.0
 
 
 def is_frequent(share_of_readings: float) -> bool:
-    """Tell whether so many of the readings show a sign that it counts."""
+    """Tell whether a sign counts, by the share of the readings that show it."""
     return share_of_readings >= GUIDES.frequent
 
 
@@ -212,7 +212,7 @@ def admits_too_few(*, share_held: float, retracts: bool) -> bool:
 
 
 def retractions_cost(series: Series) -> bool:
-    """Tell whether retractions are frequent, and lose many tokens as far as the log says."""
+    """Tell whether retractions are frequent and lose many tokens; an unknown loss counts as many."""
     lost_share = series.recomputed_share
     return retracts_often(series.retractions_per_min) and (
         lost_share is None or lost_share >= GUIDES.recomputed
@@ -246,12 +246,12 @@ class Corner(StrEnum):
 
     @property
     def meaning(self) -> str:
-        """The consequence of the state, behind its figures in an event."""
+        """Clause on the consequence of the state, which follows its figures in an event."""
         return _WORDS[self][1]
 
 
 def corner_of(load: Gauges, *, overfull: bool, share_held: float) -> Corner | None:
-    """Return the state of a scheduler whose window is in use; None where it is healthy or unclear."""
+    """Return the load state of a scheduler whose window is in use; None if no state fits."""
     if overfull:
         return Corner.FILLING
     if admits_too_few(share_held=share_held, retracts=overfull):
@@ -301,4 +301,4 @@ FLAG_SIGNS = {
     "cache-off": "the prefix cache is off, and prompts share prefixes",
     "small-model": "a small model runs small batches",
 }
-"""The words of the signs that call for flags, by their names in the table of flags."""
+"""Wording of the signs that call for a flag, keyed by their names in the table of flags."""

@@ -23,9 +23,9 @@ from batchrunner.tuning.signals import (
 Certainty = Literal["high", "medium", "low"]
 
 RESERVED = 0.8
-"""Reserved share of the KV pool from which the pool is the limit, although it is not full yet."""
+"""Least reserved share of the KV pool at which the pool is the limit before it is full."""
 POOL_SHARE = 4
-"""Divisor of a machine's free memory: a larger KV pool takes a quarter of it at most."""
+"""Divisor of a machine's free memory: a KV pool may grow by a quarter of it at most."""
 FLOAT32_BYTES = 4
 """Bytes of a number in a CPU's KV pool: float32 at most."""
 LONGEST_LINE = 160
@@ -39,11 +39,11 @@ class ClientActivity:
     empty: int = 0
     """Load samples with an empty queue while rows were still unsent."""
     at_window: int = 0
-    """Those of `empty` in which the window was full (90 %)."""
+    """Samples of `empty` in which at least 90 % of the window was in flight."""
     on_way: int = 0
-    """Those of `at_window` in which most requests had not arrived at the scheduler."""
+    """Samples of `at_window` in which most requests had not arrived at the scheduler."""
     resting: int = 0
-    """Those of `empty` in which the window was not full and rows waited for a retry."""
+    """Samples of `empty` with room in the window, in which rows waited for a retry."""
     window: str | int = "auto"
     """The job's `window`."""
     connections: int | None = None
@@ -95,7 +95,7 @@ class Situation:
 
     @property
     def is_judged(self) -> bool:
-        """Whether advice is possible: a run has to be real, with enough steady work."""
+        """Whether advice is possible. A run needs a real engine and enough steady work."""
         return self.client is None or (has_enough(self.load) and not self.client.simulated)
 
     @property
@@ -105,7 +105,7 @@ class Situation:
 
     @cached_property
     def server(self) -> Server:
-        """The server as the table of flags reads it, with complete facts."""
+        """The server in the form that the table of flags takes; the load completes its facts."""
         ready = self.facts.ready or ServerReady(max_running_requests=self.max_running)
         return Server(
             replace(self.facts, ready=ready),
@@ -119,17 +119,17 @@ class Situation:
 
     @property
     def decode_steps(self) -> int:
-        """Decode steps that the log's lines stand for."""
+        """Number of decode steps; one line of the log stands for several."""
         return self.log.counted * self.facts.steps_a_line
 
     @property
     def decoded(self) -> float:
-        """Tokens that these steps decoded."""
+        """Tokens that `decode_steps` generated, estimated by the median batch."""
         return self.load.median("running") * self.decode_steps
 
     @property
     def _most_pool_tokens(self) -> float:
-        """Tokens of a CPU's pool and of a quarter of free memory; twice the pool where that is unknown."""
+        """Tokens of a CPU's pool plus a quarter of the free memory; twice the pool for an unknown model."""
         now = in_effect(self.facts, "max-total-tokens") or 0.0
         free_gb = self.facts.ready.cpu_gb if self.facts.ready else None
         more = pool_tokens(self.facts.config, (free_gb or 0.0) * (1 << 30))
@@ -142,12 +142,12 @@ class Situation:
 
     @property
     def fills_up(self) -> bool:
-        """Whether the KV pool is repeatedly full, if not all the time."""
+        """Whether the KV pool is full repeatedly, but not necessarily all the time."""
         return share(self.load.samples, "full") >= GUIDES.peaks
 
     @property
     def reserved_share(self) -> float:
-        """Reserved share of the KV pool where outputs are reserved in full (`ignore_eos`), otherwise 0."""
+        """Share of the KV pool that SGLang reserves with `ignore_eos`; 0 without it or if it is unknown."""
         pool = self.facts.ready.max_total_num_tokens if self.facts.ready else None
         if self.client is None or not self.client.ignore_eos or not pool:
             return 0.0
@@ -164,7 +164,7 @@ class Situation:
 
     @property
     def retractions(self) -> int:
-        """Number of retractions by the log, or by the load samples where the log has none."""
+        """Number of retractions: the larger count of the log and of the load samples."""
         return max(self.log.retractions, self.load.retractions)
 
     @property
@@ -179,7 +179,7 @@ class Situation:
 
     @property
     def admits_too_few(self) -> bool:
-        """Whether the server admits too few requests, by enough samples."""
+        """Whether enough samples show that the server admits too few requests."""
         held = share(self.load.samples, "conservative")
         return has_enough(self.load) and admits_too_few(share_held=held, retracts=self.retracts_often)
 

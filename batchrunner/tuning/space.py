@@ -1,7 +1,7 @@
-"""The changes that `batchrun tune` tries, by the table of flags and the signs of the best trial. Pure.
+"""Flag changes that `batchrun tune` tries, by the table of flags and the signs of the best trial.
 
-A flag is tried only where a sign of the best trial calls for it; otherwise a note says why not. The queue
-comes first in SGLang's tuning guides, but no flag sets it: the runner's law of concurrency does.
+A flag is tried only if a sign of the best trial calls for it; otherwise a note gives the reason. SGLang's
+tuning guides begin with the queue, but no flag sets its length: the runner's concurrency law does.
 """
 
 import math
@@ -22,7 +22,7 @@ from batchrunner.tuning.situation import pool_tokens
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine and the job of a search, as far as they limit the flags that it may try."""
+    """Facts on the machine and the job that limit the flags a search may try."""
 
     flags: Flags
     cpu: bool = True
@@ -45,7 +45,7 @@ class Machine:
     """Whether 8-bit numbers may be tried, which change answers."""
 
     def replicas_of(self, args: Mapping[str, Any]) -> int:
-        """Return how many replicas with these flags the GPUs suffice for; 1 on a CPU."""
+        """Return the number of replicas with these flags that fit on the GPUs; at least 1."""
         return max(1, self.cards // cards_of(args))
 
 
@@ -57,7 +57,7 @@ def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> M
     gpus_a_replica, replicas = cards_of(engine.args), getattr(job.engine, "replicas", 1)
     count = 0 if cpu else len(gpus(engine.env)) or len(gpu_cards)
     if isinstance(replicas, int) and replicas > 1:
-        count = replicas * gpus_a_replica  # the GPUs that the job uses, of however many there are
+        count = replicas * gpus_a_replica  # the job uses only these, even if the machine has more
     return Machine(
         flags=installed(engine.python, engine.env),
         cpu=cpu,
@@ -75,13 +75,13 @@ def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> M
 
 Args = dict[str, Any]
 PASS_IS_FULL = 0.6
-"""Mean prefill pass, as a share of the chunk, from which the chunk is the limit: last passes are short."""
+"""Least mean prefill pass, as a share of the chunk, that makes the chunk the limit: last passes are short."""
 GRAPH_OFF_OFTEN = 0.1
-"""Share of the decode passes without a graph from which larger graphs are tried."""
+"""Least share of the decode passes without a graph at which larger graphs are tried."""
 
 
 def server_of(result: TrialResult, machine: Machine) -> Server:
-    """Return the server of a trial as the table of flags reads it."""
+    """Convert the result of a trial to the `Server` that the table of flags takes."""
     signs, facts = result.signs, result.facts
     facts = replace(
         facts,
@@ -140,7 +140,7 @@ SEEN: Mapping[str, Callable[[TrialSigns, Server], bool]] = {
     "repeated": lambda _, __: True,
     "wide-numbers": lambda _, __: True,
 }
-"""The test of a trial for each sign that calls for flags."""
+"""For each sign that calls for a flag: the test whether a trial shows it."""
 TUNED_FLAGS = tuple(flag for flag in FLAGS.values() if SEEN.keys() & flag.moves.keys())
 
 
@@ -171,7 +171,7 @@ def candidates(flag: Flag, best: TrialResult, machine: Machine) -> list[FlagChan
 
 
 def _with_others(flag: Flag, value: Any, server: Server) -> list[Args]:
-    """Return the settings for a value of a flag, with the flags that it requires."""
+    """Return the settings to try for a value of a flag, each with the flags that must change with it."""
     if flag.name == "tp-size" and server.facts.is_moe:  # Experts are split over GPUs, or whole.
         return [{flag.name: value, "ep-size": size} for size in dict.fromkeys((value, 1))]
     most = server.now("max-running-requests")
@@ -182,6 +182,6 @@ def _with_others(flag: Flag, value: Any, server: Server) -> list[Args]:
 
 
 def together(changes: Collection[FlagChange]) -> FlagChange | None:
-    """Return all changes as one; None for fewer than two."""
+    """Combine all changes into one; None for fewer than two."""
     args = {name: value for change in changes for name, value in change.args.items()}
     return FlagChange(args, "all that its signs call for") if len(changes) > 1 else None

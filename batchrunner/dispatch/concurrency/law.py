@@ -1,20 +1,21 @@
-"""The law: how many requests one scheduler is given, by its token usage, its queue and its retractions. Pure.
+"""Concurrency law: the window of one scheduler, by its token usage, queue and retractions. Pure.
 
-W requests are kept in flight at a scheduler, its window; what it cannot run waits there as `#queue-req`. Rows
-that end clock the next ones, so an engine that slows down is sent less without any decision. A fresh sample
-moves W:
+The window W is the number of requests that are kept in flight at a scheduler. Requests that it cannot run
+wait there as `#queue-req`. Each row that ends makes room for one more, so a slower engine gets fewer rows
+without any decision. A fresh sample moves W:
 
-    W ← 2·W                 while the queue is empty, the pool is not nearly full, and what was sent arrived
+    W ← 2·W                 while the queue is empty, the pool is not nearly full, and sent rows have arrived
     W ← W + 0.37·(q* - q)   else, where |q* - q| > q*/4
     W ≤ running + min(queue, w) + λ'·τ      while the pool is nearly full; w is 0 while it is overfull
     W ≤ 0.9·mean(running) / mean(usage)     while it is overfull
 
-- q* = w / 0.75, w = low + 2·λ·τ: what ends between two samples (λ rows/s, τ s) finds its successors waiting,
-  and the lower end of the dead band is in the band `low-high`. While the pool is overfull q* is 1.5·low.
-- q is the gauge as long as running + queue account for what is in flight. Else the gauges are from before
-  W's last move, and q = min(in flight, W) - mean(in flight - queue), half-life 4 s, which is where the queue
-  goes: with gauges that are 4 s late W would swing. The mean alone is too slow for heavy tail, where more
-  rows run all the time.
+- q* = w / 0.75, w = low + 2·λ·τ. So the rows that end between two samples (λ rows/s, τ s) find their
+  successors waiting, and the lower end of the dead band is in the band `low-high`. While the pool is overfull
+  q* is 1.5·low.
+- q is `#queue-req` as long as running + queue account for the requests in flight. Otherwise the gauges are
+  older than W's last move. Then q = min(in flight, W) - mean(in flight - queue), half-life 4 s, which
+  predicts the queue: with gauges that are 4 s late, W would swing. The mean alone is too slow for the
+  workload heavy tail, where the number of running rows keeps growing.
 - nearly full: token usage was 0.8 or more within the last life of a row, mean(running) / mean(λ), and the
   slots are not the limit. λ' = mean(λ)·0.9 / mean(usage): rows begin as fast as a well used pool takes them.
   Rows that begin together would fill it together, be retracted, and begin together again: short/long, 3 %
@@ -51,28 +52,30 @@ from batchrunner.tuning.signals import (
 GAIN = 0.37
 """Share of the error that one step corrects: 1/e, the largest that does not overshoot with a delay."""
 DEAD_BAND = 0.25
-"""Error, as a share of q*, that is left alone."""
+"""Largest error, as a share of q*, that is not corrected."""
 IN_USE = 0.8
-"""Share of the window that must be in use before it grows: else it is the input that is slow."""
+"""Least share of the window in use at which it may grow. Below it the input is too slow."""
 GOOD_USAGE = GUIDES.usage_good
 NEAR_USAGE = 0.8
 """Token usage from which the pool counts as nearly full."""
 MOST_COUNTED, MINUTE_S = 12.0, 60.0
-"""Most that the count of recent retractions comes to, and its half-life in seconds."""
+"""Upper bound of the count of recent retractions, and its half-life in seconds."""
 HALF_LIFE_S = 4.0
-"""Half-life of what runs or travels, in seconds."""
+"""Half-life, in seconds, of the mean number of requests that run or are on their way."""
 LEAST_LIFE_S, LONGEST_LIFE_S = 30.0, 600.0
-"""Bounds of the half-life of the means over a life, in seconds."""
+"""Bounds, in seconds, of a row's life, which is the half-life of some means."""
 BACK_OFF, BACK_OFF_EVERY_S, CALM_S = 0.7, 1.0, 5.0
-"""Factor of the window at a refusal or timeout, how often, and how long it does not grow afterwards."""
+"""The window's factor at a refusal or timeout; least seconds between two such cuts; seconds without growth
+after one."""
 BLIND_AFTER_PERIODS = 4
-"""Silence, in usual sampling periods, after which a scheduler counts as silent; see `Timing` too."""
+"""Sampling periods without a fresh sample that make the state `blind`; see `silent_scheduler` too."""
 SMALL = 0.05
-"""Change of the window, as a share of it, that is not told."""
+"""Largest change of the window, as a share of it, that is not logged."""
 TOLD_AFTER_S = 5.0
-"""Seconds that a corner lasts before it is told."""
+"""Seconds that a load state must last before it is shown."""
 HELD_HALF_LIFE_S = 144.0
-"""Half-life of the time in which the server held back: a minute without a break makes that frequent."""
+"""Half-life, in seconds, of the share of time in which the server held back. A minute without a break makes
+that share frequent."""
 HELD_ENDS = 0.8
 """Fraction of the frequent share at which the state `held` ends, so that it does not flicker."""
 
@@ -88,7 +91,7 @@ class Reading:
     ended: float
     """Rows that have ended there so far."""
     usage: float = 0.0
-    """Token usage, the share of the KV pool in use; 0 for rows without decoding, of which it says nothing."""
+    """Share of the KV pool in use; 0 for a task without decoding, about which it says nothing."""
     retractions: float = 0.0
     """Requests that it has retracted so far."""
     max_running: int | None = None
@@ -108,7 +111,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class CornerChange:
-    """A corner that a scheduler came into, as the event log has it."""
+    """A load state that a scheduler entered, as the event log has it."""
 
     scheduler: str
     corner: str
@@ -130,7 +133,7 @@ class Controller:
         self.window = min(window, most)
         self.state = "start"
         self.corner: Corner | None = None
-        """Corner that has lasted long enough to be told; None once it has been in none for as long."""
+        """Load state shown to users; set or cleared after 5 s (`held` at once)."""
         self._logged = self._first = self.window
         self._most = most
         self._began = self._doubled_at = now
@@ -139,7 +142,7 @@ class Controller:
         self._pressed_at = -CALM_S
         self._near_at = float("-inf")
         self._ended = self._retractions = 0.0  # so far
-        self._retracted = 0.0  # lately
+        self._retracted = 0.0  # recent ones: a count that halves each minute
         self._rate = 0.0  # rows that end, a second
         self._at_work = 0.0  # requests that run or travel
         self._running = self._mean_rate = self._usage = 0.0  # means over a life
@@ -151,7 +154,7 @@ class Controller:
         self._since = now
 
     def sample(self, now: float, seen: Reading, *, may_grow: bool = True) -> list[Decision | CornerChange]:
-        """Use a fresh sample; return what changed. `may_grow` is false if the route has a long queue."""
+        """Process a fresh sample; return the changes. `may_grow` is false if the route has a long queue."""
         gap_s = self._learn(now, seen)
         in_use = seen.in_flight >= IN_USE * self.window
         calm = now - self._pressed_at >= CALM_S
@@ -186,7 +189,7 @@ class Controller:
         return is_overfull(self._retracted)
 
     def _learn(self, now: float, seen: Reading) -> float:
-        """Take a sample into the averages; return the seconds since the one before."""
+        """Update the averages with a sample; return the seconds since the last one."""
         at_work = seen.in_flight - seen.queue
         if self._fresh_at is None:
             self._at_work, self._ended, self._retractions = at_work, seen.ended, seen.retractions
@@ -197,7 +200,7 @@ class Controller:
         self._ended = seen.ended
         self._period_s = (self._period_s + gap_s) / 2 if self._period_s else gap_s
         self._at_work += _weight(gap_s, HALF_LIFE_S) * (at_work - self._at_work)
-        # at first plain means, since the beginning
+        # plain means since the beginning, until decaying means weigh a sample more
         known_s = max(now - self._began, gap_s) or 1.0
         weight = max(gap_s / known_s, _weight(gap_s, max(self._life_s, LEAST_LIFE_S)))
         self._running += weight * (seen.running - self._running)
@@ -220,7 +223,7 @@ class Controller:
     def _steer(self, now: float, seen: Reading, *, is_full: bool, may_grow: bool) -> list[Decision]:
         low, high = self.band.low, self.band.high
         if not is_full and (seen.queue == 0 or (self.state == "start" and seen.queue < low)):
-            # rows in a prefill are in no gauge, and short ones end between two
+            # no gauge counts rows in a prefill, and short rows end between two samples
             ended = self._mean_rate * (now - self._doubled_at)
             if not may_grow or max(seen.running + seen.queue, ended) < IN_USE * self.window:
                 return []
@@ -229,15 +232,15 @@ class Controller:
             return self._move(self.window + step, f"#queue-req {seen.queue} is under {low}: growing fast")
         wanted = 0.0 if self.is_overfull else (low + 2 * self._rate * self._period_s) / (1 - DEAD_BAND)
         target = min(max(wanted, 1.5 * low), 10 * low, high / 2)
-        ours = min(seen.in_flight, self.window)  # what is over the window is on its way out
+        ours = min(seen.in_flight, self.window)  # requests beyond the window are not replaced when they end
         queue = ours - self._at_work
         if abs(seen.in_flight - seen.running - seen.queue) <= DEAD_BAND * target:
-            queue = ours - seen.in_flight + seen.queue  # the gauges are not from before W's last move
+            queue = ours - seen.in_flight + seen.queue  # the gauges are newer than W's last move
         error = target - queue
         window = float(self.window)
         reason = f"#queue-req {seen.queue} (about {queue:.0f}), wanted {target:.0f}"
         if error < -DEAD_BAND * target:
-            # no further ahead of the rows than they can follow: by then the scheduler may run more of them
+            # narrow only as far as rows can end in a half-life: by then the scheduler may run more of them
             least = seen.in_flight - max(1.0, self._rate * HALF_LIFE_S)
             window = min(window, max(ours + GAIN * error, least))
         elif error > DEAD_BAND * target and may_grow:
@@ -257,7 +260,7 @@ class Controller:
         return max(1.0, seen.running + min(seen.queue, (1 - DEAD_BAND) * target) + begin)
 
     def _watch(self, now: float, gap_s: float, seen: Reading, *, in_use: bool) -> list[CornerChange]:
-        """Return the corner that the scheduler is in, if that is news; in none where the input is slow."""
+        """Update the load state that is shown; return it if it is new. A slow input has no load state."""
         corner = self._corner(gap_s, seen, in_use=in_use)
         if corner is not self._now:
             self._now, self._since = corner, now
@@ -279,7 +282,7 @@ class Controller:
         ]
 
     def _corner(self, gap_s: float, seen: Reading, *, in_use: bool) -> Corner | None:
-        # token usage 0: rows without decoding, of which the pool says nothing
+        # token usage 0 marks a task without decoding, about which the pool says nothing
         is_held_now = in_use and seen.usage > 0 and holds_back(seen) and not self.is_overfull
         self._held += _weight(gap_s, HELD_HALF_LIFE_S) * (is_held_now - self._held)
         if not in_use:
@@ -329,10 +332,10 @@ def first_window(
 ) -> tuple[int, str]:
     """Return the window and, in a sentence, where it comes from; `low` and `high` bound the queue band.
 
-    The window is max_running_requests plus `low`, so that a slot which becomes free is filled in the same
-    scheduler step. If the KV pool holds far fewer, their number takes the place of max_running_requests.
-    It is a guess, since lengths are not known: too low a one doubles at the next load samples, while what is
-    sent too early cannot be taken back. Rows that begin together grow together, until they do not fit.
+    The window is max_running_requests plus `low`, so that a free slot is filled in the same scheduler step.
+    If the KV pool holds far fewer requests, their number replaces max_running_requests. The window is a
+    guess, since lengths are unknown. If it is too small, it doubles at the next load samples. If it is too
+    large, the extra rows cannot be called back: they begin together and grow together until they do not fit.
     """
     if max_running is None:
         return UNKNOWN_ENGINE_WINDOW, "the engine does not tell how many requests it runs"

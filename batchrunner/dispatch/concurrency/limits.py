@@ -1,7 +1,8 @@
-"""Load samples → a controller for each scheduler → the windows of the routes that lead to them. Pure.
+"""Concurrency limits of all routes. Load samples steer one controller for each scheduler. Pure.
 
-A route has the window of its scheduler. A server with several DP ranks, which chooses one itself, has the sum
-of their windows, and while one queue is over the band none of its windows grows.
+The window of a route is the sum of its schedulers' windows. Most routes have one scheduler. A server with
+several DP ranks chooses the rank itself, so its route has several schedulers. While one of their queues
+exceeds the band, none of their windows grows.
 """
 
 import math
@@ -35,33 +36,34 @@ class SchedulerLimit:
     """Time of its last sample, in seconds of the monotonic clock."""
     reports_load: bool
     last: SchedulerLoad | None = None
-    """Its last sample that counted; None before one."""
+    """Its last sample; None before the first."""
     reported_retractions: int = 0
     """Retractions that its load has reported since the first sample."""
 
     def is_silent(self, now: float) -> bool:
-        """Tell whether it has reported its load before and does not do so any more."""
+        """Tell whether it has stopped reporting its load."""
         return self.last is not None and now - self.heard_at > TIMING.silent_scheduler
 
     def update(self, load: SchedulerLoad) -> bool:
-        """Store a sample; tell whether it is new, by its own time or by any change."""
+        """Store a sample; tell whether it is new. If samples have no time, any change makes one new."""
         last, self.last = self.last, load
         if last is None:
             return True
         if load == last if load.taken_at is None else load.taken_at == last.taken_at:
             return False
-        if load.retracted != last.retracted:  # it stands until the next report
+        if load.retracted != last.retracted:  # the scheduler repeats the figure until its next report
             self.reported_retractions += load.retracted or 0
         return True
 
 
 HALF_LIFE_S = 60.0
-"""Half-life of the recent rows, in seconds: rows of one length end in waves as long as one of them takes."""
+"""Half-life of the count of recent rows, in seconds. Rows of one length end in waves, which are as far apart
+as one row takes."""
 AHEAD_PASSES = 8
-"""Prefill passes of prompts that a replica may have in its queue in any case: two to four seconds of work, in
-which the next samples come."""
+"""Prefill passes of queued prompts that a replica may always have: two to four seconds of work, enough until
+the next load samples."""
 LEAST_ROWS = 1e-3
-"""Fewest recent rows of a route: after a long silence all routes have so many, and are equal."""
+"""Least count of recent rows. After a long silence all routes are down to it, and get equal shares."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,12 +74,12 @@ class RouteLimit:
     schedulers: list[SchedulerLimit] = field(default_factory=list)
     ended: EndedRows = field(default_factory=EndedRows)
     recent: float = LEAST_ROWS
-    """Rows that ended recently, never 0: see `shares`. At first it is the first window, so that all routes
-    count as about equally fast until a wave of rows has ended."""
+    """Decaying count of ended rows, never 0; see `shares`. It begins with the first window, so that all
+    routes count as about equally fast until a wave of rows has ended."""
     counted: int = 0
     """Ended rows that `recent` includes."""
     share: int | None = None
-    """Most requests in flight by its share of the remaining rows; None before it is computed."""
+    """Limit of requests in flight by its share of the remaining rows; None before it is computed."""
     in_flight: int = 0
     """Requests in flight of all runs, at the last load sample."""
 
@@ -99,12 +101,12 @@ class RouteLimit:
 def shares(
     routes: Sequence[RouteLimit], remaining: int, gap_s: float, silent: Collection[RouteLimit] = ()
 ) -> list[int]:
-    """Return how many of the remaining rows each route may hold at most, `gap_s` after the last call.
+    """Update each route's recent rows; return how many of the remaining rows each route may hold.
 
-    A row that waits in a replica's queue cannot move to another one: at the end the replica with the longest
-    queue would work alone. So no route may hold more than its share of all rows that have not ended, in
-    proportion to the rows that it ended recently; a `silent` route gets one. Together they are at least
-    `remaining`, so that no row waits for ever. While much input remains, no share is below a window.
+    A row that waits in a replica's queue cannot move to another replica. Without shares, the replica with the
+    longest queue would work alone at the end. A share is in proportion to the rows that the route ended
+    recently; a `silent` route gets one row. The shares add up to at least `remaining`, so that no row waits
+    for ever. While much input remains, no share is below a window. `gap_s` is the time since the last call.
     """
     for route in routes:
         ended = route.recent + route.ended.rows - route.counted
@@ -119,8 +121,8 @@ def shares(
 class ConcurrencyLimits:
     """Decides how many requests each route may have in flight.
 
-    A server with several DP ranks chooses the scheduler itself: there this run's requests are assumed to be
-    spread as the schedulers' own running + waiting say, and the rows that end to be spread evenly.
+    A server with several DP ranks chooses the scheduler itself. This run's requests are then split among its
+    schedulers in proportion to their running + waiting requests, and its ended rows are split evenly.
     """
 
     info: EngineInfo
@@ -132,9 +134,9 @@ class ConcurrencyLimits:
     fixed: int | None = None
     """Window that the job sets (`window`), over all routes; it is never changed."""
     passes: ForwardPasses | None = None
-    """Passes of a task without decoding, which the queue's band follows; None for generating."""
+    """Forward passes of a task without decoding, which set the queue band; None for generation."""
     returned_rows: int = 0
-    """Rows that were taken from the engine again, as its users came."""
+    """Rows that were returned to the queue because users of the engine came."""
     tokens_lost: int = 0
     """Output tokens of these rows, which have to be generated again."""
     prompt_tokens: float = TYPICAL_PROMPT_TOKENS
@@ -142,11 +144,11 @@ class ConcurrencyLimits:
     schedulers: dict[str, SchedulerLimit] = field(default_factory=dict)
     """The schedulers, by their names."""
     routes: list[RouteLimit] = field(init=False)
-    """Those of the engine; more may come later."""
+    """Routes of the engine; more may be added later."""
     _shared_at: float | None = None  # a clock may begin anywhere
 
     def __post_init__(self) -> None:
-        """Begin with the engine's routes, of whose schedulers nothing is known yet."""
+        """Create the engine's routes; their schedulers are added by `begin`."""
         self.routes = [RouteLimit(url) for url in self.info.routes]
 
     def begin(self, loads: Sequence[SchedulerLoad], now: float, *, unsent: int) -> list[Decision]:
@@ -173,7 +175,7 @@ class ConcurrencyLimits:
 
     @property
     def window(self) -> int:
-        """Sum of all routes' windows, whatever their shares of the remaining rows."""
+        """Sum of all routes' windows, before their shares of the remaining rows limit them."""
         if self.fixed is not None:
             return self.current_window
         return sum(map(self._wanted, self.routes))
@@ -207,7 +209,7 @@ class ConcurrencyLimits:
     def observe(
         self, loads: Sequence[SchedulerLoad], now: float, *, unsent: int
     ) -> list[Decision | CornerChange]:
-        """Use a poll's samples, none if it failed; return the changes of windows, and of corners.
+        """Process a poll's samples (none if it failed); return the changes of windows and of load states.
 
         `in_flight` of each route must be up to date. `unsent` counts the rows that are still to be sent,
         including those that wait for another attempt.
@@ -325,10 +327,10 @@ class ConcurrencyLimits:
         return changes
 
     def _retractions_of(self, scheduler: SchedulerLimit) -> float:
-        """Return how many requests a scheduler has retracted, by its load or by the rows that came back.
+        """Return how many requests a scheduler has retracted, by its load or by ended rows.
 
-        A row reports it when it ends, and not which of the schedulers on its route it was: those whose load
-        reports no retraction share what the rows report only where no other one's load does.
+        An ended row does not say which scheduler of its route retracted it. So the schedulers of a route
+        share the rows' count evenly, unless the load of another scheduler there reports retractions.
         """
         route, reported = scheduler.route, scheduler.reported_retractions
         if any(other.reported_retractions for other in route.schedulers if other is not scheduler):
@@ -336,16 +338,16 @@ class ConcurrencyLimits:
         return max(reported, route.ended.retractions / len(route.schedulers))
 
     def _band(self, load: SchedulerLoad) -> QueueBand:
-        """Return the healthy queue of a scheduler, without decoding by what its passes take."""
+        """Return the queue band of a scheduler; for a task without decoding it follows from its passes."""
         if self.passes is None:
             return self.band.scaled(load.max_running)
         return self.passes.band(load.max_running)
 
     def _soon_used(self, route: RouteLimit, share: int) -> int:
-        """Return how many rows of its share a route may hold now: a faster one can take the others.
+        """Return the part of its share that a route may hold now; a faster route can take the rest.
 
-        It is half of its share, or what it can use soon, where that is more: as many as it runs, and some
-        passes of prompts in its queue. Where it reports no load it is all of its share.
+        It is half of the share, or the rows that the route can use soon if they are more: those that run,
+        plus some prefill passes of queued prompts. A route that reports no load may hold its whole share.
         """
         if not all(scheduler.reports_load for scheduler in route.schedulers):
             return share
@@ -354,14 +356,14 @@ class ConcurrencyLimits:
         return min(share, max(math.ceil(share / 2), running + math.ceil(prompts)))
 
     def _share_out(self, remaining: int, now: float) -> list[Decision]:
-        """Limit each route to its share of the remaining rows; return where that begins to matter."""
+        """Limit each route to its share of the remaining rows; return the limits that begin to matter."""
         if len(self.routes) == 1:
             return []
         gap_s = now - (now if self._shared_at is None else self._shared_at)
         self._shared_at = now
         silent = [route for route in self.routes if route.is_silent(now)]
         new_shares = shares(self.routes, remaining, gap_s, silent)
-        if self.is_background:  # its users limit each route: only the speeds are needed
+        if self.is_background:  # the users limit each route; the call above has updated the recent rows
             return []
         decisions: list[Decision] = []
         for route, new_share in zip(self.routes, new_shares, strict=True):

@@ -1,4 +1,4 @@
-"""Run a server that cannot outlive the process that asked for it, nor show its API key to other users.
+"""Run a server that dies with its owner process, and hide its API key from other users.
 
 This script imports nothing from the package: any Python >= 3.9 runs it as `OTHER_PYTHON launcher.py`, with a
 pipe as standard input. The first line of the pipe is a JSON object:
@@ -8,13 +8,13 @@ pipe as standard input. The first line of the pipe is a JSON object:
 `key` may be empty. With `copy` the server loads a copy of its model from this machine's disk. `ranks` says
 that srun has started this script on several machines, which share the pipe.
 
-The pipe stays open for as long as the server is to run. Its end, by a close or a SIGKILL of its owner, kills
-the server and all processes that the server has started. The script ends with the server's exit status, or
-128 + signal if a signal ended the server.
+The owner keeps the pipe open for as long as the server is to run. When the owner closes it, or is killed,
+this script kills the server and all processes that the server has started. The script ends with the server's
+exit status, or 128 + signal if a signal ended the server.
 
-The signals that stop a run (Ctrl-C, SIGTERM, SIGHUP, SIGUSR1) often reach all processes of the run, because
-Slurm, systemd and `timeout` send them so. This script, the server and its processes ignore them: the run
-still waits for its rows in flight, and then closes the pipe.
+Slurm, systemd and `timeout` send the signals that stop a run (Ctrl-C, SIGTERM, SIGHUP, SIGUSR1) to all of its
+processes. This script, the server and its processes ignore them: the run still waits for its rows in flight,
+and then closes the pipe.
 
 The server is a fork of this process that runs the module in place. So the key reaches `sys.argv` without
 being in any argument vector or environment. Processes that the server starts with `multiprocessing` get it
@@ -49,7 +49,7 @@ from typing import Any
 POLL_S = 0.1
 KILL_S = 10.0
 NO_MODEL = (".", "checkpoint-", "original")
-"""Prefixes of folders beside a model's files that SGLang does not read; they are not copied."""
+"""Name prefixes of subfolders of a model that SGLang does not read; they are not copied."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that stop a run; see `batchrunner.core.processes`."""
 
@@ -90,10 +90,10 @@ def of_rank(config: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def local_copy(source: str, cache: str, name: str) -> str:
-    """Return the path of a copy of a model's directory in `cache`, which is made once for all servers.
+    """Copy a model's directory into `cache`, once for all servers; return the path of the copy.
 
-    A model that has changed gets a new copy. Servers that start during the copy wait for it; it appears when
-    it is complete. `cache` may contain environment variables. Raises SystemExit with a reason.
+    A model that has changed gets a new copy. Servers that start meanwhile wait for it. The path exists only
+    once the copy is complete. `cache` may contain environment variables. Raises SystemExit with a reason.
     """
     cache = os.path.expandvars(cache)
     failed = f"copy of the model: error: engine.cache_dir {cache}"
@@ -115,7 +115,7 @@ def local_copy(source: str, cache: str, name: str) -> str:
 
 
 def files_of(source: str) -> dict[str, tuple[int, int]]:
-    """Return the size in bytes and the modification time in ns of the files below a directory, by path."""
+    """Map the path of each file below a directory to its size in bytes and its modification time in ns."""
     files = {}
     for directory, folders, names in os.walk(source, followlinks=True):
         folders[:] = sorted(folder for folder in folders if not folder.startswith(NO_MODEL))
@@ -126,7 +126,7 @@ def files_of(source: str) -> dict[str, tuple[int, int]]:
 
 
 def copy_files(source: str, files: dict[str, tuple[int, int]], copy: Path) -> None:
-    """Copy the files of a model's directory to a new directory; raises OSError, also if they change."""
+    """Copy the files of a model's directory to a new one; raises OSError, also if a file changes."""
     unfinished = copy.with_name(f"{copy.name}.part")
     existing = files_of(str(unfinished))  # from a copy that was killed
     sizes = {file: size for file, (size, _) in files.items() if existing.get(file, (-1,))[0] != size}
@@ -175,7 +175,7 @@ class ServerTree:
         """The server's exit status; None while it runs."""
 
     def reap(self) -> None:
-        """Reap all processes that have ended; orphans of the tree are children of this process."""
+        """Reap all ended processes. Orphans of the tree are children of this process, so it reaps them."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -186,7 +186,7 @@ class ServerTree:
                     self.status = 128 + os.WTERMSIG(status) if was_killed else os.WEXITSTATUS(status)
 
     def serve(self, lifeline: int) -> None:
-        """Return when the server or the pipe `lifeline` ends."""
+        """Wait until the server or the pipe `lifeline` ends."""
         while self.status is None:
             if select.select([lifeline], [], [], POLL_S)[0] and not os.read(lifeline, 1):
                 return
@@ -203,7 +203,7 @@ class ServerTree:
 
     def kill_all(self) -> bool:
         """Send SIGKILL to the whole tree; return False once no process of it lives."""
-        if self.status is None:  # without /proc the descendants are unknown, but not the process group
+        if self.status is None:  # without /proc the descendants are unknown, but the process group is known
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.server, signal.SIGKILL)
         alive = descendants(os.getpid())
@@ -217,12 +217,12 @@ def run_server(config: dict[str, Any], parent: int, log: int) -> None:
     """Become the server: start a session, write to the log, run the module in this process."""
     os.setsid()
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above, so no signal will come
+    if os.getppid() != parent:  # the parent died before the line above, so no signal will come
         os._exit(128 + signal.SIGKILL)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
-    ensure_running()  # now, because the start of this helper of `multiprocessing` unblocks signals
+    ensure_running()  # before the mask: the start of this helper of `multiprocessing` unblocks signals
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # its child processes inherit the mask
     os.environ.setdefault("PYTHONUNBUFFERED", "1")  # for its child processes
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]

@@ -36,15 +36,16 @@ log = logging.getLogger(__name__)
 LAUNCHER = Path(__file__).with_name("launcher.py")
 MODULE = "sglang.launch_server"
 PLANNED = Hang(0.0, "is started again as planned")
-"""The reason of a restart with other flags; no hang."""
+"""Marks a planned restart with other flags, which is not a hang."""
 START_TRIES = 3
-"""Tries of a start whose port another process has taken. SGLang draws a port for its processes and binds it
-seconds later: if eight servers start on a node at once, two draw the same port in 28 of 8,000 starts."""
+"""Most tries of a start if another process has taken its port. SGLang draws a port for its processes and
+binds it seconds later. If eight servers start on a node at once,
+two draw the same port in 28 of 8,000 starts."""
 GROUP = "BATCHRUN_RAY_GROUP"
 """Environment variable with the placement group of a Ray worker whose engine spans several machines."""
 RAY_RANKS = Path(__file__).parents[2] / "ray" / "ranks.py"
 TOKENIZERS = "tokenizer-worker-num"
-"""Argument with whose values above 1 SGLang 0.5.23 refuses to start if there is an API key."""
+"""Argument that excludes an API key: with a key, SGLang 0.5.23 refuses to start if its value exceeds 1."""
 NO_GPU = re.compile(
     "No accelerator .* is available|No CUDA GPUs are available|Found no NVIDIA driver"
     "|Torch not compiled with CUDA enabled"
@@ -114,7 +115,7 @@ class SGLangServer:
         """Tuned flags and variables beside the job's own."""
         self._is_recalled = bool(self.adapted)  # whether they come from an earlier run
         self._previous: Mapping[str, Any] | None = {} if self._is_recalled else None
-        """Flags to return to if it dies; None if a death is no fault of its flags."""
+        """Flags to go back to if it dies; None if its present flags are not on trial."""
         self._args: dict[str, Any] = {}  # of the last start
         self._kills: int | None = None  # the kernel's count at the last start
         self.start_s = 0.0
@@ -125,7 +126,7 @@ class SGLangServer:
         """Whether it had rows at the last poll; updated only while it is not up."""
         self.lost: EngineLostError | None = None
         """Why it will not be restarted again; None while it may be."""
-        self._may_not_restart = False  # with other flags; after a death it may
+        self._may_not_restart = False  # True forbids restarts with other flags, but not after a death
         self._process: asyncio.subprocess.Process | None = None
         self._logs: Mapping[Path, int] = {}  # offset in bytes of the last start in each log
         self._hang: asyncio.Future[Hang] | None = None
@@ -167,7 +168,7 @@ class SGLangServer:
             else:
                 self.start_s = time.monotonic() - began
                 if self._is_recalled and self._previous is None and self._memory:
-                    self._memory.forget()  # only now: the start might have failed without them too
+                    self._memory.forget()  # not before: the start could have failed without these flags too
                     self._is_recalled = False
                 return
 
@@ -178,21 +179,21 @@ class SGLangServer:
     def may_change(self, name: str) -> bool:
         """Tell whether flag tuning may change a flag or variable.
 
-        It may not change those that the job sets, even abbreviated, those that a death has changed, and
-        variables that were tuned already.
+        It may not change a flag that the job sets, even abbreviated, or that a death has changed. Nor may it
+        change a variable that was tuned already.
         """
         fixed = {**self._set_by_job, **self._safer, **variables_in(self.adapted)}
         return not any(spelling.startswith(name_set) for spelling in spellings(name) for name_set in fixed)
 
     def adapt(self, args: Mapping[str, Any], why: str) -> None:
-        """Restart it with other flags and variables when its rows have ended. It reverts them if it dies."""
+        """Restart it with other flags and variables once its rows have ended. A death reverts them."""
         self._change(args, why)
         self.up = self._is_recalled = self._may_not_restart = False
         self._settled.clear()
         self.hangs(PLANNED)
 
     def keep(self) -> None:
-        """Keep its flags for good: from now on a death is no fault of theirs."""
+        """End the trial of its flags: from now on a death does not revert them."""
         self._previous, self._is_recalled = None, False
 
     def stay(self) -> None:
@@ -213,7 +214,7 @@ class SGLangServer:
             await asyncio.sleep(TIMING.load_poll)
 
     def _heal(self) -> bool:
-        """Change the arguments of the next start by the cause of death; return whether any change helps."""
+        """Choose arguments for the next start by the cause of death; return whether they may help."""
         if self._previous is not None:
             self._change(self._previous, self._failure_message("died with the new flags"))
             self._previous = None
@@ -237,7 +238,7 @@ class SGLangServer:
 
     @property
     def log_begins(self) -> int:
-        """Offset in bytes of the last start in its log."""
+        """Byte offset in its log at which the last start begins."""
         return self._logs.get(self.log_path, 0)
 
     def _logged(self) -> list[str]:
@@ -250,7 +251,7 @@ class SGLangServer:
         return [self.log_path, *sorted(node_logs)]
 
     def _cause(self) -> str:
-        """Return the causes of the last end that the logs of its machines name, each cause once."""
+        """Return the causes of its last end, each once, from the logs of all its machines."""
         causes = [cause_in(log, self._logs.get(log, 0)) for log in self._all_logs()]
         return " / ".join(filter(None, dict.fromkeys(causes)))
 
@@ -292,7 +293,7 @@ class SGLangServer:
                     log.info(
                         "%s is still starting, %.0f s%s", self.name, waited_s, f": {step}" if step else ""
                     )
-                    cannot_listen = self._found_port_taken()  # SGLang runs on, and never listens
+                    cannot_listen = self._found_port_taken()  # SGLang would run on, but never listen
                 if self._exit_code is not None or cannot_listen:
                     raise EngineStartError(self._failure_message("did not start"))
                 if waited_s > self._start_timeout_s:
@@ -346,7 +347,7 @@ class SGLangServer:
             self._hang.set_result(hang)
 
     async def excuses(self, sent_at: float) -> bool:
-        """Tell whether a death after `sent_at` had a cause that safer arguments cure: no row is at fault."""
+        """Tell whether safer arguments may cure the cause of a death after `sent_at`: no row is at fault."""
         if self._judged_at < sent_at:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(VERDICT_S):
@@ -435,9 +436,10 @@ class SGLangServer:
 
 
 def _launch_prefix(nodes: int) -> tuple[str, ...]:
-    """Return the words that, put before a command, run it on several machines, this one first.
+    """Return the command prefix that runs a program on several machines, this one first.
 
-    The machines are those of this Slurm task or Ray worker. Raises EngineStartError if there are not as many.
+    They are the machines of this Slurm job or Ray worker. Raises EngineStartError if Slurm allocated another
+    number of machines.
     """
     if group := os.environ.get(GROUP):
         return sys.executable, str(RAY_RANKS), group

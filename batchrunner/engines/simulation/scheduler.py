@@ -4,10 +4,14 @@ Source: SGLang 0.5.23, `managers/scheduler.py` (the order of steps), `schedule_p
 order of the queue), `schedule_batch.py` (retraction), `scheduler_components/new_token_ratio_tracker.py` and
 `mem_cache/prefill_budget.py`.
 
-Not modelled: the overlap of a pass with the processing of the last one, by which a sample that stops early
-decodes once more and its successor starts one pass later; policies other than `fcfs`; mixed chunks; aborted
-requests; pages of more than one token; priorities; sliding windows and Mamba states; speculation; without a
-radix cache, the admission of `ignore_eos` requests by simulating their ends (`add_one_req_ignore_eos`).
+Not modelled:
+
+- the overlap of a pass with the processing of the last one. In SGLang a sample that stops early decodes once
+  more, and its successor starts one pass later;
+- policies other than `fcfs`, priorities, mixed chunks, speculation and aborted requests;
+- pages of more than one token, sliding windows and Mamba states;
+- without a radix cache, the admission of `ignore_eos` requests by simulating their ends
+  (`add_one_req_ignore_eos`).
 """
 
 import math
@@ -29,13 +33,13 @@ DECAY_STEPS = 600
 CLIP_TOKENS = 4096
 """`SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION`: most output tokens that the scheduler expects of a request."""
 PAGE_TOKENS = 1
-"""Tokens reserved for each admitted sample beside its own: the default page of flashinfer and fa3."""
+"""Tokens of a page, which each admitted sample reserves in addition: the default of flashinfer and fa3."""
 MATCHED_AT_MOST = 128
 """`WAITING_QUEUE_PREFIX_MATCH_MAX`: waiting samples whose prefixes are kept in the cache."""
 REFRESH_PASSES = 32
 """`WAITING_PREFIX_REFRESH_INTERVAL`: admission passes between two refreshes of waiting prefixes."""
 RETRACT_STEPS = 20
-"""`SGLANG_RETRACT_DECODE_STEPS`: steps ahead for which a retraction makes room, where it can."""
+"""`SGLANG_RETRACT_DECODE_STEPS`: decode steps for which a retraction tries to make room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ class SimulatedRequest:
     node: CacheNode | None = None
     """The cache node that it has locked."""
     protected_tokens: int = 0
-    """Tokens from the start of its context that the cache owns."""
+    """Leading tokens of its context that the cache owns."""
     filled_tokens: int = 0
     """Computed tokens of its context, while it is prefilled in chunks."""
     joined: int = 0
@@ -186,7 +190,7 @@ class PrefillBudget:
 
 
 class StepResult(NamedTuple):
-    """One prefill pass, or decode passes that only give each sample one more token."""
+    """One prefill pass, or several decode passes that each only give every sample one more token."""
 
     kind: Literal["prefill", "decode"]
     steps: int
@@ -215,8 +219,8 @@ class StepResult(NamedTuple):
 class Scheduler:
     """One SGLang scheduler: submit samples, call `step`, read the counts.
 
-    A decode pass gives each running sample one token. So the outputs of a sample are the number of decode
-    passes, plus a constant of the sample (`joined`), and most passes change only one count.
+    A decode pass gives each running sample one token. So a sample's outputs are the number of decode passes
+    plus its constant `joined`, and most passes change only that number.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -270,7 +274,7 @@ class Scheduler:
             raise ValueError(f"the prompt ({sample.prompt_tokens} tokens) is too long for the scheduler")
         most_tokens = sample.output_tokens if sample.max_new_tokens is None else sample.max_new_tokens
         sample.asked_tokens = min(most_tokens, room_tokens)
-        # Even a request for no token is prefilled, which generates one.
+        # Even a request for no token is prefilled, and the prefill generates one token.
         sample.target_tokens = max(1, min(sample.output_tokens, sample.asked_tokens))
         sample.path = (*sample.prefix, (sample, sys.maxsize))
         self.waiting.append(sample)
@@ -337,7 +341,7 @@ class Scheduler:
         return admitted
 
     def _may_admit(self) -> bool:
-        """Tell whether to try an admission. After a failed one the batch must have shrunk."""
+        """Tell whether to try an admission; after a failed one, only once the batch has shrunk."""
         if not self.decoding:
             self._full = False
         if self.chunked is not None:
@@ -392,14 +396,14 @@ class Scheduler:
         return tokens
 
     def _charge(self, budget: PrefillBudget, sample: SimulatedRequest, tokens: int, uncomputed: int) -> None:
-        """Charge an admitted sample to the budget, its outputs only with the last chunk of its prompt."""
+        """Charge an admitted sample to the budget; the last chunk of its prompt adds its expected outputs."""
         new_tokens = min(sample.asked_tokens, self.config.clip_tokens) if tokens == uncomputed else 0
         budget.expected_tokens += tokens + PAGE_TOKENS + new_tokens
         budget.input_tokens -= tokens
         budget.chunk_tokens -= tokens
 
     def _refresh_prefixes(self) -> None:
-        """Keep the prefixes of the first waiting samples in the cache."""
+        """Touch the cached prefixes of the first waiting samples, so that they are evicted last."""
         if not self.pool.caching or not self.waiting:
             return
         if self._refreshes % REFRESH_PASSES == 0:
@@ -429,7 +433,7 @@ class Scheduler:
                 self.decoding[sample] = sample.target_tokens - sample.joined
                 self.context_tokens += self.context_of(sample)
         if finished or self.chunked is not None:
-            # Fewer samples join than were in the pass. SGLang treats that as a batch that has shrunk.
+            # Fewer samples begin to decode than were in the pass. To SGLang the batch has shrunk.
             self._full = False
         self._owed = self.config.decode_interval
         self.prefill_passes += 1
