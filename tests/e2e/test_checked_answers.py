@@ -313,7 +313,7 @@ def test_a_row_that_is_refused_later_keeps_its_answer(tmp_path: Path, server: Fa
         (" (yes|no)", "yes", "stop", {}, False),
         (r".+\W\w+", "line\n\u00e9\u00e9", "stop", {}, False),
         (r"\x{4e00}", "anything", "stop", {}, False),
-        ("(a+)+b", "a" * 5000, "stop", {}, False),
+        ("(a|a)+b", "a" * 30, "stop", {}, False),
         ("[a-z]", "5", "stop", {}, True),
     ],
 )
