@@ -146,7 +146,8 @@ async def test_a_trial_of_a_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert own.ended == "measured", own
     assert own.tokens_per_s > 0
     assert (own.signs.max_running, own.signs.shows("at_cap"), own.signs.shows("waiting")) == (2, True, True)
-    assert own.signs.tokens_per_pass == pytest.approx(16 / 8.5, rel=0.15)  # 16 tokens are 1 prefill and 7.5 decode passes
+    # The 16 tokens of a row take 1 prefill pass and 7.5 decode passes.
+    assert own.signs.tokens_per_pass == pytest.approx(16 / 8.5, rel=0.15)
     assert own.facts.chunk
     assert own.facts.arguments["max_running_requests"] == 2
     assert not (tune / "000" / "run").exists()
