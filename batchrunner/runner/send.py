@@ -308,11 +308,10 @@ class Sending:
         self._show(sample)
         if now >= self._next_sample:
             self._next_sample = now + min(SAMPLE_S, (now - self._began) / 50)
-            values = msgspec.to_builtins(sample)
-            self._events.write("sample", **values)
+            self._events.write("sample", **msgspec.to_builtins(sample))
             if self._adaptation is not None:
                 try:
-                    self._adaptation.take({"time": now, **values})
+                    self._adaptation.take(sample, now)
                 except Exception:  # the rows matter more
                     log.exception("the servers' flags are not adapted any more")
                     self._adaptation = None

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from batchrunner.core.engine_info import Incident
+from batchrunner.output.samples import sample_of
 from batchrunner.runner.adapt import WORTH, Adaptation
 from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import Facts
@@ -15,6 +16,7 @@ from batchrunner.sglang.logs.series import LoadSample, Prefills, Series
 from batchrunner.tuning.adapt import EXPECTED
 from batchrunner.tuning.memory import FlagMemory, Memory
 from batchrunner.tuning.situation import Situation
+from tests.support.page import sample as load_event
 
 TICK_S = 2.0
 START_S = 10.0
@@ -106,9 +108,12 @@ def adaptation(directory: Path, *servers: Server, ends_at: float = 1e9) -> Adapt
 
 
 def run(it: Adaptation, ticks: int, left_s: float | None, **sample: Any) -> None:
-    usual = {"in_flight": 10, "rows_per_s": 10.0, "unsent": 999, "window": 20}
+    usual = {"in_flight": 10, "rows_per_s": 10.0, "unsent": 999, "window": 20, "time_left_s": left_s}
     for tick in range(ticks):
-        it.take({**usual, "time": tick * TICK_S, "time_left_s": left_s, **sample})
+        now = sample.get("time", tick * TICK_S)
+        logged = sample_of(load_event(**{"time": now, **usual, **sample}))
+        assert logged is not None
+        it.take(logged, now)
 
 
 GAINS, LOSES = {4: 40.0, 16: 120.0}, {4: 40.0, 16: 30.0}

@@ -8,6 +8,10 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from msgspec import UNSET
+
+from batchrunner.output.samples import LoggedSample, sample_of
+
 MOST_CELLS = 600
 """Most cells of time into which a run is divided."""
 LEAST_CELL_S = 0.125
@@ -71,7 +75,7 @@ class TaskHistory:
     """The last `order` event."""
     tokenize: dict[str, Any] = field(default_factory=dict)
     """The last `tokenize` event."""
-    bands: dict[str, tuple[float, float]] = field(default_factory=dict)
+    bands: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Healthy range of `#queue-req` of each scheduler in the newest attempt."""
     max_running: dict[str, int] = field(default_factory=dict)
     """`max_running_requests` of each scheduler in the newest attempt."""
@@ -84,9 +88,9 @@ class TaskHistory:
             self.attempts.append(AttemptLoad(event["time"], event["time"]))
             self._replica_names = {} if (event.get("engine") or {}).get("log") else None
         self.attempts[-1].ended = max(self.attempts[-1].ended, event["time"])
+        if (sample := sample_of(event)) is not None:
+            self._add_sample(sample)
         match event["event"]:
-            case "sample":
-                self._add_sample(event)
             case "end":
                 self.attempts[-1].reason = _short(event.get("reason"))
             case "order":
@@ -101,21 +105,21 @@ class TaskHistory:
                 who = (self._replica_names or {}).get(who, who)
                 self.incidents.append(IncidentMark(event["time"], what.removeprefix("engine_"), who, why))
 
-    def _add_sample(self, sample: dict[str, Any]) -> None:
+    def _add_sample(self, sample: LoggedSample) -> None:
         attempt = self.attempts[-1]
         if not attempt.cells:
             self.bands, self.max_running = {}, {}
-        cell = attempt.cells.setdefault(int(sample["time"] / self.width_s), {})
+        cell = attempt.cells.setdefault(int(sample.time / self.width_s), {})
         for name in TASK_GAUGES:
-            _measure(cell, (name, ""), sample.get(name))
-        for signal in sample.get("signals") or ():
-            who = self._name_of(signal["scheduler"])
+            _measure(cell, (name, ""), getattr(sample, name))
+        for load in sample.signals:
+            who = self._name_of(load.scheduler)
             for name in SCHEDULER_GAUGES:
-                _measure(cell, (name, who), signal.get(name))
-            if signal.get("max_running"):
-                self.max_running[who] = signal["max_running"]
-        attempt.retractions = sample.get(RETRACTIONS) or 0
-        self.bands.update(sample.get("bands") or {})
+                _measure(cell, (name, who), getattr(load, name))
+            if load.max_running:
+                self.max_running[who] = load.max_running
+        attempt.retractions = sample.retractions
+        self.bands.update(sample.bands)
 
     def _name_of(self, scheduler: str) -> str:
         if self._replica_names is None:
@@ -135,7 +139,7 @@ def history_of(task: str, events: Iterable[dict[str, Any]], width_s: float) -> T
 
 
 def _measure(cell: Cell, key: Key, value: Any) -> None:
-    if value is not None:
+    if value is not UNSET:
         total, times = cell.get(key, (0.0, 0))
         cell[key] = total + value, times + 1
 
