@@ -30,7 +30,13 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from batchrunner.core.errors import AttemptFailedError, EngineBusyError, RequestError, RowRefusedError
+from batchrunner.core.errors import (
+    AttemptFailedError,
+    EngineBusyError,
+    RequestError,
+    RowRefusedError,
+    error_with_status,
+)
 from batchrunner.core.strict_json import LOWEST, decode_reply
 from batchrunner.core.types import ColumnKind, Completion, ForwardTask, Request
 
@@ -77,7 +83,7 @@ def _raise_abort(results: Sequence[NativeResult]) -> None:
         if isinstance(reason, dict) and reason.get("type") == "abort":
             message, status = str(reason.get("message") or "aborted by the engine"), reason.get("status_code")
             if status in _BUSY:
-                raise EngineBusyError(f"{status}: {message}")
+                raise EngineBusyError(error_with_status(status, message))
             if status == HTTPStatus.BAD_REQUEST:
                 raise RowRefusedError(message)
             raise AttemptFailedError(message)
