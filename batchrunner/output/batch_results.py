@@ -23,7 +23,7 @@ from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import read_run_json, require_run_json
 
 TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens")
-RESULT_COLUMNS = ["row", "custom_id", "attempts", "error", *TOKENS, RESPONSE]
+LINE_COLUMNS = ["row", "custom_id", "attempts", "error", *TOKENS, RESPONSE]
 """Columns of the parts that a result line needs."""
 RESULT_BUCKET_BYTES = 16 << 20
 """Approximate bytes of results in memory. The limit is low: the engine and the rows still use memory."""
@@ -110,7 +110,7 @@ def _result_rows(run_dir: RunDir, work: Path) -> Iterator[dict[str, Any]]:
         parts = durable_results(run_dir, work)
     except NoResultYetError:
         return
-    tables = in_order(run_dir, parts, work, columns=RESULT_COLUMNS, bucket_bytes=RESULT_BUCKET_BYTES)
+    tables = in_order(run_dir, parts, work, columns=LINE_COLUMNS, bucket_bytes=RESULT_BUCKET_BYTES)
     for table in tables:
         for batch in table.to_batches(CHUNK_ROWS):
             yield from batch.to_pylist()
@@ -126,7 +126,7 @@ def _with_unanswered(
             yield result
             result = next(results, None)
         else:
-            blank = dict.fromkeys(RESULT_COLUMNS)
+            blank = dict.fromkeys(LINE_COLUMNS)
             yield {**blank, "row": number, "custom_id": custom_id, "attempts": 0, "error": error}
 
 

@@ -29,7 +29,7 @@ from batchrunner.tuning.memory import FlagMemory
 
 log = logging.getLogger(__name__)
 
-WORTH = 3.0
+LEAST_RETURN = 3.0
 """Least ratio of a step's gain to the cost of a restart."""
 LEAST_GAIN = 0.02
 """Least gain that is not noise."""
@@ -118,7 +118,7 @@ class Adaptation:
         cost_s = server.start_s + min(server.start_s, self._life_s)
         left_s = min(sample.time_left_s or 0.0, self._ends_at - self._now)
         is_tail = sample.unsent <= sample.window  # a restart would only delay it
-        return self._is_calm and not is_tail and gain * left_s > WORTH * cost_s
+        return self._is_calm and not is_tail and gain * left_s > LEAST_RETURN * cost_s
 
     def _try(self, server: SGLangServer, step: Step) -> Iterator[None]:
         """Try a step with one server; then let the others follow, or undo it."""

@@ -9,7 +9,7 @@ import pytest
 
 from batchrunner.core.engine_info import Incident
 from batchrunner.output.samples import sample_of
-from batchrunner.runner.adapt import WORTH, Adaptation
+from batchrunner.runner.adapt import LEAST_RETURN, Adaptation
 from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import Facts
 from batchrunner.sglang.logs.series import LoadSample, Prefills, Series
@@ -118,7 +118,7 @@ def run(it: Adaptation, ticks: int, left_s: float | None, **sample: Any) -> None
 
 GAINS, LOSES = {4: 40.0, 16: 120.0}, {4: 40.0, 16: 30.0}
 LIFE_S = 1.0  # of a row, 10 in flight at 10 a second
-NEEDED_S = WORTH * (START_S + LIFE_S) / (2 * EXPECTED)  # from 4 places to 16 are two doublings
+NEEDED_S = LEAST_RETURN * (START_S + LIFE_S) / (2 * EXPECTED)  # from 4 places to 16 are two doublings
 
 
 @pytest.mark.parametrize(

@@ -148,9 +148,9 @@ def _short(text: object) -> str:
     return str(text or "")[:LONGEST]
 
 
-MOST_LINES = 8
+MOST_SCHEDULER_LINES = 8
 """Most schedulers with a line each; more of them share three lines: lowest, mean and highest."""
-SILENT_S = 10.0
+GAP_S = 10.0
 """Seconds without a load sample, which is five missing ones, after which a line ends and a task is idle."""
 STEADY_S = 4.0
 """Least width in seconds of the cells of several tasks: two load samples, so that no cell lacks a task."""
@@ -216,7 +216,7 @@ class Timeline:
     def of_schedulers(self, name: str) -> dict[str, Line]:
         """Return a line for each scheduler; for many, only the lowest, the mean and the highest."""
         lines = {who: line for (gauge, who), line in self.lines.items() if gauge == name and who}
-        if len(lines) <= MOST_LINES:
+        if len(lines) <= MOST_SCHEDULER_LINES:
             return lines
         columns = [
             [value for value in column if value is not None] for column in zip(*lines.values(), strict=True)
@@ -247,7 +247,7 @@ def make_timeline(histories: Sequence[TaskHistory]) -> Timeline:
                 into[key] = into.get(key, 0.0) + total / times
     numbers = sorted(grid)
     ends = [(at + 1) * width_s for at in numbers]  # the middle of a cell may lie before its attempt
-    silent_s = max(SILENT_S, 2 * width_s)
+    silent_s = max(GAP_S, 2 * width_s)
     breaks = frozenset(
         at
         for at, (last_end, end) in enumerate(pairwise(ends), 1)
@@ -264,8 +264,8 @@ def make_timeline(histories: Sequence[TaskHistory]) -> Timeline:
 
 
 def _cells(history: TaskHistory, *, fill: bool) -> Iterator[tuple[int, Cell]]:
-    """Yield a task's cells; with `fill` repeat a cell in the empty ones after it, up to SILENT_S."""
-    most_cells = int(SILENT_S / history.width_s)
+    """Yield a task's cells; with `fill` repeat a cell in the empty ones after it, up to GAP_S."""
+    most_cells = int(GAP_S / history.width_s)
     for attempt in history.attempts:
         numbers = sorted(attempt.cells)
         for at, next_at in zip(numbers, [*numbers[1:], *numbers[-1:]], strict=True):
