@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -111,3 +113,13 @@ class LoggedSample(RunSample, kw_only=True):
 
 
 read_sample = msgspec.json.Decoder(LoggedSample).decode
+
+
+def sample_of(event: Mapping[str, Any]) -> LoggedSample | None:
+    """Return the load sample in an event; None for another event, and for a damaged sample."""
+    if event["event"] != "sample":
+        return None
+    try:
+        return msgspec.convert(event, type=LoggedSample)
+    except msgspec.ValidationError:
+        return None
