@@ -9,11 +9,10 @@ follow one by one. If it loses, it is undone where that pays, and each of its ru
 results are remembered. This module reads no clock: each load sample comes with its time.
 """
 
+import asyncio
 import logging
 import math
 from collections.abc import Iterator, Mapping
-
-import msgspec
 
 from batchrunner.core.engine_info import Incident
 from batchrunner.core.timing import TIMING
@@ -25,14 +24,13 @@ from batchrunner.output.samples import RunSample
 from batchrunner.sglang.flags import command_line
 from batchrunner.tuning.adapt import Step, gain_over_others, steps_for
 from batchrunner.tuning.from_run import ServerWatch
+from batchrunner.tuning.measurement import LEAST_GAIN
 from batchrunner.tuning.memory import FlagMemory
 
 log = logging.getLogger(__name__)
 
-LEAST_RETURN = 3.0
+GAIN_TO_COST = 3.0
 """Least ratio of a step's gain to the cost of a restart."""
-LEAST_GAIN = 0.02
-"""Least gain that is not noise."""
 MOST_WINDOWS = 4
 """Windows after which a trial ends even without steady work; each is extended by the life of a row."""
 
@@ -60,12 +58,14 @@ class Adaptation:
         """Time of the newest load sample, in seconds of the monotonic clock."""
         self._work = self._go()
 
-    def take(self, sample: RunSample, now: float) -> None:
-        """Process a load sample, read at `now` on the monotonic clock."""
+    async def take(self, sample: RunSample, now: float) -> None:
+        """Process a load sample, read at `now` on the monotonic clock.
+
+        Logs and parts are read in a thread. One sample must be processed before the next is taken.
+        """
         self._sample, self._now = sample, now
-        values = {"time": now, **msgspec.to_builtins(sample)}
         for watch in self._servers.values():
-            watch.take(values)
+            await asyncio.to_thread(watch.take, sample, now)
         next(self._work)
 
     def stop(self) -> None:
@@ -118,7 +118,7 @@ class Adaptation:
         cost_s = server.start_s + min(server.start_s, self._life_s)
         left_s = min(sample.time_left_s or 0.0, self._ends_at - self._now)
         is_tail = sample.unsent <= sample.window  # a restart would only delay it
-        return self._is_calm and not is_tail and gain * left_s > LEAST_RETURN * cost_s
+        return self._is_calm and not is_tail and gain * left_s > GAIN_TO_COST * cost_s
 
     def _try(self, server: SGLangServer, step: Step) -> Iterator[None]:
         """Try a step with one server; then let the others follow, or undo it."""

@@ -28,7 +28,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
         monkeypatch.setattr(TIMING, name, value)
     monkeypatch.setattr(GUIDES, "span_s", 0.5)
     monkeypatch.setattr(send, "LOGGED_EVERY_S", 0.1)
-    monkeypatch.setattr(adapt, "LEAST_RETURN", 0.01)
+    monkeypatch.setattr(adapt, "GAIN_TO_COST", 0.01)
 
 
 def slotted(
