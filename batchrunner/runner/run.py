@@ -18,7 +18,6 @@ from pyroaring import BitMap64
 
 from batchrunner.core.console import counted
 from batchrunner.core.errors import (
-    EXIT_STOPPED,
     BatchrunError,
     InputChangedError,
     StorageError,
@@ -40,7 +39,8 @@ from batchrunner.output.run_dir import ESTIMATE, MAIN_TASK
 from batchrunner.output.run_json import without_secrets, write_limits, write_run_json
 from batchrunner.output.task_lock import TaskLock
 from batchrunner.output.writer import FLUSH_FRACTION, ResultWriter
-from batchrunner.report.report import Report, make_report, save_report, verdict_of_done, versions
+from batchrunner.report.report import Report, make_report, save_report, versions
+from batchrunner.report.verdict import RunEnd, RunVerdict, verdict_of
 from batchrunner.runner.control import Control
 from batchrunner.runner.plan import StartOptions, may_grow
 from batchrunner.runner.prepare import (
@@ -223,13 +223,16 @@ def report_of_empty(prepared: PreparedJob, work: Work) -> Report:
     """Make the report of an attempt that found nothing to do."""
     job, run_dir = prepared.job, prepared.run_dir
     report = make_report(run_dir, work.done_before, work.rows.total, work.counts)
-    exit_code, reason = verdict_of_done(report, job.limits.max_failed_rows)
-    if report.rows_left > work.rows_of_others:
-        exit_code = EXIT_STOPPED
-        reason = "rows are left that no living task holds: run the same command again"
-    elif report.rows_left:
-        reason = "nothing is free: other tasks do the rest"
-    else:
+    end = RunEnd(
+        rows_total=report.rows_total,
+        rows_failed=report.rows_failed,
+        max_failed_rows=job.limits.max_failed_rows,
+        rows_unheld=max(0, report.rows_left - work.rows_of_others),
+        rows_held=work.rows_of_others,
+        was_empty=True,
+    )
+    exit_code, reason = verdict_of(end)
+    if not report.rows_left:
         drop_copies(run_dir, is_done=True)
         write_limits(run_dir, job)
     simulated = isinstance(job.engine, SimulatedEngine)
@@ -464,7 +467,7 @@ class Run:
             with contextlib.suppress(OSError, BatchrunError):
                 held, unheld = work.rows.held_elsewhere()
         report = replace(report, rows_of_others=held + unheld if not report.rows_left else 0)
-        exit_code, reason = self._verdict(report, end, unheld)
+        exit_code, reason = self._verdict(report, end, held=held, unheld=unheld)
         if not end.is_on_disk:
             report = self._counted_on_disk(report)
         return replace(
@@ -496,21 +499,24 @@ class Run:
             return replace(report, rows_ok=len(done.answered), rows_failed=counts.failed, rows_cut=counts.cut)
         return report
 
-    def _verdict(self, report: Report, end: SendingEnd, unheld: int) -> tuple[int, str]:
-        """Return the exit code and its reason; `unheld` rows of the run are held by no living worker."""
-        control, added = self.control, end.added_files
-        if end.failure is not None:
-            return end.failure.exit_code, str(end.failure)
-        if report.rows_left > report.rows_of_others:
-            is_sample = self.start.sample is not None
-            why = "a sample is done: the job asks no row again" if is_sample else "stopped"
-            return control.exit_code, control.reason or why
-        if unheld:
-            why = f"{unheld:,} rows are left that no living task holds: run the same command again"
-            return control.exit_code, control.reason or why
-        if added:
-            more = f" and {len(added) - 1} more" if len(added) > 1 else ""
-            return EXIT_STOPPED, (
-                f"{added[0]}{more} came into the input, or grew, during the run: run the same command again"
+    def _verdict(self, report: Report, end: SendingEnd, *, held: int, unheld: int) -> RunVerdict:
+        """Return the exit code and its reason.
+
+        Other living workers do `held` further rows of the run, and nobody does `unheld` ones.
+        """
+        control = self.control
+        stop = None if control.reason is None else RunVerdict(control.exit_code, control.reason)
+        return verdict_of(
+            RunEnd(
+                rows_total=report.rows_total,
+                rows_failed=report.rows_failed,
+                max_failed_rows=self.prepared.job.limits.max_failed_rows,
+                rows_left=report.rows_left - report.rows_of_others,
+                rows_unheld=unheld,
+                rows_held=held,
+                is_sample=self.start.sample is not None,
+                failure=end.failure,
+                stop=stop,
+                added_files=end.added_files,
             )
-        return verdict_of_done(report, self.prepared.job.limits.max_failed_rows)
+        )

@@ -25,7 +25,8 @@ from batchrunner.output.run_json import require_run_json
 from batchrunner.report.html.charts import load_charts, number
 from batchrunner.report.html.history import TaskHistory, Timeline, cell_width, history_of, make_timeline
 from batchrunner.report.html.results import RunResults, read_results
-from batchrunner.report.report import GO_ON, says_next_step, tolerated
+from batchrunner.report.report import GO_ON, says_next_step
+from batchrunner.report.verdict import tolerated
 from batchrunner.tuning.advise import advise_run
 from batchrunner.tuning.signals import Corner
 
