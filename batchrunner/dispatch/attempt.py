@@ -24,8 +24,8 @@ from batchrunner.core.errors import (
     EngineBusyError,
     EngineDiedError,
     EngineDownError,
-    GivenBackError,
     NoAnswerError,
+    PreemptedError,
     RequestError,
     RowRefusedError,
 )
@@ -40,7 +40,7 @@ MOST_DEATHS = 4
 class FailureKind(Enum):
     """Why an attempt has no answer."""
 
-    RETURNED = auto()
+    PREEMPTED = auto()
     """We took the row from the engine ourselves, for its users."""
     INVALID = auto()
     """We refused the row ourselves: nothing was sent."""
@@ -59,7 +59,7 @@ class FailureKind(Enum):
 
 
 KINDS: tuple[tuple[type[RequestError], FailureKind], ...] = (
-    (GivenBackError, FailureKind.RETURNED),
+    (PreemptedError, FailureKind.PREEMPTED),
     (EngineDiedError, FailureKind.DIED),
     (EngineDownError, FailureKind.DOWN),
     (EngineBusyError, FailureKind.BUSY),
@@ -145,7 +145,7 @@ def _another_may_answer(attempt: FailedAttempt) -> bool:
 
 
 RULES = (
-    FateRule({FailureKind.RETURNED}, _always, Fate.REQUEUE),
+    FateRule({FailureKind.PREEMPTED}, _always, Fate.REQUEUE),
     FateRule({FailureKind.REFUSED}, _another_may_answer, Fate.ASK_ANOTHER),
     FateRule(REJECTED, _always, Fate.END),
     FateRule(UNAVAILABLE, lambda attempt: attempt.was_refused, Fate.END_REFUSED),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from batchrunner.core.errors import EngineBusyError, EngineLostError, GivenBackError, RequestError, hidden
+from batchrunner.core.errors import EngineBusyError, EngineLostError, PreemptedError, RequestError, hidden
 from batchrunner.core.types import Completion, Outcome, Request
 from batchrunner.dispatch.attempt import (
     CONGESTED,
@@ -219,7 +219,7 @@ class Dispatcher:
             case Fate.LOSE_ENGINE:
                 raise self._engine_lost(row, error, now)
             case Fate.REQUEUE:
-                assert isinstance(error, GivenBackError)
+                assert isinstance(error, PreemptedError)
                 row.attempts -= 1
                 self.load_control.concurrency.count_returned(error.tokens)
             case Fate.ASK_ANOTHER:

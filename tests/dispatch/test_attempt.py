@@ -20,8 +20,8 @@ from batchrunner.core.errors import (
     EngineBusyError,
     EngineDiedError,
     EngineDownError,
-    GivenBackError,
     NoAnswerError,
+    PreemptedError,
     RequestError,
     RowRefusedError,
 )
@@ -62,7 +62,7 @@ def test_each_error_has_a_kind() -> None:
         EngineBusyError("status 503"): K.BUSY,
         EngineDownError("no connection"): K.DOWN,
         EngineDiedError("connection lost"): K.DIED,
-        GivenBackError("aborted"): K.RETURNED,
+        PreemptedError("aborted"): K.PREEMPTED,
         RequestError("any other"): K.INVALID,
     }
     assert {str(error): kind_of(error) for error in kinds} == {str(e): kind for e, kind in kinds.items()}
@@ -72,8 +72,11 @@ def test_each_error_has_a_kind() -> None:
     ("attempt", "fate"),
     [
         # rows that we took back ourselves, whatever else is known of them
-        (FailedAttempt(K.RETURNED), Fate.REQUEUE),
-        (FailedAttempt(K.RETURNED, failures=9, deaths=9, is_culprit=True, is_engine_lost=True), Fate.REQUEUE),
+        (FailedAttempt(K.PREEMPTED), Fate.REQUEUE),
+        (
+            FailedAttempt(K.PREEMPTED, failures=9, deaths=9, is_culprit=True, is_engine_lost=True),
+            Fate.REQUEUE,
+        ),
         # rows that are at fault
         (FailedAttempt(K.INVALID), Fate.END),
         (FailedAttempt(K.INVALID, has_other_route=True), Fate.END),
@@ -129,7 +132,7 @@ def test_the_table_decides_every_attempt() -> None:
             number = next(n for n, rule in enumerate(RULES) if kind in rule.kinds and rule.applies(attempt))
             used.add(number)
             fate = fate_of(attempt)
-            assert (fate is Fate.REQUEUE) == (kind is K.RETURNED)
+            assert (fate is Fate.REQUEUE) == (kind is K.PREEMPTED)
             assert fate is not Fate.RETRY or kind not in REJECTED
             assert fate is not Fate.LOSE_ENGINE or (attempt.is_engine_lost and kind in UNAVAILABLE)
             assert fate is not Fate.END or kind in REJECTED | FAILED

@@ -78,7 +78,7 @@ def check_bundle(events: list[bytes], rows: int) -> dict[int, list[str]]:
     async def read() -> None:
         with contextlib.suppress(AnotherModelError):  # two versions of the weights: it ends a run on purpose
             for event in events:
-                await answer.take([event])
+                await answer.process([event])
 
     asyncio.run(read())
     assert set(answers.ends) <= {*range(rows)}
