@@ -455,7 +455,7 @@ class HttpEngine(Engine):
 
         A request without an answer is aborted before its error is raised: its rows may be sent again.
         """
-        if endpoint.closed:
+        if endpoint.closed is not None:
             raise EngineDownError(endpoint.closed)
         task = asyncio.current_task()
         assert task is not None
@@ -467,7 +467,7 @@ class HttpEngine(Engine):
         except asyncio.CancelledError:
             if task in endpoint.requests or task.uncancel():  # somebody else cancelled the task
                 raise
-            if endpoint.closed:
+            if endpoint.closed is not None:
                 raise EngineDownError(endpoint.closed) from None
             await self._abort(endpoint, rids)
             raise NoAnswerError(f"no answer within {self._limits.request_timeout:g} s") from None
@@ -720,11 +720,11 @@ class AttachedServers(HttpEngine):
         for endpoint in self.serving:
             if endpoint.url not in urls:
                 log.info("%s gets no more rows: the gateway lists it no more", endpoint.url)
-                endpoint.closed = f"the gateway lists {endpoint.url} no more"
+                endpoint.is_removed = True
         for url in set(urls).difference(self.replicas):
             log.info("%s gets rows: the gateway lists it", url)
             if url in self.endpoints:
-                self.endpoints[url].closed = None
+                self.endpoints[url].is_removed = False
             else:
                 endpoint = self.endpoints[url] = self._new_endpoint(url)
                 self._watch_model(endpoint)
@@ -736,10 +736,9 @@ class AttachedServers(HttpEngine):
         self._incidents.append(Incident("hangs", endpoint.url, why))
         hang_s = self._limits.hang
         log.warning("%s: its rows are sent again, and it gets none for %g s or until it moves", why, hang_s)
-        endpoint.hang_pause = HangPause(time.monotonic() + hang_s, progress)
-        endpoint.close(why)
+        endpoint.pause(HangPause(why, until=time.monotonic() + hang_s, progress=progress))
 
     def _reopen(self, endpoint: Endpoint) -> None:
         log.warning("%s gets rows again", endpoint.url)
         self._incidents.append(Incident("back", endpoint.url))
-        endpoint.hang_pause = endpoint.closed = None
+        endpoint.hang_pause = None
