@@ -36,12 +36,12 @@ from batchrunner.dispatch.attempt import (
     FailureHistory,
     FailureKind,
     Fate,
-    Refusals,
+    Verdict,
     control_for,
     fate_of,
-    is_culprit,
     kind_of,
     pause_before_retry,
+    verdict_of,
 )
 from batchrunner.dispatch.queue import PendingRow
 from batchrunner.dispatch.route import Doubt, Route, RouteRecord
@@ -216,10 +216,9 @@ class Engine:
         """Go on to the next end of a request."""
         self.now, _, row, sent_at, refused = heapq.heappop(self.ends)
         if not refused:
-            self.record.newest = max(self.record.newest, sent_at)
-            self.record.answered += row is None or row.attempts == 1
+            self.record.record_answer(sent_at, is_counted=row is None or row.attempts == 1)
         elif row is None:
-            self.record.refused += 1
+            self.record.record_refusal()
         else:
             self.refused(row)
         self.record.has_control = self.record.has_control and row is not None
@@ -227,13 +226,14 @@ class Engine:
     def refused(self, row: PendingRow) -> None:
         """Give a row up, or send it again later."""
         history = row.failures = row.failures or FailureHistory()
-        is_first = history.refusals is None
-        refusals = history.refusals = history.refusals or Refusals(row.sent_at)
-        answers_others = refusals.add(self.record, self.now)
-        if is_culprit(refusals, MAX_ATTEMPTS):
+        refusals = history.record_refusal(self.record, sent_at=row.sent_at, now=self.now)
+        verdict = verdict_of(
+            refusals, self.record, others_in_flight=bool(self.ends), max_attempts=MAX_ATTEMPTS
+        )
+        if verdict is Verdict.CULPRIT:
             self.given_up[row.request.ref.row] = row.attempts
             return
-        if not (is_first or self.record.has_control or (answers_others and self.ends)):
+        if verdict is Verdict.NEEDS_CONTROL:
             self.record.has_control = True
             self.send(None)
         busy = EngineBusyError("503")
@@ -307,3 +307,25 @@ def test_a_control_asks_for_little() -> None:
     body = RequestBody(EMBEDDINGS_PATH, b'{"input": ["a", "b"]}', "m", 0)
     record.last = request(4, "")._replace(kind="body", prompt=body)
     assert orjson.loads(control_for(record, request(3, "")).prompt.content)["input"] == "1"
+
+
+def test_the_verdict_on_a_refused_row() -> None:
+    """A first refusal says nothing; later ones wait for other rows, or need a control where there is none."""
+    history, record = FailureHistory(), RouteRecord()
+
+    def refuse(now: float, *, others_in_flight: bool = False) -> Verdict:
+        refusals = history.record_refusal(record, sent_at=now, now=now)
+        return verdict_of(refusals, record, others_in_flight=others_in_flight, max_attempts=2)
+
+    assert refuse(1.0) is Verdict.OPEN
+    assert refuse(2.0, others_in_flight=True) is Verdict.NEEDS_CONTROL  # nobody was answered since
+    record.record_answer(2.5)
+    assert refuse(3.0, others_in_flight=True) is Verdict.OPEN
+    record.has_control = True
+    assert refuse(4.0) is Verdict.OPEN
+    record.has_control = False
+    assert refuse(5.0) is Verdict.NEEDS_CONTROL
+    assert record.refused == 1  # once for each row
+    for _ in range(1000):
+        record.record_answer(6.0)
+    assert refuse(5.5) is Verdict.CULPRIT
