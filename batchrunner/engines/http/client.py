@@ -37,6 +37,7 @@ from batchrunner.core.errors import (
     RequestError,
     RowRefusedError,
 )
+from batchrunner.core.server_replies import error_of, known_status
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import Engine, RowEnded
@@ -411,7 +412,7 @@ class HttpEngine(Engine):
 
     def _refusal(self, endpoint: Endpoint, answer: replies.WholeAnswer) -> RequestError:
         """Return the error for an answer whose status is not 200 or whose content is not JSON."""
-        error = replies.error_of(answer.status, answer.content, answer.retry_after)
+        error = error_of(answer.status, answer.content, answer.retry_after)
         if isinstance(error, EngineBusyError) and answer.status != HTTPStatus.TOO_MANY_REQUESTS:
             endpoint.doubt()
         return error
@@ -617,7 +618,7 @@ class BundleAnswer:
             if index is None:
                 if event.error is not None:
                     code = event.error.get("code") if isinstance(event.error, dict) else None
-                    self.refusal = replies.WholeAnswer(replies.known_status(code), content)
+                    self.refusal = replies.WholeAnswer(known_status(code), content)
             elif event.meta_info.finish_reason is not None and 0 <= index < len(self.requests):
                 await self._end(index, event)
 
