@@ -36,7 +36,13 @@ from batchrunner.output.events import EventLog, attempt_spans, union_s, uploadin
 from batchrunner.output.liveness import engine_starting
 from batchrunner.output.resume import read_done
 from batchrunner.output.run_dir import ESTIMATE, MAIN_TASK
-from batchrunner.output.run_json import without_secrets, write_limits, write_run_json
+from batchrunner.output.run_json import (
+    code_versions,
+    read_run_json,
+    without_secrets,
+    write_limits,
+    write_run_json,
+)
 from batchrunner.output.task_lock import TaskLock
 from batchrunner.output.writer import FLUSH_FRACTION, ResultWriter
 from batchrunner.report.report import Report, make_report, save_report, versions
@@ -136,6 +142,7 @@ async def execute(
         stack.push_async_callback(give_back, work.rows, lock)
         stack.enter_context(uploading_logs(run_dir))
         if work.is_empty:
+            code_versions(read_run_json(run_dir), prepared.code_digests)  # warns of code that has changed
             return report_of_empty(prepared, work)
 
         # open
@@ -393,6 +400,7 @@ class Run:
         write_run_json(
             self.prepared.run_dir,
             self.prepared.job,
+            self.prepared.code_digests,
             fingerprint=fingerprint,
             rows_total=rows_total,
             engine=asdict(self.engine.info),
