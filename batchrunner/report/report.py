@@ -258,10 +258,10 @@ def make_report(run_dir: RunDir, done: DoneRows, total: int, tally: RowCounts) -
 
 
 def report_of_all(run: str | Path | RunDir) -> Report:
-    """Make the report of a whole run from its files; write report.json of a run with several tasks.
+    """Make the report of a whole run from its files; write report.json of a run with several workers.
 
-    Its time is the time during which a task was at work, without pauses between attempts. Raises OutputError
-    where the path holds no run, ResumeError where a part is damaged, StorageError.
+    Its time is the time during which a worker was at work, without pauses between attempts. Raises
+    OutputError where the path holds no run, ResumeError where a part is damaged, StorageError.
     """
     run_dir = look_at_run(run)
     facts = require_run_json(run_dir)

@@ -38,7 +38,7 @@ class BatchRun:
         """Return the result as lines for a person."""
         lines = self.report.lines()[:-1]  # the last one names the parts
         if not self.is_published:
-            who = "the last task to end" if not self.report.exit_code else "the start that ends the last line"
+            who = "the start that ends the last line" if self.report.exit_code else "the last worker to end"
             return [*lines, f"results: not yet: {who} writes {self.results}"]
         failed = f", failed lines: {self.errors}" if self.errors else ""
         return [*lines, f"results: {self.results}{failed}"]

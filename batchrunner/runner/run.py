@@ -292,7 +292,7 @@ class Run:
         load_control, why_window = await self._open_load_control()
         writer = self._writer()
         sending = self._sending(load_control, writer)
-        self.lock.verify()  # another process may have taken the task while the engine started
+        self.lock.verify()  # another process may have taken the lock while the engine started
         self._write_run_json()  # only now: a refused job must not change run.json
         self._log_begin(load_control, why_window)
         end, self.control.stage = SendingEnd(), "sending"

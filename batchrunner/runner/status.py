@@ -167,7 +167,7 @@ def status_lines(state: RunStatus) -> list[str]:
     ended = [task for task in state.tasks if not task.running and task.task != MAIN_TASK]
     if len(ended) > MOST_NAMED:
         rows, failed = sum(task.rows_on_disk for task in ended), sum(task.rows_failed for task in ended)
-        lines.append(f"{len(ended)} tasks that ended: {counted(rows, 'row')} on disk, {failed:,} failed")
+        lines.append(f"{len(ended)} workers that ended: {counted(rows, 'row')} on disk, {failed:,} failed")
     for task in state.tasks:
         if task.running or len(ended) <= MOST_NAMED:
             lines += _task_lines(task, leases.held.get(task.task, 0) if leases else 0)
