@@ -284,21 +284,25 @@ def forecast(
     ]
     by_cost = few * stdev(folds) * (FOLDS - 1) / math.sqrt(FOLDS) if folds else UNKNOWN_COSTS
     by_cost = math.hypot(by_cost, BETWEEN_RUNS)
-    limited_by = "prefill" if prefill_s > seconds / 2 else "pool" if waits > 1 / 2 else "decode"
+    limited_by = "decode"
+    if prefill_s > seconds / 2:
+        limited_by = "prefill"
+    elif waits > 1 / 2:
+        limited_by = "pool"
     if client_s * total > seconds:
         seconds, limited_by = client_s * total, "client"
-    why = sorted([(by_outputs, "output lengths"), (by_cost, "pass times")], reverse=True)
+    causes = sorted([(by_outputs, "output lengths"), (by_cost, "pass times")], reverse=True)
     return Forecast(
         seconds=_around(seconds, math.hypot(by_outputs, by_cost)).times(1, start_s),
         tokens=tokens_of(rows, total, _around(outputs, deviation)),
         passes=round(work.passes),
         limited_by=limited_by,
-        why=tuple(_cause(what, math.expm1(TAIL * part)) for part, what in why),
+        why=tuple(_cause(name, math.expm1(TAIL * part)) for part, name in causes),
     )
 
 
-def _cause(what: str, share: float) -> str:
-    return f"{what}: ±{100 * share:.0f} %" if share <= 1 else f"{what}: too few rows to say"
+def _cause(name: str, share: float) -> str:
+    return f"{name}: ±{100 * share:.0f} %" if share <= 1 else f"{name}: too few rows to say"
 
 
 def _around(median: float, deviation: float) -> Interval:

@@ -270,8 +270,8 @@ class LeasedRows(TaskRows):
 
         Without this limit, one worker could take the last rows, and the other workers would be idle.
         """
-        mine = self._unfinished()
-        return mine * self._workers() > self._rows_free + mine
+        unfinished = self._unfinished()
+        return unfinished * self._workers() > self._rows_free + unfinished
 
     def _unfinished(self) -> int:
         return self._taken - self._counts.done

@@ -183,7 +183,8 @@ def _path(xs: Sequence[float], line: Line, breaks: frozenset[int], axis_end: flo
 
 
 GOOD_USAGE = GUIDES.usage_good
-_BAD, _GOOD = {"died", "hangs", "lost"}, {"back"}
+_MARKS = {"died": "bad", "hangs": "bad", "lost": "bad", "back": "good"}
+"""Styles of incidents; all others are plain."""
 
 
 def load_charts(
@@ -242,9 +243,8 @@ def _marks(timeline: Timeline, incidents: Iterable[IncidentMark]) -> list[EventM
     axis = timeline.axis
     marks = [EventMark(at, "plain", "started again") for at in axis.resumed()]
     for incident in incidents:
-        kind = "bad" if incident.what in _BAD else "good" if incident.what in _GOOD else "plain"
         label = f"{incident.what}: {incident.who} {incident.why}"
-        marks.append(EventMark(axis.place(incident.time), kind, label))
+        marks.append(EventMark(axis.place(incident.time), _MARKS.get(incident.what, "plain"), label))
     return marks
 
 

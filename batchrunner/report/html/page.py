@@ -129,8 +129,8 @@ def _state(
     tasks = [run_dir.of_task(history.task) for history in histories]
     holders = list(filter(None, holders_of([(task, last_sample(task.events)) for task in tasks])))
     if holders:
-        who = holders[0] if len(histories) == 1 else f"{len(holders)} of {len(histories)} workers"
-        return "live", "running", f"Running: {who}. The page shows what was on disk when it was written."
+        running = holders[0] if len(histories) == 1 else f"{len(holders)} of {len(histories)} workers"
+        return "live", "running", f"Running: {running}. The page shows what was on disk when it was written."
     if remaining:
         last_attempts = (history.attempts[-1] for history in histories)
         last = max(last_attempts, key=lambda attempt: attempt.ended, default=None)
