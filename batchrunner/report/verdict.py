@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from batchrunner.core.console import counted
 from batchrunner.core.errors import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPED, BatchrunError
 
 
@@ -33,6 +34,10 @@ class RunEnd:
     """Rows without a result that this worker was to do."""
     rows_unheld: int = 0
     """Further rows without a result, which no living worker does."""
+    rows_lost: int = 0
+    """Rows of the run in no part, although all its workers have ended."""
+    rows_failed_here: int | None = None
+    """Failed rows of this worker, if `rows_failed` counts those of all workers."""
     rows_held: int = 0
     """Further rows without a result, which other living workers do."""
     was_empty: bool = False
@@ -46,6 +51,11 @@ class RunEnd:
     added_files: Sequence[str] = ()
     """Input files that were added or grew during the run, and that belong to the run."""
 
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether the attempt failed, or a later start has rows to do."""
+        return bool(self.failure or self.rows_left or self.rows_unheld or self.added_files)
+
 
 def verdict_of(end: RunEnd) -> RunVerdict:
     """Return the exit code of an attempt, and the reason for it."""
@@ -58,8 +68,11 @@ def verdict_of(end: RunEnd) -> RunVerdict:
         files = f"{first} and {len(others)} more" if others else first
         came = f"{files} came into the input, or grew, during the run"
         return RunVerdict(EXIT_STOPPED, f"{came}: run the same command again")
+    if end.rows_lost:
+        rows = f"{counted(end.rows_lost, 'row')} of the run are in no part"
+        return RunVerdict(EXIT_STOPPED, f"{rows}: run the same command again")
     if end.rows_failed > tolerated(end.max_failed_rows, end.rows_total):
-        return FAILED_ROWS
+        return _too_many_failed(end)
     return NOTHING_FREE if end.was_empty and end.rows_held else DONE
 
 
@@ -69,6 +82,15 @@ def _incomplete(end: RunEnd) -> RunVerdict:
         return SAMPLE_DONE if end.is_sample else STOPPED
     rows = f"{end.rows_unheld:,} rows are left that no living worker holds"
     return RunVerdict(EXIT_STOPPED, f"{rows}: run the same command again")
+
+
+def _too_many_failed(end: RunEnd) -> RunVerdict:
+    """Return the verdict on a run with too many failed rows, which names those of other workers too."""
+    if end.rows_failed_here in {None, end.rows_failed}:
+        return FAILED_ROWS
+    rows = counted(end.rows_failed, "row")
+    reason = f"done, but {rows} of the run failed, more than limits.max_failed_rows tolerates"
+    return RunVerdict(EXIT_FAILED_ROWS, reason)
 
 
 def tolerated(max_failed_rows: float, rows_total: int) -> float:

@@ -33,8 +33,9 @@ from batchrunner.job.tasks import GENERATE
 from batchrunner.output.away import PAUSE_S, AwayWait, DiskWait
 from batchrunner.output.discard import hold_own_task
 from batchrunner.output.events import EventLog, attempt_spans, union_s, uploading_logs
+from batchrunner.output.files import refresh_listing
 from batchrunner.output.liveness import engine_starting
-from batchrunner.output.resume import read_done
+from batchrunner.output.resume import done_by_all, read_done
 from batchrunner.output.run_dir import ESTIMATE, MAIN_TASK
 from batchrunner.output.run_json import (
     code_versions,
@@ -514,17 +515,41 @@ class Run:
         """
         control = self.control
         stop = None if control.reason is None else RunVerdict(control.exit_code, control.reason)
-        return verdict_of(
-            RunEnd(
-                rows_total=report.rows_total,
-                rows_failed=report.rows_failed,
-                max_failed_rows=self.prepared.job.limits.max_failed_rows,
-                rows_left=report.rows_left - report.rows_of_others,
-                rows_unheld=unheld,
-                rows_held=held,
-                is_sample=self.start.sample is not None,
-                failure=end.failure,
-                stop=stop,
-                added_files=end.added_files,
-            )
+        run_end = RunEnd(
+            rows_total=report.rows_total,
+            rows_failed=report.rows_failed,
+            max_failed_rows=self.prepared.job.limits.max_failed_rows,
+            rows_left=report.rows_left - report.rows_of_others,
+            rows_unheld=unheld,
+            rows_held=held,
+            is_sample=self.start.sample is not None,
+            failure=end.failure,
+            stop=stop,
+            added_files=end.added_files,
+        )
+        if self.start.join and not run_end.is_cut_short:
+            run_end = self._end_of_run(run_end)
+        return verdict_of(run_end)
+
+    def _end_of_run(self, end: RunEnd) -> RunEnd:
+        """Return the end of a joined run, for a worker that has done its rows. The last one reads all parts.
+
+        In an object store it would have to fetch all results for that: there it judges only its own rows.
+        """
+        run_dir, rows_of_run = self.prepared.run_dir, self.work.rows_of_run
+        if end.rows_held or run_dir.store.uri:
+            return replace(end, rows_total=rows_of_run)
+        try:
+            plan = self.work.rows.newest_plan()
+            refresh_listing(run_dir.parts)
+            stored = done_by_all(run_dir)
+        except (OSError, BatchrunError) as failure:
+            return replace(end, failure=BatchrunError(str(failure)))
+        rows_of_run = plan.rows_total if plan is not None else rows_of_run
+        return replace(
+            end,
+            rows_total=rows_of_run,
+            rows_lost=max(0, rows_of_run - len(stored)),
+            rows_failed=len(stored.failed),
+            rows_failed_here=end.rows_failed,
         )

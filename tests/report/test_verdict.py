@@ -39,6 +39,13 @@ TOO_MANY = "done, but more rows failed than limits.max_failed_rows tolerates"
         ({"added_files": ["b", "c", "d"]}, 1, f"b and 2 more {ADDED}"),
         ({"added_files": ["b"], "rows_failed": 9}, 1, f"b {ADDED}"),
         ({"added_files": ["b"], "rows_unheld": 3}, 1, LEFT),
+        ({"rows_lost": 3}, 1, "3 rows of the run are in no part: run the same command again"),
+        ({"rows_failed": 3, "rows_failed_here": 3}, 3, TOO_MANY),
+        (
+            {"rows_failed": 3, "rows_failed_here": 2},
+            3,
+            "done, but 3 rows of the run failed, more than limits.max_failed_rows tolerates",
+        ),
         ({"failure": EngineLostError("lost"), "rows_left": 3, "stop": STOP}, 1, "lost"),
         ({"failure": JobError("wrong")}, 2, "wrong"),
     ],
