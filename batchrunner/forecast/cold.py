@@ -21,10 +21,10 @@ CARDS = {
 READ, COMPUTED = 0.8, 0.55
 """Shares of these rates that engines reach."""
 ENDS = ((0.3, 1.0, 2e-3, 8e-6), (0.1, 0.7, 1e-3, 2e-6), (1.0, 1.5, 25e-3, 20e-6))
-"""Assumptions for the median and for either end of the range: the share of `max_new_tokens` that outputs take
-where they end by themselves, a factor of the time, and the seconds that data sheets leave out, of a decode
-pass and of each row in it. SGLang 0.5.16 on an H200 took 2 ms a pass with CUDA graphs and 25 ms without
-(docs/benchmarks.md)."""
+"""Assumptions for the median, the lower and the upper end of the range. Each has four numbers: the length of
+outputs that end by themselves, as a share of `max_new_tokens`; a factor of the time; and seconds that data
+sheets leave out, for each decode pass and for each row in a pass. SGLang 0.5.16 on an H200 took 2 ms a pass
+with CUDA graphs and 25 ms without (docs/benchmarks.md)."""
 MOST_RUNNING = 1024
 
 

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHARE, FEWEST = 0.02, 30
-"""Rows of the sample at most, as a share of all, and at least."""
+"""Largest sample: this share of all rows, but at least FEWEST rows."""
 BLOCKS, BLOCK_ROWS, READ_SHARE = 100, 500, 0.01
 """Blocks that are read of a large input, the rows of a block, and the least share of the input in all blocks:
 they grow with the input."""
@@ -144,7 +144,7 @@ class Estimate:
     """Causes of the interval, the largest first; that rows of the sample failed; that it is only a range."""
     rows_to_do: int
     rows_sampled: int
-    """Rows that were answered; 0 where no engine was asked."""
+    """Answered rows of the sample; 0 for an estimate without an engine."""
     rows_read: int
     rows_not_sendable: int
     """Rows of those read that cannot be sent."""
@@ -176,7 +176,7 @@ class SampledEngine(ObservedEngine):
     """Records the time and the tokens of each answer to the sample."""
 
     rows: dict[int, JobRow]
-    """Rows of the sample, as they were read."""
+    """Rows of the sample as the survey read them, by ordinal."""
     attempts: list[Attempt] = field(default_factory=list)
 
     def observe(self, request: Request, completion: Completion, route: str, began: float) -> None:

@@ -27,7 +27,7 @@ MOST_SPANS = 24
 GOLDEN = 0.618033988749895
 """The golden ratio: numbers whose multiples of it have the smallest fractions are spread evenly."""
 FEW = 10
-"""A sample of so many rows looks half as varied as all rows are, because rare rows are not in it."""
+"""Rows of a sample at which its deviation is doubled, because it lacks rare rows."""
 FOLDS = 8
 """Parts of the sample that are left out in turn, to see how much the costs depend on them."""
 BETWEEN_RUNS, UNKNOWN_COSTS = 0.02, 0.3

@@ -409,7 +409,7 @@ class Run:
         )
 
     def _log_begin(self, load_control: LoadControl, why_window: str) -> None:
-        """Say what the run is going to do."""
+        """Log the rows to do, the window and the order."""
         work = self.work
         if self.start.sample is not None:
             why_window = "for the sample"
