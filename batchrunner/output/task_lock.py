@@ -25,7 +25,15 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from batchrunner.core.errors import TaskHeldError, TaskLockLostError
+from batchrunner.core.errors import (
+    BatchrunError,
+    InputError,
+    OutputError,
+    ResumeError,
+    StorageError,
+    TaskHeldError,
+    TaskLockLostError,
+)
 from batchrunner.core.processes import repeating
 from batchrunner.output.files import make_directory, sync_directory, using_run
 from batchrunner.output.holder import (
@@ -360,6 +368,9 @@ def hold_task(
     `TaskLock.acquire` for `dead_owner`. Directories that were created for the lock and stayed empty are
     deleted at the end. Raises TaskHeldError where a running process holds the lock, OutputError where
     nothing can be written.
+
+    An error in the block becomes TaskLockLostError if another process took the lock meanwhile: that process
+    may have deleted the files that are missing.
     """
     directory = directory or run_dir.task_directory
     new_directories = [path for path in (directory, *directory.parents) if not path.exists()]
@@ -385,8 +396,24 @@ def hold_task(
                 with using_run(f"output.path {run_dir.name}"):
                     run_dir.store.bring_results([run_dir.task])  # a predecessor may have added results
             yield lock
+    except TaskLockLostError:
+        raise
+    except (InputError, OutputError, ResumeError, StorageError) as failure:
+        _raise_if_lost(lock, failure)
+        raise
     finally:
         lock.release()
         for path in new_directories:
             with contextlib.suppress(OSError):  # it holds files
                 path.rmdir()
+
+
+def _raise_if_lost(lock: TaskLock, failure: BatchrunError) -> None:
+    """Raise TaskLockLostError from `failure` if another process holds the lock now."""
+    try:
+        lock.verify()
+    except TaskLockLostError as lost:
+        lost.report = failure.report
+        raise lost from failure
+    except (OSError, StorageError):  # the disk or store is away, so nobody knows
+        pass
