@@ -240,17 +240,21 @@ def _hidden(path: PurePath) -> bool:
 
 def hive_partitions(path: str) -> dict[str, str | None]:
     """Return the values of partition columns in a path (directories named `name=value`); None is null."""
-    pairs = (part.split("=", 1) for part in Path(path).parts[:-1] if "=" in part)
-    return {unquote(key): None if value == HIVE_NULL else unquote(value) for key, value in pairs}
+    partitions: dict[str, str | None] = {}
+    for directory in Path(path).parts[:-1]:
+        key, separator, value = directory.partition("=")
+        if separator:
+            partitions[unquote(key)] = None if value == HIVE_NULL else unquote(value)
+    return partitions
 
 
 def partition_types(partitions: Sequence[dict[str, str | None]]) -> dict[str, pa.DataType]:
     """Return the type of each partition column that all paths have: int64 for whole numbers, else string."""
     types: dict[str, pa.DataType] = {}
     for name in sorted(set(partitions[0]).intersection(*partitions)):
-        values = [value for of_file in partitions if (value := of_file[name]) is not None]
-        whole = bool(values) and all(re.fullmatch(r"-?\d{1,18}", value) for value in values)
-        types[name] = pa.int64() if whole else pa.string()
+        values = [value for values_of_file in partitions if (value := values_of_file[name]) is not None]
+        are_whole_numbers = bool(values) and all(re.fullmatch(r"-?\d{1,18}", value) for value in values)
+        types[name] = pa.int64() if are_whole_numbers else pa.string()
     return types
 
 

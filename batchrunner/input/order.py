@@ -116,35 +116,53 @@ def stretches(rows: BitMap64, group_ends: Sequence[int]) -> Iterator[BitMap64]:
 def shared_fractions(sample: Sequence[Sequence[bytes]], rows: int) -> tuple[float, float]:
     """Return the fractions of all prompt bytes that the prefix cache holds, in input order and sorted.
 
-    In input order a row shares prefixes with the rows of its stretch, in sorted order with all rows. Unless
-    the sample is the whole input, the second fraction is extrapolated. Let n be the number of sampled rows, N
-    that of all rows, and p the fraction of sampled rows with an alike row (ALIKE_BYTES) in another stretch. A
-    row then has about x = p·N/n alike rows in the input, and one of them precedes it with probability x / (1
-    + x). It saves as many bytes as sampled rows with an alike row save on average.
+    `rows` is the number of all rows. In input order a row shares prefixes with the rows of its stretch, in
+    sorted order with all rows. If the sample is smaller than the input, the second fraction is extrapolated.
     """
-    whole = sum(len(prompt) for stretch in sample for prompt in stretch)
-    if not whole:
+    total_bytes = sum(len(prompt) for stretch in sample for prompt in stretch)
+    if not total_bytes:
         return 0.0, 0.0
     ordered = sorted((prompt, number) for number, stretch in enumerate(sample) for prompt in stretch)
-    n = len(ordered)
-    forward = list(_nearest(ordered))
-    in_stretch = sum(near for near, _ in forward)
-    if n == rows:
-        best = sum(max(near) for near in forward)
-        return in_stretch / whole, best / whole
-    backward = reversed(list(_nearest(ordered[::-1])))
-    edge = n // 20
-    by_nearly_all = common_length(ordered[edge][0], ordered[-1 - edge][0])
-    gains = [
-        max(0, max(behind, before) - near)
-        for (near, behind), (_, before) in zip(forward, backward, strict=True)
-        if max(behind, before) >= by_nearly_all + ALIKE_BYTES
-    ]
+    with_earlier = list(_nearest(ordered))
+    bytes_in_stretches = sum(in_stretch for in_stretch, _ in with_earlier)
+    if len(ordered) == rows:
+        sorted_bytes = float(sum(map(max, with_earlier)))
+    else:
+        gains = _gains_of_sorting(ordered, with_earlier)
+        sorted_bytes = bytes_in_stretches + _extrapolated_gain(gains, len(ordered), rows)
+    return bytes_in_stretches / total_bytes, min(1.0, sorted_bytes / total_bytes)
+
+
+def _gains_of_sorting(
+    ordered: Sequence[tuple[bytes, int]], with_earlier: Sequence[tuple[int, int]]
+) -> list[int]:
+    """Return the bytes that sorting saves for each sampled row with an alike row in another stretch.
+
+    `ordered` holds the sorted prompts with the numbers of their stretches, `with_earlier` their `_nearest`. A
+    prefix that nearly all prompts share makes no row alike: any order reuses it.
+    """
+    with_later = reversed(list(_nearest(ordered[::-1])))
+    edge = len(ordered) // 20
+    prefix_of_nearly_all = common_length(ordered[edge][0], ordered[-1 - edge][0])
+    gains = []
+    for (in_stretch, earlier), (_, later) in zip(with_earlier, with_later, strict=True):
+        in_other_stretches = max(earlier, later)
+        if in_other_stretches >= prefix_of_nearly_all + ALIKE_BYTES:
+            gains.append(max(0, in_other_stretches - in_stretch))
+    return gains
+
+
+def _extrapolated_gain(gains: Sequence[int], sampled: int, rows: int) -> float:
+    """Return the bytes that sorting all rows would save for the sampled rows.
+
+    `gains` belong to the sampled rows with an alike row in another stretch, a fraction p of the `sampled`
+    rows. A row then has about x = p·rows/sampled alike rows in the input, and one of them precedes it with
+    probability x / (1 + x). It saves as many bytes as the rows of `gains` do on average.
+    """
     if len(gains) < FEWEST_ALIKE:
-        return in_stretch / whole, in_stretch / whole
-    alike = len(gains) / n * rows / n
-    gained = n * alike / (1 + alike) * sum(gains) / len(gains)
-    return in_stretch / whole, min(1.0, (in_stretch + gained) / whole)
+        return 0.0
+    alike_rows = len(gains) / sampled * rows / sampled
+    return sampled * alike_rows / (1 + alike_rows) * sum(gains) / len(gains)
 
 
 def equal_fractions(keys: Sequence[Sequence[Hashable]], rows: int) -> tuple[float, float]:
@@ -152,7 +170,8 @@ def equal_fractions(keys: Sequence[Sequence[Hashable]], rows: int) -> tuple[floa
 
     Rows are equal if their keys are. Unless the sample is the whole input, the second fraction is
     extrapolated: every row has an equal row if its key occurs three times or more in the sample. A fraction p
-    of the other rows occurs twice, so a row has about x = p·N/n equal rows, as in `shared_fractions`.
+    of the other sampled rows occurs twice, so a row has about x = p·rows/sampled equal rows in the input; see
+    `_extrapolated_gain`.
     """
     counts = Counter(key for stretch in keys for key in stretch)
     n = counts.total()

@@ -174,8 +174,9 @@ def insert(
     """Create a table with these columns and insert the rows, many at once."""
     db.from_arrow(pa.Table.from_batches([], pa.schema(kinds.items()))).create(table)
     while chunk := list(islice(rows, CHUNK_ROWS)):
-        columns = zip(zip(*chunk, strict=True), kinds.values(), strict=True)
-        db.from_arrow(pa.table([arrow_array(*column) for column in columns], [*kinds])).insert_into(table)
+        columns = zip(*chunk, strict=True)
+        arrays = [arrow_array(values, kind) for values, kind in zip(columns, kinds.values(), strict=True)]
+        db.from_arrow(pa.table(arrays, [*kinds])).insert_into(table)
 
 
 def _values(db: DuckDBPyConnection, query: str) -> Iterator[tuple[Any, ...]]:

@@ -366,8 +366,10 @@ def _columns_read(tree: nodes.Template, available: Collection[str]) -> tuple[set
     fields = [_field_of_row(node) for node in tree.find_all((nodes.Getattr, nodes.Getitem))]
     names = {name for name in fields if name and (name in available or name not in _METHODS)}
     uses = sum(name.name == ROW for name in tree.find_all(nodes.Name))
-    is_each_named = sum(name in names for name in fields) == uses
-    return free_names - {ROW} | (names if is_each_named else {*available}), True
+    names_each_field = sum(name in names for name in fields) == uses
+    if not names_each_field:  # such as a loop over `row`, which may read any column
+        names = {*available}
+    return free_names - {ROW} | names, True
 
 
 def _field_of_row(node: nodes.Node) -> str | None:

@@ -126,8 +126,7 @@ class SGLangServer:
         """Whether it had rows at the last poll; updated only while it is not up."""
         self.lost: EngineLostError | None = None
         """Why it will not be restarted again; None while it may be."""
-        self._flags_are_final = False
-        """Whether no restart with other flags may come any more. After a death it is restarted all the same."""
+        self._flags_are_final = False  # no restart with other flags may come; after a death it is restarted
         self._process: asyncio.subprocess.Process | None = None
         self._logs: Mapping[Path, int] = {}  # offset in bytes of the last start in each log
         self._hang: asyncio.Future[Hang] | None = None
@@ -257,7 +256,7 @@ class SGLangServer:
         return " / ".join(filter(None, dict.fromkeys(causes)))
 
     async def _launch(self) -> None:
-        """Start the launcher, which starts SGLang; raises EngineStartError if the interpreter cannot be run."""
+        """Start the launcher; raises EngineStartError if the interpreter cannot be run."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         # The logs of earlier starts stay: later reads begin where this start does.
         self._logs = {log: log.stat().st_size for log in self._all_logs() if log.exists()}

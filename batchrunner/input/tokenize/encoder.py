@@ -82,10 +82,13 @@ class Encoder:
         """
         if self._backend is None:
             return [list(request.prompt) for request in requests]
-        texts = [self.prompt_text(request) for request in requests]
-        # a chat template writes the tokens that begin and end a prompt itself
-        encoded = iter(self._encoded([t for t in texts if isinstance(t, str)], special=self._chat is None))
-        return [next(encoded) if isinstance(text, str) else text for text in texts]
+        results: list[Any] = [self.prompt_text(request) for request in requests]
+        encodable = [n for n, text in enumerate(results) if isinstance(text, str)]
+        texts = [results[n] for n in encodable]
+        # A chat template writes the tokens that begin and end a prompt itself.
+        for n, ids in zip(encodable, self._encoded(texts, special=self._chat is None), strict=True):
+            results[n] = ids
+        return results
 
     def prompt_text(self, request: Request) -> str | RowRefusedError:
         """Return the text to tokenize, or the error of the chat template."""
@@ -166,8 +169,10 @@ def truncate_tokens(tokens: Sequence[int], keep: int, truncation: Truncation) ->
 def truncate_text(text: str, offsets: Offsets, keep: int, truncation: Truncation) -> str:
     """Return the text of about `keep` tokens, in whole characters; `offsets` are those of all its tokens."""
     begin = _BEGIN[truncation](keep)
-    first = text[: offsets[begin - 1][1]] if begin else ""
-    return first + (text[offsets[len(offsets) - (keep - begin)][0] :] if begin < keep else "")
+    end = keep - begin
+    head = text[: offsets[begin - 1][1]] if begin else ""
+    tail = text[offsets[-end][0] :] if end else ""
+    return head + tail
 
 
 def _truncatable(request: Request) -> str:
@@ -181,8 +186,9 @@ def _truncatable(request: Request) -> str:
 def _with_text(request: Request, text: str) -> Request:
     if request.kind == "text":
         return request._replace(prompt=text)
-    last = max(n for n, message in enumerate(request.prompt) if message["role"] == "user")
-    messages = [*request.prompt[:last], {"role": "user", "content": text}, *request.prompt[last + 1 :]]
+    messages = [*request.prompt]
+    last_user = max(n for n, message in enumerate(messages) if message["role"] == "user")
+    messages[last_user] = {"role": "user", "content": text}
     return request._replace(prompt=messages)
 
 
