@@ -5,6 +5,7 @@ import errno
 import itertools
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -301,6 +302,22 @@ def test_a_file_that_the_successor_deleted(tmp_path: Path) -> None:
     with pytest.raises(TaskLockLostError, match="on elsewhere took this task over") as lost:
         wake_without_the_lock()
     assert lost.value.__cause__ is missing
+
+
+def test_a_directory_that_is_discarded_while_its_lock_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that starts while another one discards the run takes its lock again."""
+    run_dir, sync, discards = RunDir(tmp_path), os.fsync, iter([True])
+
+    def discard_at_first(file: int) -> None:
+        if (run_dir.task_directory / "owner").exists() and next(discards, False):
+            shutil.rmtree(tmp_path / "tasks")
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", discard_at_first)
+    with hold_task(run_dir) as lock:
+        lock.verify()
 
 
 @pytest.mark.parametrize("join", [[], ["--join"]])
