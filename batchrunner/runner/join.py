@@ -20,6 +20,7 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Lease
+from batchrunner.engines.registry import model_of
 from batchrunner.input.job_input import cut_into_leases
 from batchrunner.input.order import OrderDecision
 from batchrunner.input.sorted_copy import SortedCopy, prepare_order, remove_sorted_copies
@@ -375,7 +376,7 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
         state = RunState.of(prepared.selected(control.check), stored, leased)
         plan = plan_run(StartOptions(join=True), state)
         if prepared.job.output.reuse is not None and plan.missing:
-            reuse = Reuse(prepared, control)
+            reuse = Reuse(prepared, control, model_of(prepared.job.engine))
             plan = plan.with_reused(reuse.take(main, lock, plan.selected, plan.missing))
         rows = plan.rows
         is_needed = rows or _is_behind(leases, prepared)

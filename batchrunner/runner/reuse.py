@@ -18,7 +18,6 @@ from pyroaring import BitMap64
 
 from batchrunner.core.errors import JobError
 from batchrunner.core.types import Request, rows_of_column
-from batchrunner.engines.registry import model_of
 from batchrunner.input.dataset import DatasetReader
 from batchrunner.input.parquet_copy import in_chunks
 from batchrunner.input.prompt_bytes import RequestDigests, is_repeatable, prompt_bytes
@@ -74,8 +73,13 @@ FROM equal JOIN stored USING (filename, file_row_number) ORDER BY new_row
 class Reuse:
     """Answers that a run takes from another one."""
 
-    def __init__(self, prepared: PreparedJob, control: Control) -> None:
-        """Raise JobError where no answer of the other run can be one of this run."""
+    def __init__(
+        self, prepared: PreparedJob, control: Control, model: str | None, weights: str | None = None
+    ) -> None:
+        """Raise JobError where no answer of the other run can be one of this run.
+
+        `model` and the version of its `weights` are compared if they are known.
+        """
         job, self._prepared, self._control = prepared.job, prepared, control
         self.counts = RowCounts()
         """Counts of the rows that got an answer."""
@@ -83,11 +87,13 @@ class Reuse:
         self._run = look_at_run(job.output.reuse, job.storage)
         self._facts = require_run_json(self._run)
         old = self._facts["fingerprint"]
-        new = prepared.fingerprint(model_of(job.engine) or old["model"])
+        new = prepared.fingerprint(model or old["model"])
         if old["accept"]["on_length"] != "longer":  # else its answers may be longer than this job allows
             new["accept"]["on_length"] = old["accept"]["on_length"]
         pairs = {name: (old[name], new[name]) for name in ("task", "model", "parse", "accept")}
         pairs["prompt.truncate"] = old["prompt"].get("truncate"), job.prompt.truncate
+        weights_before = self._facts["engine"].get("weights")
+        pairs["weight_version"] = weights_before, weights_before and (weights or weights_before)
         for name, _ in prepared.answers.parsed:
             pairs[name] = old["columns"].get(name), new["columns"].get(name)
         problems = [

@@ -111,27 +111,37 @@ async def execute(
         turns = turn_store(prepared, lock, disk)
         events = EventLog(run_dir.events)
 
+        async def ready_engine() -> SharedEngine:
+            opened = engine
+            if opened is None:
+                task_of_model = await asyncio.to_thread(lambda: prepared.model_task)
+                with engine_starting(run_dir):
+                    opened = await open_engine_of(
+                        job, task_of_model, log_directory=run_dir.log_directory, control=control, stack=stack
+                    )
+            opened.check(job)
+            return opened
+
         # plan
         finder = WorkFinder(
             prepared=prepared, start=start, lock=lock, control=control, events=events, turns=turns
         )
-        model = engine.info.model if engine else model_of(job.engine)
-        work = await control.run(lambda: finder.find(model))
+        model, weights, ready = engine.info.model if engine else model_of(job.engine), None, None
+        if start.discards and job.output.reuse is not None:
+            # Planning will discard old results and store reused answers, so the engine must be ready first.
+            await control.run(lambda: finder.check(model))
+            ready = await ready_engine()
+            model, weights = ready.info.model, ready.info.weights
+        work = await control.run(lambda: finder.find(model, weights))
         stack.push_async_callback(give_back, work.rows, lock)
         stack.enter_context(uploading_logs(run_dir))
         if work.is_empty:
             return report_of_empty(prepared, work)
 
         # open
-        if engine is None:
-            task_of_model = await asyncio.to_thread(lambda: prepared.model_task)
-            with engine_starting(run_dir):
-                engine = await open_engine_of(
-                    job, task_of_model, log_directory=run_dir.log_directory, control=control, stack=stack
-                )
-        engine.check(job)
+        ready = ready or await ready_engine()
         if model_of(job.engine) is None and work.discard != "run":
-            info = engine.info
+            info = ready.info
             await asyncio.to_thread(check_resumes, prepared, info.model, info.weights)
         await control.run(lambda: finder.discard(work.discard))  # only now: a refused attempt changes nothing
 
@@ -142,7 +152,7 @@ async def execute(
                 prepared=prepared,
                 start=start,
                 work=work,
-                engine=engine,
+                engine=ready,
                 lock=lock,
                 disk=disk,
                 turns=turns,

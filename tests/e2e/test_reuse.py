@@ -17,7 +17,7 @@ from tests.support.answers import Body, Said
 from tests.support.fake_sglang import FakeSGLang, Sent, answer
 from tests.support.functions import LABEL, write_module
 from tests.support.refusals import refusal, told
-from tests.support.runs import failed_rows, rows_once, rows_sent
+from tests.support.runs import failed_rows, rows_once, rows_sent, status_of
 from tests.support.store_server import StoreBucket
 
 NOW = "{{ text }}{% if id % 6 == 0 %} now{% endif %}"
@@ -279,6 +279,27 @@ def test_a_fresh_start(tmp_path: Path, server: FakeSGLang, *, retry: bool) -> No
     rows_once(new, 40)
 
 
+@pytest.mark.parametrize("option", ["--fresh", "--retry-failed"])
+def test_an_engine_that_is_down(tmp_path: Path, server: FakeSGLang, option: str) -> None:
+    """A start that discards results and reuses answers changes nothing until its engine is ready."""
+    server.script = lambda sent: "too long" if sent.row < 5 else "answer"
+    old, new = both(tmp_path, server, limits={"max_failed_rows": 5, "abort_failed_share": 1})
+    batchrunner.run({**new, "output": {"path": new["output"]["path"]}})
+    server.script = lambda _: "answer"
+    batchrunner.run({**old, "input": {**old["input"], "limit": 3}})
+    before = status_of(tmp_path / "new")
+    with FakeSGLang(model="other/model") as other:
+        for engine, problem in (("http://127.0.0.1:9", "no connection"), (other.url, "'other/model'")):
+            told(run_job({**new, "engine": engine}, tmp_path, option, code=2).stderr, problem)
+            assert status_of(tmp_path / "new") == before
+            assert (len(rows_in(new)), len(failed_rows(new))) == (40, 5)
+    server.forget()
+    run_job(new, tmp_path, option)
+    rows_once(new, 40)
+    assert failed_rows(new) == []
+    assert rows_sent(server) == ([3, 4] if option == "--retry-failed" else list(range(3, 40)))
+
+
 @pytest.mark.parametrize("options", [[], ["--join"]], ids=["alone", "join"])
 def test_failed_rows_take_answers(tmp_path: Path, server: FakeSGLang, options: list[str]) -> None:
     """Where failed rows are tried again, those that another run has an answer for are not sent."""
@@ -299,7 +320,10 @@ def test_failed_rows_take_answers(tmp_path: Path, server: FakeSGLang, options: l
     told(refusal(new, tmp_path, "--retry-failed"), "not a run's output path")
 
 
-def test_rows_that_are_corrected_after_their_answers_were_taken(tmp_path: Path, server: FakeSGLang) -> None:
+@pytest.mark.parametrize("join", [False, True], ids=["alone", "join"])
+def test_rows_that_are_corrected_after_their_answers_were_taken(
+    tmp_path: Path, server: FakeSGLang, *, join: bool
+) -> None:
     """A run knows the input that it took answers for, also where it was stopped before it sent a row."""
     source = tmp_path / "in"
     write_rows(source / "a.parquet", 4)
@@ -307,11 +331,15 @@ def test_rows_that_are_corrected_after_their_answers_were_taken(tmp_path: Path, 
     old, new = both(tmp_path, server, input={"path": str(source)})
     batchrunner.run(old)
     (source / "b.parquet").unlink()
-    batchrunner.run(new)
+    batchrunner.run(new, join=join)
     write_rows(source / "b.parquet", 4, first=4)
     write_rows(source / "c.parquet", 1, first=8)
     with pytest.raises(BatchrunError):
-        batchrunner.run(new, overrides=["engine.urls=['http://127.0.0.1:9']"])
+        batchrunner.run(new, overrides=["engine.urls=['http://127.0.0.1:9']"], join=join)
     assert rows_in(new) == list(range(8))
+    state = status_of(tmp_path / "new")
+    assert (state["rows_on_disk"], state["rows_total"], state["finished"]) == (8, 9, False)
+    told(batchrun("merge", tmp_path / "new").stderr, "not finished: 8 of 9 rows ok, 0 failed, 1 left")
     write_rows(source / "b.parquet", 4, first=40)
-    told(refusal(new, tmp_path), f"the input file {source}/b.parquet changed")
+    refused = refusal(new, tmp_path, *(["--join"] if join else []))
+    told(refused, f"the input file {source}/b.parquet changed")
