@@ -244,7 +244,7 @@ class AttemptFailedError(RequestError):
     """The attempt failed, possibly because of the row (status 500, aborted, empty); retried a few times."""
 
 
-class GivenBackError(RequestError):
+class PreemptedError(RequestError):
     """The runner preempted the row in favour of the server's users; it is requeued."""
 
     tokens = 0

@@ -106,7 +106,7 @@ class LoadControl:
         unsent = sum(run.backlog.unsent for run in self._runs)
         self._apply(self.concurrency.observe(loads, now, unsent=unsent))
         for limit, allowed in self.concurrency.routes_to_relieve():
-            self._engine.give_back(limit.url, allowed)
+            self._engine.preempt(limit.url, allowed)
         return loads, now
 
     def narrow(self, url: str, why: str, now: float) -> None:

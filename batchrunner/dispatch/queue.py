@@ -50,34 +50,13 @@ class Turn(msgspec.Struct, eq=False):
 
 
 class PendingRow(msgspec.Struct, eq=False):
-    """A row that was read and has not ended. A `msgspec.Struct` is created faster than a dataclass.
-
-    A row *follows* another one, its `leader`, where both begin with the same bytes: the engine computes the
-    shared prefix with the leader, and the follower finds it in the prefix cache.
-    """
+    """A row that was read and has not ended. A `msgspec.Struct` is created faster than a dataclass."""
 
     request: Request
-    prefix: bytes = b""
-    """The prompt as bytes (`input.prompt_bytes`); dropped once no later row is compared with it."""
     prompt_bytes: int = 0
-    """Length of `prefix`: where the prompt has images, it has bytes for their tokens."""
-    template: int = 0
-    """CRC-32 of the prompt's first 256 bytes: rows with the same template or system prompt share it."""
+    """Length of the prompt as bytes (`input.prompt_bytes`), with bytes for the tokens of its images."""
     duplicates: list[RowRef] = []
     """Rows with the same request, which get this row's answer."""
-
-    leader: PendingRow | None = None
-    shared_bytes: int = 0
-    """Length of the prefix that the row shares with its leader."""
-    followers: list[PendingRow] = []
-    new_tokens: float = 0.0
-    """Prompt tokens (estimated) that the engine computes if the shared prefix is cached."""
-    sent_clock: float = 0.0
-    """Sum of `new_tokens` over all rows sent so far, this one included."""
-    used_clock: float = 0.0
-    """Value of this sum when the row or one of its followers was last sent."""
-    longest_output: float = 0.0
-    """Expected output tokens of the row or of its longest follower; 0 where lengths do not matter."""
     group: PrefixGroup | None = None
     """The prefix group, whose home the row prefers; None if any route will do."""
 

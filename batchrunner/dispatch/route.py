@@ -53,6 +53,15 @@ class RouteRecord:
     has_control: bool = False
     """Whether a control is in flight."""
 
+    def record_answer(self, sent_at: float, *, is_counted: bool = True) -> None:
+        """Record a reply to a request that was sent at `sent_at`; see above for those that are counted."""
+        self.newest = max(self.newest, sent_at)
+        self.answered += is_counted
+
+    def record_refusal(self) -> None:
+        """Count a refusal for now."""
+        self.refused += 1
+
 
 @dataclass(slots=True, eq=False)
 class Doubt:

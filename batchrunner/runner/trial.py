@@ -275,9 +275,9 @@ class MeasuringEngine(ObservedEngine):
             self.stop(("cut", "the time for tuning was over"))
         return loads
 
-    def give_back(self, route: str, kept: int) -> None:
-        """Give rows back; see `Engine.give_back`."""
-        self._engine.give_back(route, kept)
+    def preempt(self, route: str, kept: int) -> None:
+        """Preempt rows; see `Engine.preempt`."""
+        self._engine.preempt(route, kept)
 
     def incidents(self) -> list[Incident]:
         """Return the server's incidents; a death ends the trial."""

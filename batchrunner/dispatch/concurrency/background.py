@@ -79,39 +79,39 @@ class BackgroundController(Controller):
     def sample(
         self,
         now: float,
-        seen: Reading,
+        reading: Reading,
         *,
         may_grow: bool = True,  # noqa: ARG002 - the users say it
     ) -> list[Decision | CornerChange]:
         """Use a fresh sample; return what changed."""
-        gap_s = self._learn(now, seen)
-        total, before = seen.running + seen.queue, self.users
-        smaller, larger = sorted((seen.in_flight, self.ours))
-        self.ours, self.users, at_most = seen.in_flight, max(0, total - larger), max(0, total - smaller)
+        gap_s = self._learn(now, reading)
+        total, before = reading.running + reading.queue, self.users
+        smaller, larger = sorted((reading.in_flight, self.ours))
+        self.ours, self.users, at_most = reading.in_flight, max(0, total - larger), max(0, total - smaller)
         self._rise = max(self.users - before, self._rise * 0.5 ** (gap_s / MINUTE_S))
-        slots = seen.max_running or UNKNOWN_ENGINE_WINDOW
+        slots = reading.max_running or UNKNOWN_ENGINE_WINDOW
         ahead = math.ceil(self._rate * PASS_S) + 1
-        self.kept = self._without_stuck(gap_s, seen, slots, ahead)
-        room = min(self._free_slots(slots, ahead), self._free_pool(now, seen)) - at_most
-        if at_most and seen.queue:  # users may be among those who wait
-            room = min(room, seen.in_flight - min(seen.queue, at_most))
-        is_calm = now - self._pressed_at >= CALM_S
+        self.kept = self._without_stuck(gap_s, reading, slots, ahead)
+        room = min(self._free_slots(slots, ahead), self._free_pool(now, reading)) - at_most
+        if at_most and reading.queue:  # users may be among those who wait
+            room = min(room, reading.in_flight - min(reading.queue, at_most))
+        is_calm = now - self._refused_at >= CALM_S
         self.state = "background" if is_calm else "pressure"
         if not is_calm:
             room = min(room, self.window)
-        why = f"{self.users} requests of users, #queue-req {seen.queue}, token usage {seen.usage:.2f}"
-        if waits := min(seen.queue, self.users):
+        why = f"{self.users} requests of users, #queue-req {reading.queue}, token usage {reading.usage:.2f}"
+        if waits := min(reading.queue, self.users):
             room, why = 0, f"{why}: {waits} of the users' wait"
-            if self._yields and seen.running >= IN_USE * slots and seen.usage <= GOOD_USAGE:
+            if self._yields and reading.running >= IN_USE * slots and reading.usage <= GOOD_USAGE:
                 self._rounds = 0  # SGLang preempts rows of ours, which may be those that wait
             else:
                 if self._rounds or waits > ahead or not self._yields:
-                    self.kept = max(0, seen.in_flight - waits * 2**self._rounds)
+                    self.kept = max(0, reading.in_flight - waits * 2**self._rounds)
                 self._rounds = min(self._rounds + 1, MOST_ROUNDS)
         else:
             self._rounds = 0
             may_stay = max(0, int(room) + at_most - self.users + self._spare // 2)
-            if self.users and not self._yields and seen.in_flight > may_stay:
+            if self.users and not self._yields and reading.in_flight > may_stay:
                 self.kept = may_stay
         decisions = self._move(int(room), why)
         if self.users and now - self._sent_at < PACE_S:
@@ -120,17 +120,17 @@ class BackgroundController(Controller):
             self._sent_at = now
         return [*decisions]
 
-    def _without_stuck(self, gap_s: float, seen: Reading, slots: int, ahead: int) -> int | None:
+    def _without_stuck(self, gap_s: float, reading: Reading, slots: int, ahead: int) -> int | None:
         """Return how many of ours stay where others are waiting that the server does not take; None: all."""
-        stuck, self._queue = min(seen.queue, self._queue), seen.queue
-        starts = seen.running > self._were_running
-        self._were_running = seen.running
+        stuck, self._queue = min(reading.queue, self._queue), reading.queue
+        starts = reading.running > self._were_running
+        self._were_running = reading.running
         self._takes *= 2 ** (gap_s / TRUST_S)
         # rows without decoding use no pool, and are in no gauge while they run
-        if starts or stuck <= ahead or seen.running >= IN_USE * slots or not seen.usage:
+        if starts or stuck <= ahead or reading.running >= IN_USE * slots or not reading.usage:
             return None
-        self._takes = seen.running
-        return max(0, seen.in_flight - stuck)
+        self._takes = reading.running
+        return max(0, reading.in_flight - stuck)
 
     def _free_slots(self, slots: int, ahead: int) -> int:
         """Return how many requests may be there by the slots, ours and the users'."""
@@ -140,11 +140,11 @@ class BackgroundController(Controller):
         self._spare = math.ceil(min(spare, MOST_SPARE * slots))
         return max(1, slots - self._spare)
 
-    def _free_pool(self, now: float, seen: Reading) -> float:
+    def _free_pool(self, now: float, reading: Reading) -> float:
         """Return how many requests may be there by the KV pool, ours and the users'."""
         fits = float(self._fits)
         if self._usage and now - self._began > self._life_s:
             fits = self._running / self._usage
         room = self._full * min(fits, self._takes)
-        over = seen.usage / self._full
-        return max(1.0, room if over < 1 else min(room, (seen.running + seen.queue) / over))
+        over = reading.usage / self._full
+        return max(1.0, room if over < 1 else min(room, (reading.running + reading.queue) / over))

@@ -37,6 +37,7 @@ from batchrunner.core.errors import (
     RequestError,
     RowRefusedError,
 )
+from batchrunner.core.server_replies import error_of, known_status
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import Engine, RowEnded
@@ -108,12 +109,12 @@ class HttpEngine(Engine):
         if api_key:
             SECRETS.add(api_key)
         self._limits = limits
-        self._rows: aiohttp.ClientSession | None = None
-        self._questions: aiohttp.ClientSession | None = None
-        self._asks: ServerQuestions | None = None
+        self._row_session: aiohttp.ClientSession | None = None
+        self._question_session: aiohttp.ClientSession | None = None
+        self._server_questions: ServerQuestions | None = None
         self._reports_load = False
         """Whether servers report their load."""
-        self._clock: asyncio.Task[None] | None = None
+        self._timeout_loop: asyncio.Task[None] | None = None
         self._rid_prefix = f"batchrunner-{secrets.token_hex(6)}"
         self._rid_numbers = itertools.count()
         self._vocabulary: int | None = None
@@ -121,19 +122,19 @@ class HttpEngine(Engine):
         self._model_names: frozenset[str] = frozenset()
         self._names_to_send: dict[str, str] = {}
         """Model name to send in a whole request, by the name that its row gives."""
-        self._naming = asyncio.Lock()
+        self._name_lock = asyncio.Lock()
 
     async def connect(self, urls: Sequence[str], remedy: str = START) -> EngineInfo:
         """Connect to the replicas, and read the description of each that answers.
 
         Raises EngineStartError if no replica can be reached (with the `remedy`) or one cannot do the work.
         """
-        self._clock = asyncio.create_task(self._end_late_requests())
+        self._timeout_loop = asyncio.create_task(self._end_late_requests())
         connections, limited_by = open_connections(len(urls))
         self._open_sessions()
-        assert self._questions is not None
-        self._asks = ServerQuestions(self._questions, remedy)
-        descriptions = await self._described(self._asks, urls)
+        assert self._question_session is not None
+        self._server_questions = ServerQuestions(self._question_session, remedy)
+        descriptions = await self._describe_servers(self._server_questions, urls)
         models = [model for _, model, _ in descriptions]
         servers = [arguments for _, _, arguments in descriptions]
         # servers that answer come first: `tokens_of` asks the first endpoint
@@ -178,10 +179,12 @@ class HttpEngine(Engine):
 
     def _watch_model(self, endpoint: Endpoint) -> None:
         """Let the guard ask a server for its model."""
-        assert self._asks is not None
-        self.guard.watch(endpoint, functools.partial(self._asks.model, endpoint.url, self.guard.model))
+        assert self._server_questions is not None
+        self.guard.watch(
+            endpoint, functools.partial(self._server_questions.model, endpoint.url, self.guard.model)
+        )
 
-    async def _described(
+    async def _describe_servers(
         self, questions: ServerQuestions, urls: Sequence[str]
     ) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
         """Return URL, model and arguments of each server that answers.
@@ -210,9 +213,9 @@ class HttpEngine(Engine):
     async def close(self) -> None:
         """Close all connections."""
         self._reports_load = False
-        if self._clock is not None:
-            self._clock.cancel()
-        for session in (self._rows, self._questions):
+        if self._timeout_loop is not None:
+            self._timeout_loop.cancel()
+        for session in (self._row_session, self._question_session):
             if session is not None:
                 await session.close()
 
@@ -297,9 +300,9 @@ class HttpEngine(Engine):
 
     async def _loads_of(self, url: str) -> list[SchedulerLoad] | None:
         """Return the loads that a server reports: empty where it reports none, None without an answer."""
-        assert self._questions is not None
+        assert self._question_session is not None
         try:
-            return await ServerStatus(self._questions, url).load(TIMING.status_timeout)
+            return await ServerStatus(self._question_session, url).load(TIMING.status_timeout)
         except (*NOT_REACHED, *NOT_SGLANG) as failure:
             log.debug("the load of %s could not be read: %r", url, failure)
             return None if isinstance(failure, NOT_REACHED) else []
@@ -315,9 +318,9 @@ class HttpEngine(Engine):
                 timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S),
             )
 
-        self._rows = session(GuardedConnector(self.guard, limit=0, keepalive_timeout=KEEPALIVE_S))
+        self._row_session = session(GuardedConnector(self.guard, limit=0, keepalive_timeout=KEEPALIVE_S))
         # each question has a new connection: an old one may lead to a server that is shutting down
-        self._questions = session(aiohttp.TCPConnector(limit=0, force_close=True))
+        self._question_session = session(aiohttp.TCPConnector(limit=0, force_close=True))
 
     async def _end_late_requests(self) -> None:
         """End requests that take too long: a timer for each would be 8 % of the instructions of a row."""
@@ -332,8 +335,8 @@ class HttpEngine(Engine):
         liveness = endpoint.liveness
         question = liveness.question
         if question is None:
-            assert self._questions is not None
-            status = ServerStatus(self._questions, endpoint.url)
+            assert self._question_session is not None
+            status = ServerStatus(self._question_session, endpoint.url)
             question = liveness.question = asyncio.ensure_future(status.is_alive())
             question.add_done_callback(liveness.forget_question)
         alive = await asyncio.shield(question)
@@ -344,7 +347,7 @@ class HttpEngine(Engine):
         """Tell whether a server that ended after `sent_at` ended for a reason that is no row's fault."""
         return False
 
-    async def _cut_off(self, endpoint: Endpoint, sent_at: float, message: str) -> RequestError:
+    async def _connection_lost_error(self, endpoint: Endpoint, sent_at: float, message: str) -> RequestError:
         """Return the error of a row that was sent to a server at `sent_at` and cut off, with a message.
 
         If the server is alive, the row may be at fault, and the attempt counts against it. If the server
@@ -366,15 +369,15 @@ class HttpEngine(Engine):
         """
         if name is None or name in self._model_names or ":" in name:
             return name
-        async with self._naming:  # only the first row with a name asks the server
+        async with self._name_lock:  # only the first row with a name asks the server
             if name not in self._names_to_send:
-                self._names_to_send[name] = await self._known_name(endpoint.url, name)
+                self._names_to_send[name] = await self._resolve_name(endpoint.url, name)
         return self._names_to_send[name]
 
-    async def _known_name(self, url: str, name: str) -> str:
+    async def _resolve_name(self, url: str, name: str) -> str:
         """Return the server's form of a name without a colon; log which model answers for an unknown one."""
-        assert self._asks is not None
-        if name in await self._asks.adapters(url):
+        assert self._server_questions is not None
+        if name in await self._server_questions.adapters(url):
             return f"{wire.ANY_MODEL}:{name}"
         if name != wire.ANY_MODEL:
             served = " or ".join(sorted(self._model_names))
@@ -409,7 +412,7 @@ class HttpEngine(Engine):
 
     def _refusal(self, endpoint: Endpoint, answer: replies.WholeAnswer) -> RequestError:
         """Return the error for an answer whose status is not 200 or whose content is not JSON."""
-        error = replies.error_of(answer.status, answer.content, answer.retry_after)
+        error = error_of(answer.status, answer.content, answer.retry_after)
         if isinstance(error, EngineBusyError) and answer.status != HTTPStatus.TOO_MANY_REQUESTS:
             endpoint.doubt()
         return error
@@ -453,7 +456,7 @@ class HttpEngine(Engine):
 
         A request without an answer is aborted before its error is raised: its rows may be sent again.
         """
-        if endpoint.closed:
+        if endpoint.closed is not None:
             raise EngineDownError(endpoint.closed)
         task = asyncio.current_task()
         assert task is not None
@@ -465,13 +468,13 @@ class HttpEngine(Engine):
         except asyncio.CancelledError:
             if task in endpoint.requests or task.uncancel():  # somebody else cancelled the task
                 raise
-            if endpoint.closed:
+            if endpoint.closed is not None:
                 raise EngineDownError(endpoint.closed) from None
             await self._abort(endpoint, rids)
             raise NoAnswerError(f"no answer within {self._limits.request_timeout:g} s") from None
         except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
             endpoint.requests.pop(task, None)  # nobody cancels the task any more
-            raise await self._error_of(endpoint, failure, request) from None
+            raise await self._transport_error(endpoint, failure, request) from None
         finally:
             endpoint.requests.pop(task, None)
         endpoint.answers += 1
@@ -495,8 +498,8 @@ class HttpEngine(Engine):
         """Send a body; return the status of the answer, and what was read of it."""
         sender = endpoint.senders.get(path)
         if sender is None:
-            assert self._rows is not None
-            sender = endpoint.senders[path] = PostSender(self._rows, URL(endpoint.url + path))
+            assert self._row_session is not None
+            sender = endpoint.senders[path] = PostSender(self._row_session, URL(endpoint.url + path))
         if endpoint.doubts:
             await self.guard.confirm(endpoint)
         posted = await sender.post(body)
@@ -530,14 +533,16 @@ class HttpEngine(Engine):
         return not any(outcomes)
 
     async def _post_abort(self, endpoint: Endpoint, rid: str) -> None:
-        assert self._questions is not None
+        assert self._question_session is not None
         timeout = aiohttp.ClientTimeout(total=TIMING.status_timeout)
-        async with self._questions.post(
+        async with self._question_session.post(
             endpoint.url + wire.ABORT_PATH, json={"rid": rid}, timeout=timeout, raise_for_status=True
         ):
             pass
 
-    async def _error_of(self, endpoint: Endpoint, failure: Exception, request: SentRequest) -> Exception:
+    async def _transport_error(
+        self, endpoint: Endpoint, failure: Exception, request: SentRequest
+    ) -> Exception:
         """Return the error of the rows of a request that failed on its way."""
         url = endpoint.url
         if isinstance(failure, (aiohttp.ClientError, OSError)):
@@ -551,7 +556,7 @@ class HttpEngine(Engine):
                 return EngineDownError(f"no connection to {url}{by_proxy(url)}: {in_words(failure)}")
             case aiohttp.ClientError() | OSError():
                 message = f"connection lost: {in_words(failure)}"
-                error = await self._cut_off(endpoint, request.sent_at, message)
+                error = await self._connection_lost_error(endpoint, request.sent_at, message)
                 if isinstance(error, AttemptFailedError):  # the server is alive, and may compute on
                     await self._abandon(endpoint, request, message)
                 return error
@@ -567,7 +572,7 @@ class BundleAnswer:
     ended: RowEnded
     endpoint: Endpoint
     guard: ModelGuard
-    over: set[int] = field(default_factory=set)
+    ended_rows: set[int] = field(default_factory=set)
     """Places in the bundle of the rows that have ended."""
     refusal: replies.WholeAnswer | None = None
     """Error event for the whole bundle, in the form of an answer."""
@@ -584,7 +589,7 @@ class BundleAnswer:
         try:
             async with asyncio.timeout(None) as end:
                 async for part in answer.content.iter_any():
-                    await self.take(lines.feed(part))
+                    await self.process(lines.feed(part))
                     if self._is_over and end.when() is None:
                         end.reschedule(asyncio.get_running_loop().time() + TIMING.stream_end)
         except TimeoutError:
@@ -594,9 +599,9 @@ class BundleAnswer:
 
     @property
     def _is_over(self) -> bool:
-        return len(self.over) == len(self.requests)
+        return len(self.ended_rows) == len(self.requests)
 
-    async def take(self, events: Sequence[bytes]) -> None:
+    async def process(self, events: Sequence[bytes]) -> None:
         """Process the data of events; ignore an event that cannot be read or belongs to no pending row.
 
         Raises AnotherModelError where the server serves another model.
@@ -613,14 +618,14 @@ class BundleAnswer:
             if index is None:
                 if event.error is not None:
                     code = event.error.get("code") if isinstance(event.error, dict) else None
-                    self.refusal = replies.WholeAnswer(replies.known_status(code), content)
+                    self.refusal = replies.WholeAnswer(known_status(code), content)
             elif event.meta_info.finish_reason is not None and 0 <= index < len(self.requests):
                 await self._end(index, event)
 
     async def _end(self, index: int, event: replies.Event) -> None:
-        if index in self.over:
+        if index in self.ended_rows:
             return
-        self.over.add(index)
+        self.ended_rows.add(index)
         self.endpoint.answers += 1
         try:
             completion = replies.completion_of(self.requests[index], event)
@@ -652,7 +657,7 @@ class AttachedServers(HttpEngine):
         super().__init__(api_key=api_key, limits=limits, task=task)
         self._urls = urls
         self._gateway = gateway
-        self._watching: asyncio.Task[None] | None = None
+        self._watch_loop: asyncio.Task[None] | None = None
 
     async def open(self) -> EngineInfo:
         """Connect and read the description of every server; see `Engine.open`."""
@@ -667,7 +672,7 @@ class AttachedServers(HttpEngine):
                 raise EngineAwayError(f"{gateway}: the gateway has no workers that speak HTTP")
             remedy = "the gateway's workers must be within reach from here: rows go to them directly"
         info = await self.connect(urls, remedy)
-        self._watching = asyncio.create_task(self._watch())
+        self._watch_loop = asyncio.create_task(self._watch())
         if gateway is None:
             return info
         notes = (f"{len(urls)} workers of the gateway {gateway}: {', '.join(urls)}", *info.notes)
@@ -675,8 +680,8 @@ class AttachedServers(HttpEngine):
 
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load of each scheduler that answers now; raises AnotherModelError for a new model."""
-        if self._watching is not None and self._watching.done():
-            ended, self._watching = self._watching, asyncio.create_task(self._watch())
+        if self._watch_loop is not None and self._watch_loop.done():
+            ended, self._watch_loop = self._watch_loop, asyncio.create_task(self._watch())
             ended.result()
         loads = await super().loads()
         for endpoint in self.serving:
@@ -690,7 +695,7 @@ class AttachedServers(HttpEngine):
 
     async def close(self) -> None:
         """Close all connections."""
-        watching, self._watching = self._watching, None  # so a poll that still runs starts no new watch
+        watching, self._watch_loop = self._watch_loop, None  # so a poll that still runs starts no new watch
         if watching is not None:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
@@ -702,7 +707,7 @@ class AttachedServers(HttpEngine):
             await asyncio.sleep(TIMING.model_check)
             if self._gateway is not None:
                 with contextlib.suppress(EngineDownError):  # it is away: rows do not need it
-                    self._follow(await self._workers(self._gateway))
+                    self._update_workers(await self._workers(self._gateway))
             for endpoint in self.serving:
                 with contextlib.suppress(EngineDownError):  # it is away: rows find out
                     await self.guard.confirm(endpoint)
@@ -711,16 +716,16 @@ class AttachedServers(HttpEngine):
         async with aiohttp.ClientSession(headers=self._headers) as session:
             return await ServerQuestions(session, "start the gateway, or correct engine.url").workers(gateway)
 
-    def _follow(self, urls: Sequence[str]) -> None:
+    def _update_workers(self, urls: Sequence[str]) -> None:
         """Send rows to the workers that the gateway lists now, and no more to others."""
         for endpoint in self.serving:
             if endpoint.url not in urls:
                 log.info("%s gets no more rows: the gateway lists it no more", endpoint.url)
-                endpoint.closed = f"the gateway lists {endpoint.url} no more"
+                endpoint.is_removed = True
         for url in set(urls).difference(self.replicas):
             log.info("%s gets rows: the gateway lists it", url)
             if url in self.endpoints:
-                self.endpoints[url].closed = None
+                self.endpoints[url].is_removed = False
             else:
                 endpoint = self.endpoints[url] = self._new_endpoint(url)
                 self._watch_model(endpoint)
@@ -732,10 +737,9 @@ class AttachedServers(HttpEngine):
         self._incidents.append(Incident("hangs", endpoint.url, why))
         hang_s = self._limits.hang
         log.warning("%s: its rows are sent again, and it gets none for %g s or until it moves", why, hang_s)
-        endpoint.hang_pause = HangPause(time.monotonic() + hang_s, progress)
-        endpoint.close(why)
+        endpoint.pause(HangPause(why, until=time.monotonic() + hang_s, progress=progress))
 
     def _reopen(self, endpoint: Endpoint) -> None:
         log.warning("%s gets rows again", endpoint.url)
         self._incidents.append(Incident("back", endpoint.url))
-        endpoint.hang_pause = endpoint.closed = None
+        endpoint.hang_pause = None

@@ -65,7 +65,9 @@ class ModelWatch:
 class HangPause(NamedTuple):
     """A pause of a server that hangs: it gets no rows."""
 
+    why: str
     until: float
+    """End of the pause at the latest, in seconds of the monotonic clock."""
     progress: object
     """Its progress (`hang_detector.progress_of`) when the hang was noticed."""
 
@@ -94,10 +96,17 @@ class Endpoint:
     answers: int = 0
     """Requests answered so far, with whatever status."""
     proxy_limit: ProxyLimit = field(default_factory=ProxyLimit)
-    closed: str | None = None
-    """Reason why it gets no requests now; None while it gets them."""
+    is_removed: bool = False
+    """Whether its gateway lists it no more."""
     hang_pause: HangPause | None = None
     """None while it does not hang."""
+
+    @property
+    def closed(self) -> str | None:
+        """Reason why it gets no requests now; None while it gets them."""
+        if self.is_removed:
+            return f"the gateway lists {self.url} no more"
+        return self.hang_pause.why if self.hang_pause is not None else None
 
     @property
     def in_flight(self) -> int:
@@ -114,9 +123,9 @@ class Endpoint:
         own_loads = [load for load in loads if load.server == self.url]
         return self.hangs.poll(time.monotonic(), own_loads, in_flight=self.in_flight, answers=self.answers)
 
-    def close(self, why: str) -> None:
+    def pause(self, hang_pause: HangPause) -> None:
         """Send no more requests, and cancel those in flight, so that their rows are sent again."""
-        self.closed = why
+        self.hang_pause = hang_pause
         self.end_requests(math.inf)
 
     def end_requests(self, sent_before: float) -> None:
