@@ -27,8 +27,8 @@ from batchrunner.job.tasks import Dtype
 from batchrunner.output.columns import schema_of_run
 from batchrunner.output.merge import merge
 from batchrunner.output.run_dir import RunDir
-from batchrunner.runner.earlier_results import with_merged_results
 from batchrunner.runner.open_engine import OpenEngine
+from batchrunner.runner.prepare import with_merged_results
 from batchrunner.runner.progress import ProgressListener, make_displays
 
 T = TypeVar("T")

@@ -359,7 +359,7 @@ def init(
     """
     from batchrunner.input.new_job import new_job  # noqa: PLC0415
     from batchrunner.job.fields import user_path  # noqa: PLC0415
-    from batchrunner.runner.earlier_results import with_merged_results  # noqa: PLC0415
+    from batchrunner.runner.prepare import with_merged_results  # noqa: PLC0415
 
     (files,) = with_merged_results(user_path(data))
     show(new_job(data, engine, files).rstrip("\n").split("\n"))

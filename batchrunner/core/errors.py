@@ -225,6 +225,20 @@ def or_away(error: BatchrunError, failure: BaseException) -> BatchrunError:
     return StoreAwayError(error.message) if getattr(failure, "is_away", False) else error
 
 
+_STATUS = re.compile(r"(\d{3}): (.*)", re.DOTALL)
+
+
+def error_with_status(status: int, explanation: str) -> str:
+    """Return the error of a row that a server refused; `status_in` reads it."""
+    return f"{status}: {explanation}"
+
+
+def status_in(error: str) -> tuple[int, str]:
+    """Return the HTTP status and the explanation in the error of a row; status 0 if no server replied."""
+    refusal = _STATUS.fullmatch(error)
+    return (int(refusal[1]), refusal[2]) if refusal else (0, error)
+
+
 class RequestError(Exception):
     """One attempt of one row failed; the message becomes the row's `error` unless it is retried."""
 

@@ -19,6 +19,7 @@ from batchrunner.core.errors import (
     EngineDownError,
     RequestError,
     RowRefusedError,
+    error_with_status,
     hidden,
 )
 
@@ -101,7 +102,7 @@ def error_of(status: int, body: bytes, retry_after: str | None = None) -> Reques
     """Return the error of a row whose reply is no answer; with status 200 the reply was not JSON."""
     body = strict_json(body)
     explanation = short(_sentence_in(body))
-    message = f"{status}: {explanation or 'no explanation'}"
+    message = error_with_status(status, explanation or "no explanation")
     error: RequestError
     if status == HTTPStatus.OK:
         error = EngineDownError(f"not an answer of SGLang: {explanation or 'nothing'}")

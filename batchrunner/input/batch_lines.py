@@ -17,14 +17,15 @@ from xxhash import xxh3_64_intdigest
 from batchrunner.core.errors import InputError
 from batchrunner.core.types import BATCH_PATHS, EMBEDDINGS_PATH
 from batchrunner.input.request_bodies import BODY, CUSTOM_ID, URL
-from batchrunner.input.text_lines import MOST_SHOWN, TOO_LONG, LineNumbers, TextRecord
+from batchrunner.input.text_lines import ITEMS_NAMED, TOO_LONG, LineNumbers, TextRecord
 
 log = logging.getLogger(__name__)
 
 MOST_REPEATED = 100_000
 """Most custom_ids whose full digests are compared. Of ten million different custom_ids, some 12,000 share the
 low half of their digest with an earlier one."""
-CHARACTERS_SHOWN = 40
+ID_CHARACTERS = 40
+"""Most characters of a repeated `custom_id` in a message."""
 _LOW_BITS = (1 << 32) - 1
 
 
@@ -142,8 +143,8 @@ def log_faults(records: Iterable[TextRecord], path: str) -> Iterator[TextRecord]
         log.warning("%s: %s will fail: %s", path, bad_lines, bad_lines.reason)
     repeated = custom_ids.repeated()
     if repeated:
-        shown = "; ".join(f"{name!r} on {lines}" for name, lines in repeated[:MOST_SHOWN])
-        more = f"; and {len(repeated) - MOST_SHOWN:,} more" if len(repeated) > MOST_SHOWN else ""
+        shown = "; ".join(f"{name!r} on {lines}" for name, lines in repeated[:ITEMS_NAMED])
+        more = f"; and {len(repeated) - ITEMS_NAMED:,} more" if len(repeated) > ITEMS_NAMED else ""
         log.warning("%s: each line is answered, also where a custom_id is repeated: %s%s", path, shown, more)
 
 
@@ -163,7 +164,7 @@ class _CustomIds:
         if low_half not in self._low_halves:
             self._low_halves.add(low_half)
         elif len(self._candidates) < MOST_REPEATED:
-            self._candidates.setdefault(digest, custom_id[:CHARACTERS_SHOWN])
+            self._candidates.setdefault(digest, custom_id[:ID_CHARACTERS])
 
     def repeated(self) -> list[tuple[str, LineNumbers]]:
         """Return the first characters of each repeated custom_id, with its lines."""

@@ -26,7 +26,7 @@ from batchrunner.output.files import writing
 Item = TypeVar("Item")
 UNFIT = (ValueError, TypeError, OverflowError, pa.ArrowException)
 """Errors of Arrow for a value that a type cannot hold."""
-MOST_SHOWN = 40
+VALUE_CHARACTERS = 40
 """Most characters of a bad value in a message."""
 PROBLEM = "\0problem"
 """Column that says why a record of a text file cannot be read; null if it can."""
@@ -248,7 +248,7 @@ def _difference(name: str, value: Any, kind: pa.DataType) -> str:
     for place, part, part_type in parts:
         if part is not None and not _is_of(part, part_type):
             return _difference(place, part, part_type)
-    return f"{name} is {_JSON_NAMES[type(value)]}, but {type_name(kind):.{MOST_SHOWN}} in other records"
+    return f"{name} is {_JSON_NAMES[type(value)]}, but {type_name(kind):.{VALUE_CHARACTERS}} in other records"
 
 
 def first_line(failure: BaseException) -> str:
@@ -369,7 +369,7 @@ def fitted_values(column: pa.Array, kind: pa.DataType) -> tuple[pa.Array, dict[i
             values.append(pa.nulls(1, kind))
             value = column[index]
             shown = repr(value.as_py()) if pt.is_string(column.type) else str(value)
-            misfits[index] = f"{shown:.{MOST_SHOWN}} is not {type_name(kind)}"
+            misfits[index] = f"{shown:.{VALUE_CHARACTERS}} is not {type_name(kind)}"
     return pa.concat_arrays(values), misfits
 
 

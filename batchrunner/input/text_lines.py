@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from batchrunner.core.files import LONGEST_LINE_BYTES
 
 TOO_LONG = f"is longer than {LONGEST_LINE_BYTES >> 20} MiB"
-MOST_SHOWN = 5
+ITEMS_NAMED = 5
 """Most lines, or other items, that a message names."""
 
 
@@ -42,7 +42,7 @@ class LineNumbers:
 
     count: int = 0
     first: list[int] = field(default_factory=list)
-    """Numbers of the first MOST_SHOWN lines."""
+    """Numbers of the first ITEMS_NAMED lines."""
     reason: str = ""
     """What is wrong with the first line."""
 
@@ -50,7 +50,7 @@ class LineNumbers:
         """Count a line; `reason` is what is wrong with it."""
         self.count += 1
         self.reason = self.reason or reason
-        if len(self.first) < MOST_SHOWN:
+        if len(self.first) < ITEMS_NAMED:
             self.first.append(number)
 
     def __str__(self) -> str:

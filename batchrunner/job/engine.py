@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -138,3 +138,9 @@ EngineSpec: TypeAlias = Annotated[
     AttachEngine | ServerEngine | GatewayEngine | SimulatedEngine,
     Field(discriminator="kind", json_schema_extra=_with_short_forms),
 ]
+ENGINE_KINDS: tuple[str, ...] = tuple(
+    kind
+    for engine_class in get_args(get_args(EngineSpec)[0])
+    for kind in get_args(engine_class.model_fields["kind"].annotation)
+)
+"""The values of `engine.kind`."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -111,3 +114,16 @@ class LoggedSample(RunSample, kw_only=True):
 
 
 read_sample = msgspec.json.Decoder(LoggedSample).decode
+_sample_in: Callable[[Mapping[str, Any]], LoggedSample] = functools.partial(
+    msgspec.convert, type=LoggedSample
+)
+
+
+def sample_of(event: Mapping[str, Any]) -> LoggedSample | None:
+    """Return the load sample in an event; None for another event, and for a damaged sample."""
+    if event["event"] != "sample":
+        return None
+    try:
+        return _sample_in(event)
+    except msgspec.ValidationError:
+        return None

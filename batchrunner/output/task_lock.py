@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import threading
 import time
@@ -31,7 +30,6 @@ from batchrunner.core.errors import (
     OutputError,
     ResumeError,
     StorageError,
-    TaskHeldError,
     TaskLockLostError,
 )
 from batchrunner.core.processes import repeating
@@ -46,20 +44,17 @@ from batchrunner.output.holder import (
     this_process,
 )
 from batchrunner.output.liveness import (
-    DEAD_AFTER_S,
     LOOK_S,
-    POLL_S,
     SHORT_POLL_S,
     LivenessMonitor,
     look_at_files,
     read_bytes,
+    wait_until_dead,
 )
 from batchrunner.output.run_dir import RunDir
 
 if TYPE_CHECKING:
     from batchrunner.output.objects import RunObjects
-
-log = logging.getLogger(__name__)
 
 HEARTBEAT_S, STORE_HEARTBEAT_S = 5.0, 15.0
 """Seconds between two heartbeats on a file system and in a store. A store gets 240 requests an hour."""
@@ -105,28 +100,13 @@ class TaskLock(ABC):
         """
         HELD_HERE.add(self.token)  # before any thread of this process can see our name
         while not self._create():
-            dead = self._wait_until_dead() if dead_owner is None else dead_owner
-            if self._replace(dead):
+            if dead_owner is None:
+                monitor = self._monitor()
+                wait_until_dead({self._place: monitor}, self._sleep)
+                dead_owner = monitor.owner_content
+            if self._replace(dead_owner):
                 break
             dead_owner = None
-
-    def _wait_until_dead(self) -> bytes:
-        """Return the content of `owner` once its holder is dead; raises TaskHeldError if it runs."""
-        monitor, has_warned = self._monitor(), False
-        while (runs := monitor.poll()) is not False:
-            if runs:
-                raise TaskHeldError(
-                    f"{self._place}: {monitor.holder or 'another process'} is writing this run",
-                    hint="wait for it or use another path",
-                )
-            if monitor.holder and not has_warned:
-                has_warned = True
-                log.warning(
-                    "%s: waiting %.0f s to see whether %s still lives",
-                    self._place, DEAD_AFTER_S, monitor.holder,
-                )  # fmt: skip
-            self._sleep(POLL_S)
-        return monitor.owner_content
 
     def abandon(self) -> None:
         """Make `release` leave a mark in `owner`, so that the next process recovers the task."""

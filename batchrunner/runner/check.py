@@ -36,7 +36,8 @@ from batchrunner.sglang.model_files import check_model
 PROMPTS_SHOWN = 3
 ROWS_LOOKED_AT = 1000
 """Rows that are rendered at most, to count those that cannot be sent."""
-CHARACTERS_SHOWN = 2000
+PROMPT_CHARACTERS = 2000
+"""Most characters of a prompt that `batchrun check` shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +86,10 @@ class Check:
         for prompt in self.prompts:
             text = prompt["error"] or prompt["prompt"] or ""
             if isinstance(text, str):
-                shown = [text[:CHARACTERS_SHOWN]]
+                shown = [text[:PROMPT_CHARACTERS]]
             else:
                 as_json = orjson.dumps(text, option=orjson.OPT_INDENT_2, default=str).decode()
-                shown = as_json[:CHARACTERS_SHOWN].split("\n")
+                shown = as_json[:PROMPT_CHARACTERS].split("\n")
             label = "cannot be sent" if prompt["error"] else prompt["kind"] or "left out by prompt.python"
             lines += [f"--- row {prompt['row']} ({label})", *shown]
         lines += cause_lines(self.not_sendable, "cannot be sent")

@@ -9,7 +9,7 @@ import re
 import secrets
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,14 +22,14 @@ from batchrunner.core.files import read_json
 from batchrunner.core.types import EMBEDDINGS_PATH
 from batchrunner.engines.http.connections import raise_file_limit
 from batchrunner.input.dataset import Dataset, rows_of
-from batchrunner.input.files import join_paths
+from batchrunner.input.files import join_paths, names_run
 from batchrunner.input.job_input import JobInput
 from batchrunner.input.render import Renderer
 from batchrunner.input.request_bodies import URL
 from batchrunner.input.sorted_copy import remove_sorted_copies
 from batchrunner.job.answers import AnswerPlan, plan_answers
 from batchrunner.job.arrow_types import arrow_type, type_name
-from batchrunner.job.output import REQUEST_DIGEST
+from batchrunner.job.output import REQUEST_DIGEST, StorageSpec
 from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
@@ -44,7 +44,6 @@ from batchrunner.output.run_json import (
     known_fields,
     read_run_json,
 )
-from batchrunner.runner.earlier_results import with_merged_results
 
 log = logging.getLogger(__name__)
 
@@ -202,6 +201,8 @@ def _fingerprint_of(run_dir: RunDir) -> Mapping[str, Any] | None:
     old = read_run_json(run_dir)
     if old is not None:
         return cast("Mapping[str, Any]", old["fingerprint"])
+    if not run_dir.store.names(run_dir.leases):
+        return None
     from batchrunner.runner.leases import Leases  # noqa: PLC0415 - only where tasks share a run
 
     leases = Leases(run_dir.leases, store=run_dir.store)
@@ -258,6 +259,30 @@ def _open_dataset(job: Job, run_dir: RunDir, run: Path, copies: Path | None) -> 
                 hint="give another directory",
             )
     return dataset
+
+
+def with_merged_results(
+    paths: str | Sequence[str], *, run: Path | None = None, storage: StorageSpec | None = None
+) -> list[str]:
+    """Return paths of input files, with the merged results of a run in place of its directory.
+
+    `run` is the run that reads the input, whose own directory is left as it is. Raises InputError if another
+    run is not done, and what merging raises.
+    """
+    storage = storage or StorageSpec()
+    paths = [paths] if isinstance(paths, str) else paths
+    return [
+        _merged_directory(path, storage) if run != Path(path).resolve() and names_run(path, storage) else path
+        for path in paths
+    ]
+
+
+def _merged_directory(path: str, storage: StorageSpec) -> str:
+    """Return where the merged results of a run lie; they are merged unless they are already."""
+    from batchrunner.output.merge import merge_finished_run  # noqa: PLC0415 - only for such an input
+
+    merge_finished_run(look_at_run(path, storage), path)
+    return f"{path}/merged"
 
 
 def _refuse_results(path: str | list[str], dataset: Dataset) -> None:

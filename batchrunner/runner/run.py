@@ -143,7 +143,9 @@ async def execute(
         if model_of(job.engine) is None and work.discard != "run":
             info = ready.info
             await asyncio.to_thread(check_resumes, prepared, info.model, info.weights)
-        await control.run(lambda: finder.discard(work.discard))  # only now: a refused attempt changes nothing
+        await control.run(
+            lambda: finder.discard_outdated(work.discard)
+        )  # only now: a refused attempt changes nothing
 
         # send, report
         with contextlib.closing(events):

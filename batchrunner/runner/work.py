@@ -109,7 +109,7 @@ class WorkFinder:
                 self.lock,
                 plan.selected,
                 plan.missing,
-                before_first=lambda: self.discard(plan.discard),
+                before_first=lambda: self.discard_outdated(plan.discard),
             )
             plan, counts = plan.with_reused(reused), reuse.counts
             discard = "nothing" if reused else discard
@@ -147,8 +147,8 @@ class WorkFinder:
             rows_of_others=rows_of_others,
         )
 
-    def discard(self, results: Discard) -> None:
-        """Delete these results, and in any case the merged dataset.
+    def discard_outdated(self, results: Discard) -> None:
+        """Delete the merged dataset, which new rows outdate, and the `results` that the plan discards.
 
         Raises TaskHeldError, TaskLockLostError or StorageError.
         """

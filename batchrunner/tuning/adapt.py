@@ -18,7 +18,7 @@ it."""
 CARE = "schedule-conservativeness"
 """Flag that is lowered together with a raise of `max_running_requests`: while that cap holds requests back,
 no sample shows that the reservation would hold them back too."""
-STEPS = frozenset({
+ADAPTING_RULES = frozenset({
     "conservative", "running-capped", "memory-left", "cuda-graph", "prefill-full", "running-low",
     "long-prompts", "retractions", "pool-small",
 })  # fmt: skip
@@ -59,7 +59,7 @@ def steps_for(
         args = {**advice.args, **advice.env}
         if advice.rule == "running-capped" and may_change(CARE) and _may_be_bolder(situation):
             args |= next_setting("held", CARE, situation.server, flags)
-        if advice.rule not in STEPS or not args or not all(map(may_change, args)):
+        if advice.rule not in ADAPTING_RULES or not args or not all(map(may_change, args)):
             continue
         old = {name: situation.server.now(name) for name in args}
         name = f"{advice.rule}, {command_line(old)}"

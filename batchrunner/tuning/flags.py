@@ -179,7 +179,7 @@ _CHOSEN_FOR = (
 """Models for which SGLang chooses the backend itself: some have attention sinks, which flashinfer lacks (its
 model_config and model_overrides)."""
 
-Steps = Callable[[Server], Sequence[Any]]
+NextValues = Callable[[Server], Sequence[Any]]
 
 
 def _bolder(s: Server) -> list[float]:
@@ -331,7 +331,7 @@ def _interval(s: Server) -> list[int]:
     return [] if s.now("prefill-decode-interval") else [round(math.sqrt(2 * s.output_tokens))]
 
 
-def _set(flag: str, value: Any) -> Steps:
+def _set(flag: str, value: Any) -> NextValues:
     """Return the only step of a flag that is either set or not."""
     return lambda s: [] if s.facts.arguments.get(flag.replace("-", "_")) == value else [value]
 
@@ -363,7 +363,7 @@ def _kv_once(s: Server) -> list[int]:
 class Move(NamedTuple):
     """The change of a flag that a sign calls for."""
 
-    steps: Steps
+    values: NextValues
     """The values to take, in order; empty where none remains, or too little is known."""
     rule: str
     """The steps in words."""
@@ -406,7 +406,7 @@ class Flag:
 
     def values(self, sign: str, server: Server) -> Sequence[Any]:
         """Return the values that a sign calls for, the next one first; none where the flag does not fit."""
-        return self.moves[sign].steps(server) if self.fits(sign, server) else ()
+        return self.moves[sign].values(server) if self.fits(sign, server) else ()
 
 
 FLAGS: Mapping[str, Flag] = {

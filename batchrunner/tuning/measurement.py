@@ -22,8 +22,8 @@ GENERATIONS = 2
 rows began together, so it is not steady."""
 WAVE = 0.5
 """Generations by which a trial may lag without being slow: rows that began together end together."""
-WORTH = 0.02
-"""Least gain, as a share, that is worth another trial."""
+LEAST_GAIN = 0.02
+"""Least gain of a change of flags, as a share, that is not noise."""
 NEARLY_ALL = 0.99
 """Quantile of the outputs' lengths that counts as the longest output."""
 MEASURED = ("empty", "waiting", "conservative", "capped", "at_cap", "full", "kv_bound")

@@ -90,7 +90,7 @@ GRAPHS = ("cuda-graph-max-bs-decode", *POOL)
 """Flags to change after a failed capture. The pool shrinks too, because prefill may have graphs, and another
 failed capture would cost minutes."""
 NO_GRAPHS = ("cuda-graph-backend-decode", "cuda-graph-backend-prefill")
-STEPS: Mapping[Phase | Kind, tuple[tuple[str, ...], ...]] = {
+FLAGS_AFTER: Mapping[Phase | Kind, tuple[tuple[str, ...], ...]] = {
     "prefill": (CHUNK, POOL),
     "decode": (RUNNING, POOL),
     "graph": (GRAPHS, NO_GRAPHS),
@@ -109,7 +109,7 @@ def safer(death: Death, facts: Facts, flags: Flags) -> dict[str, Any]:
         return {}
     sign = "no-pool" if death.kind == "pool" else "oom"
     server = Server(facts, running=death.running, why=death.why)
-    for names in STEPS.get(death.kind, ()):
+    for names in FLAGS_AFTER.get(death.kind, ()):
         settings = [next_setting(sign, name, server, flags) for name in names if sign in FLAGS[name].moves]
         if any(settings):
             return {name: value for args in settings for name, value in args.items()}
@@ -160,9 +160,11 @@ class Healer:
         # An earlier death of another server changed `args`; this server was started without these changes.
         if not self._had_all(ended.args):
             return True
-        args = safer(death, facts, flags) if self._changes < MOST_CHANGES else {}
-        if not args:
+        args = safer(death, facts, flags)
+        if not args or self._changes == MOST_CHANGES:
             hint = _HOPELESS.get(death.kind, "no safer arguments are left")
+            if args:
+                hint = f"gives up after {MOST_CHANGES} changes of its arguments; {_shown(args)} would be next"
             log.warning("%s: %s: %s", name, NAMES[death.kind], hint)
             return False
         self._changes += 1

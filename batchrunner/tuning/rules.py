@@ -11,7 +11,7 @@ from batchrunner.sglang.flags import Flags, command_line
 from batchrunner.sglang.logs.lines import Phase
 from batchrunner.tuning import load_rules, memory_rules, setup_rules
 from batchrunner.tuning.flags import FLAGS, Move, next_setting
-from batchrunner.tuning.recover import STEPS, Kind
+from batchrunner.tuning.recover import FLAGS_AFTER, Kind
 from batchrunner.tuning.situation import Certainty, Finding, Situation
 
 
@@ -162,7 +162,7 @@ OFTEN = "often"
 
 def _safe_side(kind: Phase | Kind) -> str:
     """Name the flags that recovery changes after a death, in order."""
-    steps = (" and ".join(f"`--{name}`" for name in names) for names in STEPS[kind])
+    steps = (" and ".join(f"`--{name}`" for name in names) for names in FLAGS_AFTER[kind])
     return f"the safe side of {', then of '.join(steps)}"
 
 

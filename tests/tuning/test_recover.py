@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,12 @@ from batchrunner.engines.hang_detector import WARM_UP, HangDetector, SilenceTime
 from batchrunner.sglang.flags import Flags, of_arguments
 from batchrunner.sglang.logs.lines import Phase, ServerReady
 from batchrunner.sglang.logs.reader import Facts, LogReader
+from batchrunner.tuning.memory import Memory
 from batchrunner.tuning.recover import (
+    MOST_CHANGES,
     Death,
     EndedServer,
+    Healer,
     Kind,
     examine,
     safer,
@@ -237,6 +241,21 @@ def test_work_is_never_a_hang(pauses: list[float], polls: float) -> None:
         while now < until:
             assert timer.poll(now, work, busy=True) is None
             now += polls
+
+
+def test_the_reason_why_recovery_gives_up_is_the_true_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Changes that are used up are not called arguments that are used up."""
+    healer = Healer({}, Memory(tmp_path / "memory"), [])
+    log = f"{READY}\nRuntimeError: Decode out of memory. Try to lower your batch size."
+    running = "[2025-08-11 17:18:00 TP0] Decode batch, #running-req: 4000, #queue-req: 1"
+    ended = EndedServer([*f"{running}\n{log}".splitlines()])
+    for _ in range(MOST_CHANGES):
+        assert healer.heal("replica 0", ended._replace(args=healer.args))
+    caplog.clear()
+    assert not healer.heal("replica 0", ended._replace(args=healer.args))
+    assert f"gives up after {MOST_CHANGES} changes of its arguments; max-running-requests" in caplog.text
 
 
 def test_how_long_a_silence_is_borne() -> None:

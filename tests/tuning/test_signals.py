@@ -12,7 +12,7 @@ from batchrunner.dispatch.concurrency.law import Controller, Reading
 from batchrunner.sglang.flags import Flags
 from batchrunner.sglang.logs.reader import Facts, LogReader
 from batchrunner.sglang.logs.series import LoadSample, Series
-from batchrunner.tuning.adapt import STEPS
+from batchrunner.tuning.adapt import ADAPTING_RULES
 from batchrunner.tuning.flags import Server
 from batchrunner.tuning.measurement import TrialSigns, TrialWatch
 from batchrunner.tuning.rules import apply_all
@@ -158,7 +158,7 @@ def test_all_agree_whether_the_server_admits_too_few(name: str, retractions_a_re
     advice = {each.rule for each in apply_all(situation, Flags()) if each.change}
     is_memory_bound = share(situation.load.samples, "full") >= GUIDES.peaks  # a bolder server does not help
     assert ("conservative" in advice) is (expected and not is_memory_bound)
-    assert "conservative" in STEPS  # changes during a run are this advice
+    assert "conservative" in ADAPTING_RULES  # changes during a run are this advice
 
 
 @pytest.mark.parametrize("sign", ["empty", "capped", "full", "kv_bound", "at_cap"])

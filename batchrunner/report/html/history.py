@@ -8,6 +8,10 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from msgspec import UNSET
+
+from batchrunner.output.samples import LoggedSample, sample_of
+
 MOST_CELLS = 600
 """Most cells of time into which a run is divided."""
 LEAST_CELL_S = 0.125
@@ -71,7 +75,7 @@ class TaskHistory:
     """The last `order` event."""
     tokenize: dict[str, Any] = field(default_factory=dict)
     """The last `tokenize` event."""
-    bands: dict[str, tuple[float, float]] = field(default_factory=dict)
+    bands: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Healthy range of `#queue-req` of each scheduler in the newest attempt."""
     max_running: dict[str, int] = field(default_factory=dict)
     """`max_running_requests` of each scheduler in the newest attempt."""
@@ -84,9 +88,9 @@ class TaskHistory:
             self.attempts.append(AttemptLoad(event["time"], event["time"]))
             self._replica_names = {} if (event.get("engine") or {}).get("log") else None
         self.attempts[-1].ended = max(self.attempts[-1].ended, event["time"])
+        if (sample := sample_of(event)) is not None:
+            self._add_sample(sample)
         match event["event"]:
-            case "sample":
-                self._add_sample(event)
             case "end":
                 self.attempts[-1].reason = _short(event.get("reason"))
             case "order":
@@ -101,21 +105,21 @@ class TaskHistory:
                 who = (self._replica_names or {}).get(who, who)
                 self.incidents.append(IncidentMark(event["time"], what.removeprefix("engine_"), who, why))
 
-    def _add_sample(self, sample: dict[str, Any]) -> None:
+    def _add_sample(self, sample: LoggedSample) -> None:
         attempt = self.attempts[-1]
         if not attempt.cells:
             self.bands, self.max_running = {}, {}
-        cell = attempt.cells.setdefault(int(sample["time"] / self.width_s), {})
+        cell = attempt.cells.setdefault(int(sample.time / self.width_s), {})
         for name in TASK_GAUGES:
-            _measure(cell, (name, ""), sample.get(name))
-        for signal in sample.get("signals") or ():
-            who = self._name_of(signal["scheduler"])
+            _measure(cell, (name, ""), getattr(sample, name))
+        for load in sample.signals:
+            who = self._name_of(load.scheduler)
             for name in SCHEDULER_GAUGES:
-                _measure(cell, (name, who), signal.get(name))
-            if signal.get("max_running"):
-                self.max_running[who] = signal["max_running"]
-        attempt.retractions = sample.get(RETRACTIONS) or 0
-        self.bands.update(sample.get("bands") or {})
+                _measure(cell, (name, who), getattr(load, name))
+            if load.max_running:
+                self.max_running[who] = load.max_running
+        attempt.retractions = sample.retractions
+        self.bands.update(sample.bands)
 
     def _name_of(self, scheduler: str) -> str:
         if self._replica_names is None:
@@ -135,7 +139,7 @@ def history_of(task: str, events: Iterable[dict[str, Any]], width_s: float) -> T
 
 
 def _measure(cell: Cell, key: Key, value: Any) -> None:
-    if value is not None:
+    if value is not UNSET:
         total, times = cell.get(key, (0.0, 0))
         cell[key] = total + value, times + 1
 
@@ -144,9 +148,9 @@ def _short(text: object) -> str:
     return str(text or "")[:LONGEST]
 
 
-MOST_LINES = 8
+MOST_SCHEDULER_LINES = 8
 """Most schedulers with a line each; more of them share three lines: lowest, mean and highest."""
-SILENT_S = 10.0
+GAP_S = 10.0
 """Seconds without a load sample, which is five missing ones, after which a line ends and a task is idle."""
 STEADY_S = 4.0
 """Least width in seconds of the cells of several tasks: two load samples, so that no cell lacks a task."""
@@ -212,7 +216,7 @@ class Timeline:
     def of_schedulers(self, name: str) -> dict[str, Line]:
         """Return a line for each scheduler; for many, only the lowest, the mean and the highest."""
         lines = {who: line for (gauge, who), line in self.lines.items() if gauge == name and who}
-        if len(lines) <= MOST_LINES:
+        if len(lines) <= MOST_SCHEDULER_LINES:
             return lines
         columns = [
             [value for value in column if value is not None] for column in zip(*lines.values(), strict=True)
@@ -243,7 +247,7 @@ def make_timeline(histories: Sequence[TaskHistory]) -> Timeline:
                 into[key] = into.get(key, 0.0) + total / times
     numbers = sorted(grid)
     ends = [(at + 1) * width_s for at in numbers]  # the middle of a cell may lie before its attempt
-    silent_s = max(SILENT_S, 2 * width_s)
+    silent_s = max(GAP_S, 2 * width_s)
     breaks = frozenset(
         at
         for at, (last_end, end) in enumerate(pairwise(ends), 1)
@@ -260,8 +264,8 @@ def make_timeline(histories: Sequence[TaskHistory]) -> Timeline:
 
 
 def _cells(history: TaskHistory, *, fill: bool) -> Iterator[tuple[int, Cell]]:
-    """Yield a task's cells; with `fill` repeat a cell in the empty ones after it, up to SILENT_S."""
-    most_cells = int(SILENT_S / history.width_s)
+    """Yield a task's cells; with `fill` repeat a cell in the empty ones after it, up to GAP_S."""
+    most_cells = int(GAP_S / history.width_s)
     for attempt in history.attempts:
         numbers = sorted(attempt.cells)
         for at, next_at in zip(numbers, [*numbers[1:], *numbers[-1:]], strict=True):

@@ -180,6 +180,7 @@ def test_what_to_change_is_said(tmp_path: Path) -> None:
         "window": 40,
         "rows_total": 9000,
         "rows_done": 10,
+        "unsent": 8950,
         "retractions": 0,
         "output_tokens_per_s": 99,
     }
