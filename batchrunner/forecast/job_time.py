@@ -1,9 +1,9 @@
 """Time of a job, computed from the answers to a sample. Pure, so that tests try it on thousands of jobs.
 
-First the sample is simulated in the order in which it was sent. The work of the simulated passes until a row
-ended, beside the time at which it really ended, gives the cost of a pass. So the costs include what the
-simulation leaves out. Then the job is simulated. Each of its rows gets output lengths from the row of the
-sample that is most like it.
+First the sample is simulated, with its rows in the order in which they were sent. The simulation gives the
+work of the passes up to the end of each row. This work, compared with the time at which the row really ended,
+gives the cost of a pass. So the cost includes what the simulation leaves out. Then the job is simulated. Each
+of its rows gets the output lengths of the sampled row that is most like it.
 """
 
 import contextlib
@@ -21,22 +21,22 @@ from batchrunner.engines.simulation.replica import CostModel, PassWork, fit_span
 from batchrunner.engines.simulation.scheduler import DECAY_STEPS, Scheduler, SchedulerConfig, SimulatedRequest
 
 MOST_SIMULATED = 10_000
-"""Rows of a scheduler that are simulated at most."""
+"""Maximum number of rows that are simulated for a scheduler."""
 MOST_SPANS = 24
-"""Stretches of passes that costs are fitted to."""
+"""Maximum number of stretches of passes of a scheduler to which costs are fitted."""
 GOLDEN = 0.618033988749895
-"""The golden ratio: numbers whose multiples of it have the smallest fractions are spread evenly."""
+"""The golden ratio. Sorting numbers by the fractional part of `number * GOLDEN` mixes them evenly."""
 FEW = 10
-"""A sample of so many rows looks half as varied as all rows are, because rare rows are not in it."""
+"""Because it lacks rare rows, a sample of this many rows is assumed to vary half as much as all rows do."""
 FOLDS = 8
-"""Parts of the sample that are left out in turn, to see how much the costs depend on them."""
+"""Number of parts of the sample. Each is left out in turn, to see how much the costs depend on it."""
 BETWEEN_RUNS, UNKNOWN_COSTS = 0.02, 0.3
-"""Relative deviation of pass times between two runs on the same machine: the least, and the one assumed where
-the sample is too small to measure it."""
+"""Relative standard deviations of pass times: between two runs on the same machine, and the one that is
+assumed if the sample is too small to measure it."""
 TAIL = 1.645
-"""Deviations from the middle to either end of a 90 % interval."""
+"""Number of standard deviations from the median to either end of a 90 % interval."""
 LEAST_S = 1e-6
-"""Seconds that rows take at least: an engine of tests may answer at once."""
+"""Minimum of the time of all rows in seconds, because an engine of tests may answer at once."""
 
 
 class JobRow(NamedTuple):
@@ -46,7 +46,7 @@ class JobRow(NamedTuple):
     prompt: float
     """Prompt tokens."""
     cached: float
-    """Prompt tokens that the cache has."""
+    """Prompt tokens that come from the prefix cache."""
     asked: int
     """`max_new_tokens`."""
     fixed: bool = False
@@ -57,11 +57,11 @@ class Attempt(NamedTuple):
     """An answer to a row of the sample."""
 
     row: JobRow
-    """With the tokens as the engine counted them."""
+    """The row, with the numbers of tokens that the engine reported."""
     began: float
     ended: float
     outputs: tuple[int, ...]
-    """Output tokens of each sample; 1 where the engine does not decode."""
+    """Output tokens of each completion; 1 if the task does not decode."""
     route: str
 
 
@@ -86,7 +86,7 @@ class Setting(NamedTuple):
     """Flags of each scheduler."""
     schedulers: int
     window: int | None = None
-    """Rows in flight at a scheduler, where the job fixes it; None: always enough."""
+    """Concurrency limit of a scheduler if the job fixes it; None if enough rows are always in flight."""
 
 
 class Forecast(NamedTuple):
@@ -100,11 +100,11 @@ class Forecast(NamedTuple):
 
 
 Drawn = Sequence[tuple[JobRow, Sequence[int]]]
-"""Rows, each with the output tokens of its samples."""
+"""Rows, each with the output tokens of its completions."""
 
 
 def by_length(row: JobRow) -> tuple[float, ...]:
-    """Sort key by the signs of a long output. Rows with equal signs come from all over the input."""
+    """Sort key that puts rows that may have long outputs last, and mixes rows that are otherwise equal."""
     return row.asked, row.prompt, row.row * GOLDEN % 1
 
 
@@ -118,12 +118,12 @@ def choose(rows: Iterable[JobRow], count: int) -> list[JobRow]:
 def simulate(
     config: SchedulerConfig, rows: Drawn, is_due: Callable[[Scheduler, int, int], bool]
 ) -> tuple[list[PassWork], int, float]:
-    """Return the work of one scheduler until each of its rows ended, in the order of their ends.
+    """Return the work that one scheduler had done when each row ended, in the order of the ends.
 
-    `is_due` tells whether to send the next row; it gets the scheduler and the numbers of rows that were sent
-    and that ended. The cache has the prompt of all completions of a row but the first. The second value is
-    the number of rows that had ended when the last row began to run, the third the share of the decode
-    passes in which rows waited for the KV pool.
+    The first entry, before any row, is no work. `is_due` tells whether to send the next row. It gets the
+    scheduler, the number of rows sent and the number of rows ended. From the second completion of a row on,
+    the cache has the row's prompt. The second value is the number of rows that had ended when the last row
+    began to run. The third value is the share of the decode passes in which rows waited for the KV pool.
     """
     scheduler, work, next_row, waits, full = Scheduler(config), PassWork(), 0, 0, 0
     open_completions = Counter[int]()  # by row
@@ -135,7 +135,7 @@ def simulate(
             for number, tokens in enumerate(outputs):
                 cached = prompt - 1 if number else min(round(row.cached), prompt - 1)
                 prefix = (("shared", cached),) if cached > 0 else ()
-                most_tokens = max(row.asked, tokens)  # a row may ask again for more
+                most_tokens = max(row.asked, tokens)  # a row may ask again with a higher limit
                 request = SimulatedRequest(
                     prompt_tokens=prompt,
                     output_tokens=tokens,
@@ -163,18 +163,20 @@ def simulate(
 
 
 def whole_work(setting: Setting, drawn: Drawn, count: float) -> tuple[PassWork, float]:
-    """Return the work of a scheduler for `count` rows; those `drawn` come from all over the job.
+    """Return the work of a scheduler for `count` rows, by a simulation of the rows in `drawn`.
 
-    The second value is the share of the decode passes in which rows waited for the KV pool.
+    Those come from all over the job. The second value is the share of the decode passes in which rows waited
+    for the KV pool.
     """
-    most = setting.config.max_running  # as many rows wait as a pass without decoding may take
+    most = setting.config.max_running  # a pass without decoding may take as many waiting rows
 
     def is_due(scheduler: Scheduler, sent: int, ended: int) -> bool:
         return sent - ended < setting.window if setting.window else scheduler.queue < most
 
     marks, full, waits = simulate(setting.config, drawn, is_due)
     work, more = marks[-1], count / len(drawn) - 1
-    # Rows beyond those drawn run in an engine that has filled up and does not empty.
+    # Rows that are not simulated run in the steady state: with as many rows in a pass as in the simulation
+    # between ramp-up and drain.
     third = len(marks) // 3
     begin, end = min(bisect_right(marks, PassWork(DECAY_STEPS)), third), max(full, 2 * third)
     steady = _plus(marks[end], marks[begin], -1)
@@ -183,11 +185,11 @@ def whole_work(setting: Setting, drawn: Drawn, count: float) -> tuple[PassWork, 
 
 
 def sample_spans(attempts: Sequence[Attempt], setting: Setting) -> list[tuple[PassWork, float]]:
-    """Return the work of the sample's passes in some stretches of time, each with its seconds."""
+    """Divide the sample's passes into stretches; return the work and the seconds of each stretch."""
     routes = defaultdict[str, list[Attempt]](list)
     for attempt in sorted(attempts, key=attrgetter("began")):
         routes[attempt.route].append(attempt)
-    per_route = max(1, setting.schedulers // len(routes))  # the schedulers of a server take turns
+    per_route = max(1, setting.schedulers // len(routes))  # a server's schedulers get rows in turn
     parts = [
         attempts_of_route[at::per_route] for attempts_of_route in routes.values() for at in range(per_route)
     ]
@@ -195,7 +197,10 @@ def sample_spans(attempts: Sequence[Attempt], setting: Setting) -> list[tuple[Pa
 
 
 def _scheduler_spans(attempts: Sequence[Attempt], config: SchedulerConfig) -> list[tuple[PassWork, float]]:
-    """Simulate one scheduler's part of a sample; rows are sent after the same ends as in the sample."""
+    """Return the stretches of one scheduler, by a simulation of its part of the sample.
+
+    A row is sent once as many rows have ended as when it was really sent.
+    """
     ends = sorted(attempt.ended for attempt in attempts)
     ended_before = [bisect_right(ends, attempt.began) for attempt in attempts]
     marks, *_ = simulate(
@@ -217,14 +222,14 @@ def _plus(work: PassWork, other: PassWork, factor: float) -> PassWork:
 
 
 def cost_of(spans: Sequence[tuple[PassWork, float]]) -> CostModel:
-    """Fit the cost of passes. Few stretches give only the mean time of a pass."""
+    """Fit the cost of a pass. With too few stretches for a fit, the cost is the mean time of a pass."""
     passes = sum(work.passes for work, _ in spans)
     mean = CostModel(sum(seconds for _, seconds in spans) / max(passes, 1), 0.0, 0.0, 0.0)
     return fit_spans(spans) or mean
 
 
 def draw(attempts: Sequence[Attempt], rows: Sequence[JobRow]) -> tuple[Drawn, float]:
-    """Return rows, in input order, with output lengths of the rows of the sample that are most like them.
+    """Return the rows in input order, each with the output lengths of the sampled row that is most like it.
 
     The second value is the standard deviation of the mean output of the sample's rows.
     """
@@ -259,10 +264,10 @@ def forecast(
     start_s: float = 0.0,
     client_s: float = 0.0,
 ) -> Forecast:
-    """Forecast `total` rows, of which `rows` are some, in the order of sending.
+    """Forecast `total` rows with `setting`; `rows` are some of them, in the order of sending.
 
-    The sample ran with the setting `sampled`. `start_s` are the seconds beside the sending, `client_s` the
-    seconds of the client's core for a row.
+    The sample ran with the setting `sampled`. `start_s` are the seconds of the run without the sending, and
+    `client_s` are the client's CPU seconds for a row.
     """
     spans = sample_spans(attempts, sampled)
     cost, share = cost_of(spans), max(1, round(total / setting.schedulers))
@@ -307,7 +312,7 @@ def _around(median: float, deviation: float) -> Interval:
 
 
 def tokens_of(rows: Sequence[JobRow], total: int, outputs: Interval) -> dict[str, Interval]:
-    """Return the tokens of `total` rows, of which `rows` are some, by the output tokens of one row."""
+    """Return the tokens of `total` rows. `rows` are some of them, and `outputs` the output tokens of one."""
     prompt, cached = (fmean(row[at] for row in rows) for at in (1, 2))
     of_a_row = {"prompt": Interval(*[prompt] * 3), "cached": Interval(*[cached] * 3), "output": outputs}
     return {name: tokens.times(total) for name, tokens in of_a_row.items()}
