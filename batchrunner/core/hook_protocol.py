@@ -97,6 +97,8 @@ class HookFacts(NamedTuple):
     """Whether its arguments are the answer and the row, instead of the answer alone."""
     reads: tuple[str, ...] | None = None
     """Columns of the row that it reads, from the annotation of its argument; None for all."""
+    code_digest: str | None = None
+    """Digest of its code; None if there is no source."""
 
 
 class HookLoadError(Exception):

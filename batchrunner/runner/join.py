@@ -410,7 +410,7 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
                 choice=asdict(choice),
             )
         )
-        raise_total(prepared.run_dir, len(plan.selected), fingerprint)
+        raise_total(prepared.run_dir, len(plan.selected), fingerprint, prepared.code_digests)
 
 
 def _stored_by_all(run_dir: RunDir, expected: int, control: Control) -> DoneRows:

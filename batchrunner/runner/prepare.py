@@ -97,6 +97,12 @@ class PreparedJob(JobInput):
         carried = {field.name: type_name(field.type) for field in self.renderer.carried_schema}
         return {**fingerprint(self.job, self.dataset.facts(), model), "columns": carried | computed}
 
+    @property
+    def code_digests(self) -> dict[str, str]:
+        """Digests of the code of the job's Python functions, by the field that names them."""
+        functions = self.functions.facts.values() if self.functions is not None else ()
+        return {facts.where: facts.code_digest for facts in functions if facts.code_digest is not None}
+
     def close(self) -> None:
         """End the processes of the Python functions."""
         if self.functions is not None:

@@ -18,6 +18,7 @@ from pyroaring import BitMap64
 
 from batchrunner.core.console import counted
 from batchrunner.core.errors import (
+    EXIT_FAILED_ROWS,
     EXIT_STOPPED,
     BatchrunError,
     InputChangedError,
@@ -34,10 +35,17 @@ from batchrunner.job.tasks import GENERATE
 from batchrunner.output.away import PAUSE_S, AwayWait, DiskWait
 from batchrunner.output.discard import hold_own_task
 from batchrunner.output.events import EventLog, attempt_spans, union_s, uploading_logs
+from batchrunner.output.files import refresh_listing
 from batchrunner.output.liveness import engine_starting
-from batchrunner.output.resume import read_done
+from batchrunner.output.resume import done_by_all, read_done
 from batchrunner.output.run_dir import ESTIMATE, MAIN_TASK
-from batchrunner.output.run_json import without_secrets, write_limits, write_run_json
+from batchrunner.output.run_json import (
+    code_versions,
+    read_run_json,
+    without_secrets,
+    write_limits,
+    write_run_json,
+)
 from batchrunner.output.task_lock import TaskLock
 from batchrunner.output.writer import FLUSH_FRACTION, ResultWriter
 from batchrunner.report.report import Report, make_report, save_report, verdict_of_done, versions
@@ -136,6 +144,7 @@ async def execute(
         stack.push_async_callback(give_back, work.rows, lock)
         stack.enter_context(uploading_logs(run_dir))
         if work.is_empty:
+            code_versions(read_run_json(run_dir), prepared.code_digests)  # warns of code that has changed
             return report_of_empty(prepared, work)
 
         # open
@@ -390,6 +399,7 @@ class Run:
         write_run_json(
             self.prepared.run_dir,
             self.prepared.job,
+            self.prepared.code_digests,
             fingerprint=fingerprint,
             rows_total=rows_total,
             engine=asdict(self.engine.info),
@@ -513,4 +523,34 @@ class Run:
             return EXIT_STOPPED, (
                 f"{added[0]}{more} came into the input, or grew, during the run: run the same command again"
             )
+        if self.start.join:
+            return self._verdict_of_worker(report)
         return verdict_of_done(report, self.prepared.job.limits.max_failed_rows)
+
+    def _verdict_of_worker(self, report: Report) -> tuple[int, str]:
+        """Judge a worker that has done its rows of a joined run. The last worker judges the run by its parts.
+
+        In an object store it would have to fetch all results for that: there it judges only its own rows.
+        """
+        run_dir, most_failed = self.prepared.run_dir, self.prepared.job.limits.max_failed_rows
+        is_last = not report.rows_of_others
+        if not is_last or run_dir.store.uri:
+            return verdict_of_done(replace(report, rows_total=self.work.rows_of_run), most_failed)
+        try:
+            plan = self.work.rows.newest_plan()
+            refresh_listing(run_dir.parts)
+            stored = done_by_all(run_dir)
+        except (OSError, BatchrunError) as failure:
+            return EXIT_STOPPED, str(failure)
+        rows_of_run = plan.rows_total if plan is not None else self.work.rows_of_run
+        if len(stored) < rows_of_run:
+            lost = counted(rows_of_run - len(stored), "row")
+            return EXIT_STOPPED, f"{lost} of the run are in no part: run the same command again"
+        rows_failed = len(stored.failed)
+        exit_code, reason = verdict_of_done(
+            replace(report, rows_total=rows_of_run, rows_failed=rows_failed), most_failed
+        )
+        if exit_code == EXIT_FAILED_ROWS and rows_failed > report.rows_failed:
+            failed = counted(rows_failed, "row")
+            reason = f"done, but {failed} of the run failed, more than limits.max_failed_rows tolerates"
+        return exit_code, reason

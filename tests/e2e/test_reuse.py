@@ -25,6 +25,14 @@ NOW = "{{ text }}{% if id % 6 == 0 %} now{% endif %}"
 CORRECTED = [row for row in range(40) if row % 6 == 0]
 
 
+JUDGE = """
+LEAST = 1
+
+def is_good(answer):
+    return len(answer) > LEAST
+"""
+
+
 def both(directory: Path, server: Any, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a job, and the same into another directory, which takes the answers of the first."""
     old = job_of(directory, server, rows=40, **changes)
@@ -162,16 +170,58 @@ def test_another_model(tmp_path: Path, server: FakeSGLang) -> None:
 
 
 def test_no_engine_is_needed_where_all_is_known(tmp_path: Path, server: FakeSGLang) -> None:
-    """Another column to carry costs no row; columns of `parse` are taken, if its function is the same."""
-    write_module(tmp_path, LABEL + "\n" + LABEL.replace("label", "other"))
+    """Another column to carry costs no row, and columns of `parse` are made again."""
+    write_module(tmp_path, LABEL)
     old, new = both(tmp_path, server, parse="hooks:label", python_path=[str(tmp_path)])
     batchrunner.run(old)
     gone = {**new, "engine": "http://127.0.0.1:9", "input": {**old["input"], "columns": ["id"]}}
     report = batchrunner.run(gone)
     assert (report.exit_code, report.rows_ok, report.rows_reused) == (0, 40, 40)
     assert all((row["id"], row["length"]) == (row["row"], len(row["output"])) for row in results_of(new))
-    with pytest.raises(JobError, match="parse was 'hooks:label' and is 'hooks:other'"):
-        batchrunner.run({**new, "parse": "hooks:other", "output": {**new["output"], "path": f"{tmp_path}/c"}})
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_corrected_parse(tmp_path: Path, server: FakeSGLang, samples: int) -> None:
+    """Columns are made again of reused answers, with the row; an answer that cannot be parsed fails alone."""
+    write_module(tmp_path, LABEL)
+    changes = {"sampling": {"n": samples, "temperature": 1}, "limits": {"max_failed_rows": 1}}
+    old, new = both(
+        tmp_path,
+        server,
+        parse="hooks:label",
+        python_path=[str(tmp_path)],
+        input={"columns": ["id"]},
+        **changes,
+    )
+    batchrunner.run(old)
+    corrected = LABEL.replace("label(answer)", "label(answer, row)").replace("length: int", "length: float")
+    corrected = corrected.replace("len(answer)", "row['id'] + 1 / (7 - row['id'])")
+    write_module(tmp_path, corrected)
+    report = batchrunner.run({**new, "engine": "http://127.0.0.1:9"})
+    assert (report.exit_code, report.rows_ok, report.rows_failed, report.rows_reused) == (0, 39, 1, 40)
+    before = answers(old)
+    for row in results_of(new):
+        number = row["row"]
+        assert row["output"] == before[number]
+        if number == 7:
+            assert row["length"] is None
+            told(row["error"], "hooks.py:", "ZeroDivisionError")
+        else:
+            length = number + 1 / (7 - number)
+            assert row["length"] == (length if samples == 1 else [length] * samples)
+
+
+def test_a_corrected_judge(tmp_path: Path, server: FakeSGLang) -> None:
+    """Answers that older code of `accept.python` judged good are not taken; a comment changes nothing."""
+    write_module(tmp_path, JUDGE, "judge")
+    checks = {"accept": {"python": "judge:is_good"}, "python_path": [str(tmp_path)]}
+    old, new = both(tmp_path, server, **checks)
+    batchrunner.run(old)
+    write_module(tmp_path, JUDGE.replace("LEAST = 1", "LEAST = 2"), "judge")
+    with pytest.raises(JobError, match=r"/run: the code of accept\.python has changed since"):
+        batchrunner.run(new)
+    write_module(tmp_path, "# what is good\n" + JUDGE, "judge")
+    assert batchrunner.run(new).rows_reused == 40
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
