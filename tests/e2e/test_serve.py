@@ -25,6 +25,7 @@ from openai.types import Batch
 from batchrunner.serve.state import FILES, State
 from tests.conftest import ROOT, batchrun, eventually
 from tests.e2e.test_batch_files import CHAT, request_of
+from tests.e2e.test_refused_rows import WRONG as WRONG_ANSWERS
 from tests.support.blocks import blocks_of
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.server_thread import PATIENCE_S
@@ -107,6 +108,41 @@ def serving(*args: Any, **options: Any) -> Iterator[Server]:
         yield server
     finally:
         server.kill()
+
+
+def test_a_replica_that_fails_everything(tmp_path: Path) -> None:
+    """No line of a batch fails that another replica answers, whatever the first one says."""
+    with FakeSGLang() as wrong, FakeSGLang(delay_s=0.01) as right:
+        engines = ("--engine", right.url, "--set", "limits.max_attempts=1")
+        with serving(tmp_path / "d", *engines, engine=wrong.url) as server:
+            for what in ("418", "500", "abort", "no body", "truncated JSON", "an error with 200"):
+                wrong.script = lambda _, what=what: WRONG_ANSWERS[what]  # type: ignore[misc]
+                batch = server.ended(server.begin(server.upload(requests_of(100))))
+                assert batch.request_counts is not None
+                counts = {"total": 100, "completed": 100, "failed": 0}
+                assert (what, batch.request_counts.to_dict()) == (what, counts)
+                assert wrong.sent
+                wrong.forget(clients_stay=True)
+
+
+@pytest.mark.parametrize("users", [False, True])
+def test_several_engines_in_the_background(tmp_path: Path, *, users: bool) -> None:
+    """Batches whose lines begin alike are done, also where users had all slots as they began."""
+    messages = [[{"role": "system", "content": f"{number % 4} {'long beginning ' * 200}"},
+                 {"role": "user", "content": f"question {number}"}] for number in range(40)]  # fmt: skip
+    content = b"".join(
+        json.dumps(request_of(number, messages=messages[number])).encode() + b"\n" for number in range(40)
+    )
+    with FakeSGLang() as one, FakeSGLang() as other:
+        for engine in (one, other):
+            engine.others = 2 * engine.max_running if users else 0
+        with serving(tmp_path / "d", "--background", "--engine", other.url, engine=one.url) as server:
+            batches = [server.begin(server.upload(content)) for _ in range(2)]
+            polled = one.polled
+            eventually(lambda: one.polled > polled + 2)
+            one.others = other.others = 0
+            assert {server.ended(batch).status for batch in batches} == {"completed"}
+        assert len(one.sent) + len(other.sent) >= 80
 
 
 def test_in_the_background(tmp_path: Path) -> None:
