@@ -120,22 +120,22 @@ class Batches:
             if batch["in_progress_at"] is None:
                 async with self._whole_files:
                     await asyncio.to_thread(self._validate, batch)
-                status = batch["status"] if control.reason == CANCELLED else "in_progress"
-                await self._state.save(BATCHES, batch, status=status, in_progress_at=now())
+                changes = {} if control.reason == CANCELLED else {"status": "in_progress"}
+                await self._state.save(BATCHES, batch, in_progress_at=now(), **changes)
             await self._answer_lines(batch, control)
         except InputError as failure:
             if batch["in_progress_at"]:
                 raise
-            batch["errors"] = {"object": "list", "data": [_invalid_file(failure)]}
-            await self._finish(batch, "failed")
+            await self._finish(batch, "failed", errors={"object": "list", "data": [_invalid_file(failure)]})
             return
         if control.reason == _SHUTDOWN:
             return
         if control.reason != CANCELLED:
             await self._state.save(BATCHES, batch, status="finalizing", finalizing_at=now())
+        reason = control.reason if control.reason in EARLY_STATUS else None
         async with self._whole_files:
-            await self._publish(batch, control.reason)
-        await self._finish(batch, EARLY_STATUS.get(control.reason or "", "completed"))
+            results = await self._publish(batch, reason)
+        await self._finish(batch, EARLY_STATUS[reason] if reason else "completed", **results)
 
     async def _answer_lines(self, batch: Record, control: Control) -> None:
         """Run the batch in its turn until all lines are answered or `control` stops it."""
@@ -170,9 +170,9 @@ class Batches:
         if report.rows_left:
             raise BatchrunError(report.reason)
 
-    async def _finish(self, batch: Record, status: str) -> None:
-        """Give a batch its final status and delete its run."""
-        await self._state.save(BATCHES, batch, **{"status": status, f"{status}_at": now()})
+    async def _finish(self, batch: Record, status: str, **changes: Any) -> None:
+        """Give a batch its final status, with further changes, and delete its run."""
+        await self._state.save(BATCHES, batch, **{"status": status, f"{status}_at": now(), **changes})
         run = self._state.path_of(BATCHES, batch["id"])
         await asyncio.to_thread(shutil.rmtree, run, ignore_errors=True)
 
@@ -201,10 +201,11 @@ class Batches:
             for number, request, problem, _ in request_lines(lines, path.name):
                 yield number, request, problem and f"{path.name}: line {number}: {problem}"
 
-    async def _publish(self, batch: Record, reason: str | None) -> None:
-        """Write the files of answered and failed lines; their names stay the same after a kill.
+    async def _publish(self, batch: Record, reason: str | None) -> Record:
+        """Write the files of answered and failed lines; return the changes of the batch.
 
-        `reason` says why the batch ended early; each unanswered line fails with it.
+        The names of the files stay the same after a kill. `reason` says why the batch ended early; each
+        unanswered line fails with it.
         """
         names = {kind: f"{batch['id'].replace('batch_', 'file-')}-{kind}" for kind in ("output", "error")}
         output, error = (self._state.path_of(FILES, name) for name in names.values())
@@ -216,12 +217,12 @@ class Batches:
         published = await asyncio.to_thread(publish, run, output, error, unanswered=unanswered)
         if published is None:
             raise BatchrunError("results of some lines are missing")
-        batch["usage"] = published.usage
-        batch["request_counts"] = request_counts(
+        counts = request_counts(
             total=published.completed + published.failed,
             completed=published.completed,
             failed=published.failed,
         )
+        changes: Record = {"usage": published.usage, "request_counts": counts}
         for (kind, name), path in zip(names.items(), (output, error), strict=True):
             if path.stat().st_size:
                 await self._state.add_file(
@@ -230,9 +231,10 @@ class Batches:
                     purpose="batch_output",
                     expires_after=batch["output_expires_after"],
                 )
-                batch[f"{kind}_file_id"] = name
+                changes[f"{kind}_file_id"] = name
             else:
                 path.unlink()
+        return changes
 
 
 def _invalid_file(failure: InputError) -> Record:
