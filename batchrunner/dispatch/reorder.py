@@ -414,6 +414,9 @@ class PrimeTask(NamedTuple):
     """A prefix to compute before any other row goes.
 
     An empty engine admits many rows in its first prefill pass, and would compute the prefix for each of them.
+    So priming saves up to one pass a start, which matters to short runs. In virtual time (an 8B model), 500
+    few-shot rows compute 20,534 prompt tokens with priming and 27,733 without. 200 nested rows compute 7,877
+    in rounds, 14,877 in a single round, and 17,867 without priming.
     """
 
     row: OrderedRow

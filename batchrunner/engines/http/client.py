@@ -721,11 +721,11 @@ class AttachedServers(HttpEngine):
         for endpoint in self.serving:
             if endpoint.url not in urls:
                 log.info("%s gets no more rows: the gateway lists it no more", endpoint.url)
-                endpoint.is_removed = True
+                endpoint.set_listed(is_listed=False)
         for url in set(urls).difference(self.replicas):
             log.info("%s gets rows: the gateway lists it", url)
             if url in self.endpoints:
-                self.endpoints[url].is_removed = False
+                self.endpoints[url].set_listed(is_listed=True)
             else:
                 endpoint = self.endpoints[url] = self._new_endpoint(url)
                 self._watch_model(endpoint)
@@ -742,4 +742,4 @@ class AttachedServers(HttpEngine):
     def _reopen(self, endpoint: Endpoint) -> None:
         log.warning("%s gets rows again", endpoint.url)
         self._incidents.append(Incident("back", endpoint.url))
-        endpoint.hang_pause = None
+        endpoint.resume()

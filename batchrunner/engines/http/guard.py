@@ -4,6 +4,11 @@ A connection leads to one process for as long as it lives. So a new connection t
 server has said, after the connection was made, that it serves the run's model (`GuardedConnector`). Behind a
 proxy that says nothing: there the question is put again after each sign of an absence (`doubt`), before an
 answer counts (`confirm`).
+
+Polls and failed requests notice any server that is away for a while. The question at a new connection is for
+a change without an absence: a Kubernetes Service or a port forward that is switched to another server. A
+second later `AttachedServers` would notice it too, but rows of the other model would be stored by then. The
+question costs nothing a row: one request answers for all connections that open together.
 """
 
 import asyncio
