@@ -228,7 +228,9 @@ def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: Bit
     shares = replace(prepared, job=job.model_copy(update={"order": "auto"}))
     order = decide_order(shares, todo)
     is_sorted = (order.order if job.order == "auto" else job.order) == "prefix"
-    cached = (order.sorted_share if is_sorted else order.input_share) if info.caches_prefixes else 0.0
+    cached = order.sorted_share if is_sorted else order.input_share
+    if not info.caches_prefixes:
+        cached = 0.0
     sendable: list[JobRow] = []
     failed, began = 0, time.monotonic()
     for batch in prepared.batches(rows):

@@ -329,13 +329,13 @@ def forecast(
         limited_by = "prefill"
     if client_s * total > seconds:
         seconds, limited_by = client_s * total, "client"
-    why = sorted([(by_outputs, "output lengths"), (by_cost, "pass times")], reverse=True)
+    causes = sorted([(by_outputs, "output lengths"), (by_cost, "pass times")], reverse=True)
     return Forecast(
         seconds=_around(seconds, math.hypot(by_outputs, by_cost)).times(1, start_s),
         tokens=tokens_of(rows, total, _around(output_tokens, deviation)),
         passes=round(work.passes),
         limited_by=limited_by,
-        why=tuple(_cause(what, math.expm1(TAIL * part)) for part, what in why),
+        why=tuple(_cause(name, math.expm1(TAIL * part)) for part, name in causes),
     )
 
 
@@ -356,8 +356,8 @@ def _deviation_of_costs(
     return of_few * stdev(times) * (FOLDS - 1) / math.sqrt(FOLDS)
 
 
-def _cause(what: str, share: float) -> str:
-    return f"{what}: ±{100 * share:.0f} %" if share <= 1 else f"{what}: too few rows to say"
+def _cause(name: str, share: float) -> str:
+    return f"{name}: ±{100 * share:.0f} %" if share <= 1 else f"{name}: too few rows to say"
 
 
 def _around(median: float, deviation: float) -> Interval:

@@ -1,7 +1,7 @@
 """Reads CSV, JSON Lines, batch files and Arrow files as Arrow batches.
 
 A record that cannot be read becomes a row whose PROBLEM column names the line and the reason. A file that
-cannot be divided into records is refused.
+cannot be divided into records is refused. DuckDB's readers cannot replace these: see `csv_records`.
 """
 
 import io

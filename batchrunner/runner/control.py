@@ -69,7 +69,7 @@ class Control:
         error = BatchrunError(f"{self.reason or 'cancelled'} {when}")
         error.exit_code = self.exit_code
         if self.stage == "starting" and self.exit_code == EXIT_TIME_UP:
-            # else Slurm would requeue for ever a task whose engine takes all of its time to start
+            # else Slurm would requeue for ever an array task whose engine takes all of its time to start
             error.exit_code = EXIT_STOPPED
         self.stage = "ending"
         return error

@@ -270,8 +270,8 @@ class LeasedRows(TaskRows):
 
         Without this limit, one worker could take the last rows, and the other workers would be idle.
         """
-        mine = self._unfinished()
-        return mine * self._workers() > self._rows_free + mine
+        unfinished = self._unfinished()
+        return unfinished * self._workers() > self._rows_free + unfinished
 
     def _unfinished(self) -> int:
         return self._taken - self._counts.done
@@ -368,13 +368,12 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
     with hold_task(main, control.sleep) as lock:  # an attempt without --join must not run meanwhile
         recover(main, lock, prepared.results_schema)
         stored = _stored_by_all(main, leases.plan.rows_total if leases.plan and is_done else 0, control)
-        if start.retry_failed:
-            for task in main.all_tasks():
-                discard_failed_rows(task, lock)
-            stored = done_by_all(main)
         leased = None if is_done else leases.rows()
         state = RunState.of(prepared.selected(control.check), stored, leased)
-        plan = plan_run(StartOptions(join=True), state)
+        plan = plan_run(start, state)
+        if plan.discard == "failed rows":
+            for task in main.all_tasks():
+                discard_failed_rows(task, lock)
         if prepared.job.output.reuse is not None and plan.missing:
             reuse = Reuse(prepared, control, model_of(prepared.job.engine))
             plan = plan.with_reused(reuse.take(main, lock, plan.selected, plan.missing))

@@ -67,7 +67,7 @@ class PreparedJob(JobInput):
 
     @property
     def joins(self) -> bool:
-        """Whether this task takes leases of a run that it shares with others (`--join`)."""
+        """Whether this worker takes leases of a run that it shares with others (`--join`)."""
         return self.run_dir.task != MAIN_TASK
 
     @property
@@ -201,7 +201,7 @@ def _with_field_order(
 
 
 def _fingerprint_of(run_dir: RunDir) -> Mapping[str, Any] | None:
-    """Return the fingerprint of a run, or of the plan of tasks whose engines start; None without any."""
+    """Return the fingerprint of a run, or of the plan of workers whose engines start; None without any."""
     if run_dir.is_being_discarded():
         return None
     old = read_run_json(run_dir)
@@ -209,7 +209,7 @@ def _fingerprint_of(run_dir: RunDir) -> Mapping[str, Any] | None:
         return cast("Mapping[str, Any]", old["fingerprint"])
     if not run_dir.store.names(run_dir.leases):
         return None
-    from batchrunner.runner.leases import Leases  # noqa: PLC0415 - only where tasks share a run
+    from batchrunner.runner.leases import Leases  # noqa: PLC0415 - only where workers share a run
 
     leases = Leases(run_dir.leases, store=run_dir.store)
     leases.refresh()
@@ -217,9 +217,9 @@ def _fingerprint_of(run_dir: RunDir) -> Mapping[str, Any] | None:
 
 
 def drop_copies(run_dir: RunDir, *, is_done: bool = False) -> None:
-    """Delete the Parquet copies of the input where the run is done, or where no task has begun it.
+    """Delete the Parquet copies of the input where the run is done, or where no worker has begun it.
 
-    They stay while another task is at work. One that starts meanwhile makes again what it misses.
+    They stay while another worker is at work. One that starts meanwhile makes again what it misses.
     """
     with contextlib.suppress(OSError, BatchrunError):  # the directory is not empty; the store is away
         if run_dir.run_json.exists() and not is_done:
@@ -246,7 +246,7 @@ def leave(prepared: PreparedJob) -> None:
 
 
 def _is_held(tasks: list[RunDir]) -> bool:
-    """Tell whether a process is at work as one of these tasks; its engine may be starting."""
+    """Tell whether a process is at work as one of these workers; its engine may be starting."""
     return any(holders_of([(task, None) for task in tasks], watch=False))
 
 

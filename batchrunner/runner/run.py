@@ -18,8 +18,6 @@ from pyroaring import BitMap64
 
 from batchrunner.core.console import counted
 from batchrunner.core.errors import (
-    EXIT_FAILED_ROWS,
-    EXIT_STOPPED,
     BatchrunError,
     InputChangedError,
     StorageError,
@@ -48,7 +46,8 @@ from batchrunner.output.run_json import (
 )
 from batchrunner.output.task_lock import TaskLock
 from batchrunner.output.writer import FLUSH_FRACTION, ResultWriter
-from batchrunner.report.report import Report, make_report, save_report, verdict_of_done, versions
+from batchrunner.report.report import Report, make_report, save_report, versions
+from batchrunner.report.verdict import RunEnd, RunVerdict, verdict_of
 from batchrunner.runner.control import Control
 from batchrunner.runner.plan import StartOptions, may_grow
 from batchrunner.runner.prepare import (
@@ -232,13 +231,16 @@ def report_of_empty(prepared: PreparedJob, work: Work) -> Report:
     """Make the report of an attempt that found nothing to do."""
     job, run_dir = prepared.job, prepared.run_dir
     report = make_report(run_dir, work.done_before, work.rows.total, work.counts)
-    exit_code, reason = verdict_of_done(report, job.limits.max_failed_rows)
-    if report.rows_left > work.rows_of_others:
-        exit_code = EXIT_STOPPED
-        reason = "rows are left that no living task holds: run the same command again"
-    elif report.rows_left:
-        reason = "nothing is free: other tasks do the rest"
-    else:
+    end = RunEnd(
+        rows_total=report.rows_total,
+        rows_failed=report.rows_failed,
+        max_failed_rows=job.limits.max_failed_rows,
+        rows_unheld=max(0, report.rows_left - work.rows_of_others),
+        rows_held=work.rows_of_others,
+        was_empty=True,
+    )
+    exit_code, reason = verdict_of(end)
+    if not report.rows_left:
         drop_copies(run_dir, is_done=True)
         write_limits(run_dir, job)
     simulated = isinstance(job.engine, SimulatedEngine)
@@ -291,7 +293,7 @@ class Run:
         load_control, why_window = await self._open_load_control()
         writer = self._writer()
         sending = self._sending(load_control, writer)
-        self.lock.verify()  # another process may have taken the task while the engine started
+        self.lock.verify()  # another process may have taken the lock while the engine started
         self._write_run_json()  # only now: a refused job must not change run.json
         self._log_begin(load_control, why_window)
         end, self.control.stage = SendingEnd(), "sending"
@@ -474,7 +476,7 @@ class Run:
             with contextlib.suppress(OSError, BatchrunError):
                 held, unheld = work.rows.held_elsewhere()
         report = replace(report, rows_of_others=held + unheld if not report.rows_left else 0)
-        exit_code, reason = self._verdict(report, end, unheld)
+        exit_code, reason = self._verdict(report, end, held=held, unheld=unheld)
         if not end.is_on_disk:
             report = self._counted_on_disk(report)
         return replace(
@@ -506,51 +508,47 @@ class Run:
             return replace(report, rows_ok=len(done.answered), rows_failed=counts.failed, rows_cut=counts.cut)
         return report
 
-    def _verdict(self, report: Report, end: SendingEnd, unheld: int) -> tuple[int, str]:
-        """Return the exit code and its reason; `unheld` rows of the run are held by no living worker."""
-        control, added = self.control, end.added_files
-        if end.failure is not None:
-            return end.failure.exit_code, str(end.failure)
-        if report.rows_left > report.rows_of_others:
-            is_sample = self.start.sample is not None
-            why = "a sample is done: the job asks no row again" if is_sample else "stopped"
-            return control.exit_code, control.reason or why
-        if unheld:
-            why = f"{unheld:,} rows are left that no living task holds: run the same command again"
-            return control.exit_code, control.reason or why
-        if added:
-            more = f" and {len(added) - 1} more" if len(added) > 1 else ""
-            return EXIT_STOPPED, (
-                f"{added[0]}{more} came into the input, or grew, during the run: run the same command again"
-            )
-        if self.start.join:
-            return self._verdict_of_worker(report)
-        return verdict_of_done(report, self.prepared.job.limits.max_failed_rows)
+    def _verdict(self, report: Report, end: SendingEnd, *, held: int, unheld: int) -> RunVerdict:
+        """Return the exit code and its reason.
 
-    def _verdict_of_worker(self, report: Report) -> tuple[int, str]:
-        """Judge a worker that has done its rows of a joined run. The last worker judges the run by its parts.
-
-        In an object store it would have to fetch all results for that: there it judges only its own rows.
+        Other living workers do `held` further rows of the run, and nobody does `unheld` ones.
         """
-        run_dir, most_failed = self.prepared.run_dir, self.prepared.job.limits.max_failed_rows
-        is_last = not report.rows_of_others
-        if not is_last or run_dir.store.uri:
-            return verdict_of_done(replace(report, rows_total=self.work.rows_of_run), most_failed)
+        control = self.control
+        stop = None if control.reason is None else RunVerdict(control.exit_code, control.reason)
+        run_end = RunEnd(
+            rows_total=report.rows_total if not self.start.join else self.work.rows_of_run,
+            rows_failed=report.rows_failed,
+            max_failed_rows=self.prepared.job.limits.max_failed_rows,
+            rows_left=report.rows_left - report.rows_of_others,
+            rows_unheld=unheld,
+            rows_held=held,
+            is_sample=self.start.sample is not None,
+            failure=end.failure,
+            stop=stop,
+            added_files=end.added_files,
+        )
+        is_last_worker = self.start.join and end.failure is None and not (report.rows_left or held or unheld)
+        return verdict_of(self._with_all_workers(run_end) if is_last_worker else run_end)
+
+    def _with_all_workers(self, end: RunEnd) -> RunEnd:
+        """Add what the parts say of the rows of all workers; the last worker calls this.
+
+        In an object store it would have to fetch all results for that. There it judges only its own rows.
+        """
+        run_dir = self.prepared.run_dir
+        if run_dir.store.uri:
+            return end
         try:
             plan = self.work.rows.newest_plan()
             refresh_listing(run_dir.parts)
             stored = done_by_all(run_dir)
         except (OSError, BatchrunError) as failure:
-            return EXIT_STOPPED, str(failure)
-        rows_of_run = plan.rows_total if plan is not None else self.work.rows_of_run
-        if len(stored) < rows_of_run:
-            lost = counted(rows_of_run - len(stored), "row")
-            return EXIT_STOPPED, f"{lost} of the run are in no part: run the same command again"
-        rows_failed = len(stored.failed)
-        exit_code, reason = verdict_of_done(
-            replace(report, rows_total=rows_of_run, rows_failed=rows_failed), most_failed
+            return replace(end, failure=StorageError(str(failure)))
+        rows_total = end.rows_total if plan is None else plan.rows_total
+        return replace(
+            end,
+            rows_total=rows_total,
+            rows_failed=len(stored.failed),
+            rows_failed_elsewhere=len(stored.failed) - end.rows_failed,
+            rows_missing=max(0, rows_total - len(stored)),
         )
-        if exit_code == EXIT_FAILED_ROWS and rows_failed > report.rows_failed:
-            failed = counted(rows_failed, "row")
-            reason = f"done, but {failed} of the run failed, more than limits.max_failed_rows tolerates"
-        return exit_code, reason

@@ -128,7 +128,7 @@ class WorkFinder:
 
     def _find_shared(self) -> Work:
         """Find the work of one of several workers: wait for its first lease, and take it."""
-        from batchrunner.runner.join import join  # noqa: PLC0415 - only where tasks share a run
+        from batchrunner.runner.join import join  # noqa: PLC0415 - only where workers share a run
 
         counts = RowCounts()
         rows, rows_of_run, order = join(
@@ -164,7 +164,7 @@ class WorkFinder:
 
 def plan_failed_rows(job: Job) -> None:
     """Plan the retries of failed rows before the workers of a shared run start. Raises BatchrunError."""
-    from batchrunner.runner.join import join  # noqa: PLC0415 - only where tasks share a run
+    from batchrunner.runner.join import join  # noqa: PLC0415 - only where workers share a run
 
     prepared = prepare(job, new_task())
     start = StartOptions(join=True, retry_failed=True)

@@ -128,7 +128,7 @@ def test_nothing_is_free(tmp_path: Path, server: FakeSGLang) -> None:
     with started(file, "--join") as first:
         eventually(lambda: len(server.sent) == 20)
         refused = run_job(job, tmp_path, "--join").stderr
-        told(refused, "nothing is free: other tasks do the rest: 0 of 20 rows ok, 0 failed, 20 left")
+        told(refused, "nothing is free: other workers do the rest: 0 of 20 rows ok, 0 failed, 20 left")
         assert "done with --join" in run_job(job, tmp_path, code=2).stderr
         assert "is writing this run" in run_job(job, tmp_path, "--fresh", code=2).stderr
         server.answer_held()

@@ -1,4 +1,4 @@
-"""The history of a run: the load and incidents in each task's event log, and all tasks on one time axis."""
+"""The history of a run: load and incidents in each worker's event log, and all workers on one time axis."""
 
 from bisect import bisect_right
 from collections import deque
@@ -17,19 +17,19 @@ MOST_CELLS = 600
 LEAST_CELL_S = 0.125
 """Least width of a cell, in seconds."""
 MOST_INCIDENTS = 200
-"""Most incidents of a task on the page; older ones are dropped."""
+"""Most incidents of a worker on the page; older ones are dropped."""
 LONGEST = 300
 """Most characters of a text on the page."""
 
 RETRACTIONS = "retractions"
-TASK_GAUGES = (
+WORKER_GAUGES = (
     "output_tokens_per_s", "prompt_tokens_per_s", "cached_tokens_per_s", "window", "in_flight", RETRACTIONS,
 )  # fmt: skip
 SCHEDULER_GAUGES = ("queue", "running", "token_usage", "window", "output_tokens_per_s", RETRACTIONS)
 
 
 Key = tuple[str, str]
-"""The name of a gauge, and its scheduler ("" for the whole task)."""
+"""The name of a gauge, and its scheduler ("" for all schedulers of the worker)."""
 
 
 Cell = dict[Key, tuple[float, int]]
@@ -54,7 +54,7 @@ class AttemptLoad:
 
 
 class IncidentMark(NamedTuple):
-    """An incident of an engine or a task."""
+    """An incident of an engine or a worker."""
 
     time: float
     what: str
@@ -63,8 +63,8 @@ class IncidentMark(NamedTuple):
 
 
 @dataclass(slots=True)
-class TaskHistory:
-    """The events of all attempts of a task in short."""
+class WorkerHistory:
+    """The events of all attempts of a worker in short."""
 
     task: str
     width_s: float
@@ -110,7 +110,7 @@ class TaskHistory:
         if not attempt.cells:
             self.bands, self.max_running = {}, {}
         cell = attempt.cells.setdefault(int(sample.time / self.width_s), {})
-        for name in TASK_GAUGES:
+        for name in WORKER_GAUGES:
             _measure(cell, (name, ""), getattr(sample, name))
         for load in sample.signals:
             who = self._name_of(load.scheduler)
@@ -129,9 +129,9 @@ class TaskHistory:
         return replica + separator + dp_rank
 
 
-def history_of(task: str, events: Iterable[dict[str, Any]], width_s: float) -> TaskHistory:
+def history_of(task: str, events: Iterable[dict[str, Any]], width_s: float) -> WorkerHistory:
     """Return the history of events in cells of this width; events without a time are skipped."""
-    history = TaskHistory(task, width_s)
+    history = WorkerHistory(task, width_s)
     for event in events:
         if isinstance(event.get("time"), (int, float)):
             history.add(event)
@@ -151,18 +151,18 @@ def _short(text: object) -> str:
 MOST_SCHEDULER_LINES = 8
 """Most schedulers with a line each; more of them share three lines: lowest, mean and highest."""
 GAP_S = 10.0
-"""Seconds without a load sample, which is five missing ones, after which a line ends and a task is idle."""
+"""Seconds without a load sample, which is five missing ones, after which a line ends and a worker is idle."""
 STEADY_S = 4.0
-"""Least width in seconds of the cells of several tasks: two load samples, so that no cell lacks a task."""
+"""Least width of the cells of several workers, in seconds: two load samples, so that no cell lacks one."""
 
 
 def cell_width(length_s: float, tasks: int) -> float:
-    """Return the width of the cells, in seconds, of a run of this length with this number of tasks."""
+    """Return the width of the cells, in seconds, of a run of this length with this number of workers."""
     return max(length_s / MOST_CELLS, STEADY_S if tasks > 1 else LEAST_CELL_S)
 
 
 class TimeAxis:
-    """Maps times to seconds of work; pauses in which no task ran take no time."""
+    """Maps times to seconds of work; pauses in which no worker ran take no time."""
 
     def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
         """`spans` are the times of the first and last event of attempts, in any order."""
@@ -206,11 +206,11 @@ class Timeline:
     breaks: frozenset[int] = frozenset()
     """Indices of the points before which lines are interrupted."""
     lines: dict[Key, Line] = field(default_factory=dict)
-    """Lines by gauge and scheduler; a line of whole tasks is the sum over all tasks."""
+    """Lines by gauge and scheduler; a line without a scheduler is the sum over all workers."""
     retractions: int = 0
 
     def total(self, name: str) -> Line | None:
-        """Return the sum of a gauge over all tasks."""
+        """Return the sum of a gauge over all workers."""
         return self.lines.get((name, ""))
 
     def of_schedulers(self, name: str) -> dict[str, Line]:
@@ -232,8 +232,8 @@ class Timeline:
         }
 
 
-def make_timeline(histories: Sequence[TaskHistory]) -> Timeline:
-    """Merge the histories of tasks, whose cells have the same width."""
+def make_timeline(histories: Sequence[WorkerHistory]) -> Timeline:
+    """Merge the histories of workers, whose cells have the same width."""
     axis = TimeAxis((attempt.began, attempt.ended) for history in histories for attempt in history.attempts)
     width_s = histories[0].width_s if histories else LEAST_CELL_S
     several = len(histories) > 1
@@ -263,7 +263,7 @@ def make_timeline(histories: Sequence[TaskHistory]) -> Timeline:
     )
 
 
-def _cells(history: TaskHistory, *, fill: bool) -> Iterator[tuple[int, Cell]]:
+def _cells(history: WorkerHistory, *, fill: bool) -> Iterator[tuple[int, Cell]]:
     """Yield a task's cells; with `fill` repeat a cell in the empty ones after it, up to GAP_S."""
     most_cells = int(GAP_S / history.width_s)
     for attempt in history.attempts:

@@ -138,7 +138,7 @@ def test_a_run_of_tasks(tmp_path: Path) -> None:
     tasks = sorted((run / "tasks").glob("join-*"))
     whole = page_of(run)
     assert "1,500 ok 0 failed, 0 left of 1,500" in whole.text
-    assert "2 attempts of 2 tasks" in whole.text
+    assert "2 attempts of 2 workers" in whole.text
     assert sum(text.startswith(f"{tasks[1].name} 127.0.0.1") for text in whole.texts) >= 3
 
 
