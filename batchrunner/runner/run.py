@@ -338,7 +338,8 @@ class Run:
         prepared, info = self.prepared, self.engine.info
         output = prepared.job.output
         durable_s, part_s = output.durable, TIMING.part
-        if prepared.run_dir.store.objects is not None:
+        is_in_store = prepared.run_dir.store.objects is not None
+        if is_in_store:
             durable_s = min(output.durable, SPOOL_S)
             part_s = min(TIMING.part, output.uploaded_within_s * FLUSH_FRACTION)
         schema: pa.Schema = prepared.results_schema
@@ -353,6 +354,7 @@ class Run:
             plan=prepared.answers,
             durable_s=durable_s,
             part_s=part_s,
+            lag_grows=not is_in_store,
             lock=self.lock,
             committed=self.work.rows.committed,
             disk=self.disk,
