@@ -62,8 +62,8 @@ class Timing:
     """Time for which the heartbeats of workers on other machines are watched; a live worker writes one every
     5 s."""
     part: float = 30.0
-    """Longest time from the first row of a part file until the file is written, full or not, in a run that has
-    begun a few minutes ago."""
+    """Longest time from the first row of a part file until the file is written, full or not, in the first ten
+    minutes of a run."""
     launch_poll: float = 0.25
     """Pause between two checks whether a launched program is ready."""
     launch_word: float = 15.0

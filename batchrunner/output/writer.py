@@ -69,7 +69,7 @@ class ResultWriter:
     part_s: float
     """Seconds within which a row is in a part, in a young run or always."""
     lag_grows: bool
-    """Whether parts may come later in an older run. In a store they may not: parts make rows durable there."""
+    """Whether parts come later in an older run. In a store they do not, because they make rows durable."""
     lock: TaskLock
     """The lock of the task, which the caller holds."""
     committed: Callable[[BitMap64], None]
