@@ -45,6 +45,12 @@ BOM = b"\xef\xbb\xbf"
 ARROW_MAGIC, ARROW_HEAD_BYTES = b"ARROW1", 8
 
 
+def skip_bom(source: io.BufferedReader) -> None:
+    """Skip the byte order mark at the start of a file, if there is one."""
+    if source.peek(len(BOM)).startswith(BOM):
+        source.read(len(BOM))
+
+
 def batches_of_file(
     source: io.BufferedReader, path: str, form: FileFormat, spec: InputSpec, *, is_batch: bool
 ) -> Iterator[pa.RecordBatch]:
@@ -55,8 +61,7 @@ def batches_of_file(
     """
     if form.kind == "Arrow":
         return _arrow_batches(source)
-    if source.peek(len(BOM)).startswith(BOM):
-        source.read(len(BOM))
+    skip_bom(source)
     if is_batch:
         name = Path(path).name
         return _object_batches(

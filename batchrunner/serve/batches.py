@@ -7,19 +7,23 @@ an error that says so.
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
 
 from batchrunner.core.errors import BatchrunError, EngineLostError, InputError
 from batchrunner.engines.registry import launched_model
 from batchrunner.input.batch_lines import request_lines
+from batchrunner.input.compression import HEAD_BYTES, codec_of, decompressed
 from batchrunner.input.request_bodies import URL
-from batchrunner.input.text_files import BOM
+from batchrunner.input.text_files import skip_bom
+from batchrunner.input.text_lines import read_lines
 from batchrunner.job.call import CUSTOM_ID, job_of_batch
 from batchrunner.job.spec import Job
 from batchrunner.output.batch_results import CANCELLED, EXPIRED, publish
@@ -126,7 +130,9 @@ class Batches:
         except InputError as failure:
             if batch["in_progress_at"]:
                 raise
-            await self._finish(batch, "failed", errors={"object": "list", "data": [_invalid_file(failure)]})
+            path = self._state.path_of(FILES, batch["input_file_id"])
+            errors = {"object": "list", "data": [_invalid_file(failure, path)]}
+            await self._finish(batch, "failed", errors=errors)
             return
         if control.reason == _SHUTDOWN:
             return
@@ -196,9 +202,12 @@ class Batches:
     def _lines(self, batch: Record) -> Iterator[tuple[int, Mapping[str, Any], str | None]]:
         """Yield each line of a batch's file: its number, its request, and what is wrong with it."""
         path = self._state.path_of(FILES, batch["input_file_id"])
-        with path.open("rb") as file:
-            lines = itertools.chain([file.readline().removeprefix(BOM)], file)
-            for number, request, problem, _ in request_lines(lines, path.name):
+        with pa.OSFile(str(path)) as file:
+            codec = codec_of(file.read(HEAD_BYTES), None)
+            file.seek(0)
+            source = decompressed(file, codec)
+            skip_bom(source)
+            for number, request, problem, _ in request_lines(read_lines(source), path.name):
                 yield number, request, problem and f"{path.name}: line {number}: {problem}"
 
     async def _publish(self, batch: Record, reason: str | None) -> Record:
@@ -237,12 +246,15 @@ class Batches:
         return changes
 
 
-def _invalid_file(failure: InputError) -> Record:
-    """Return the error of a batch whose file cannot be run, with the line number that its message names."""
+def _invalid_file(failure: InputError, path: Path) -> Record:
+    """Return the error of a batch whose file at `path` cannot be run, with the line that its message names.
+
+    Clients get the name of the file, but not its path on the server.
+    """
     line = _LINE_NUMBER.search(failure.message)
     return {
         "code": "invalid_file",
-        "message": failure.message,
+        "message": failure.message.replace(str(path), path.name),
         "param": None,
         "line": line and int(line[1]),
     }

@@ -81,7 +81,7 @@ def test_an_estimate_that_rows_confirm() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_time_left_of_a_long_run_with_an_uneven_pace(seed: int) -> None:
-    """From a tenth of the run on it is within 15 % in 90 % of the lines, and no line doubles the one before."""
+    """From a tenth of the run on 90 % of the lines are within 15 %, and no line doubles the one before."""
     rng, rows, in_flight = random.Random(seed), 40_000_000, 400
     time_left, done, now = TimeLeft(0.0), 0, 0.0
     lines: list[tuple[float, int, float]] = []  # the time, the ended rows and the time left

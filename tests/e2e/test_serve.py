@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import itertools
 import json
 import os
@@ -279,6 +280,9 @@ def test_batches_that_fail(tmp_path: Path) -> None:
         for content, line in (
             (b"\x00\xff\n" * 3, 1),
             (b"", None),
+            (b"PK\x03\x04", None),
+            (gzip.compress(requests_of(3))[:-20], None),
+            (gzip.compress(requests_of(3)), 1),
             (b"\n \n" + requests_of(3), 3),
             (requests_of(2) + requests_of(2).replace(CHAT.encode(), b"/v1/responses"), 3),
         ):
@@ -294,7 +298,7 @@ def test_batches_that_fail(tmp_path: Path) -> None:
 def test_a_batch_ends_early(tmp_path: Path, early: str) -> None:
     """What is done is in the output, and each other line in the errors, also after a kill."""
     with serving(tmp_path / "state", *SLOW) as server:
-        file = server.upload(requests_of(400, max_tokens=10))
+        file = server.upload(gzip.compress(requests_of(400, max_tokens=10)))
         batch = server.begin(file, window="4s" if early == "expired" else "24h")
         with pytest.raises(openai.ConflictError):
             server.client.files.delete(file)

@@ -123,6 +123,8 @@ class HttpEngine(Engine):
         self._names_to_send: dict[str, str] = {}
         """Model name to send in a whole request, by the name that its row gives."""
         self._name_lock = asyncio.Lock()
+        self._large_answers = asyncio.Semaphore(replies.LARGE_AT_ONCE)
+        """Permits to read large answers."""
 
     async def connect(self, urls: Sequence[str], remedy: str = START) -> EngineInfo:
         """Connect to the replicas, and read the description of each that answers.
@@ -270,7 +272,7 @@ class HttpEngine(Engine):
         """Ask the first replica; see `Engine.tokens_of`."""
         body = wire.bytes_of(wire.tokenize_body(request, special=special))
         endpoint = next(iter(self.endpoints.values()))
-        answer = await self._exchange(endpoint, wire.TOKENIZE_PATH, body, replies.whole)
+        answer = await self._exchange(endpoint, wire.TOKENIZE_PATH, body, self._whole)
         if answer.status in NO_SUCH_PATH:
             return None
         if answer.status != _OK:
@@ -389,10 +391,14 @@ class HttpEngine(Engine):
         fields = self._added_fields(endpoint, path)
         rids = (str(fields["rid"]),) if "rid" in fields else ()
         body = wire.with_fields(body, fields) if fields else body
-        answer = await self._exchange(endpoint, path, body, replies.whole, rids=rids)
+        answer = await self._exchange(endpoint, path, body, self._whole, rids=rids)
         if answer.status != _OK or not answer.content.lstrip().startswith(JSON_BEGINS):
             raise self._refusal(endpoint, answer)
         return answer.content
+
+    async def _whole(self, answer: PostedAnswer) -> replies.WholeAnswer:
+        """Read the body of an answer, in a turn if it is large."""
+        return await replies.whole(answer, self._large_answers)
 
     def _added_fields(self, endpoint: Endpoint, path: str) -> dict[str, Any]:  # noqa: ARG002 - for subclasses
         """Return fields to add to a body: the name by which its request can be aborted.
@@ -433,7 +439,7 @@ class HttpEngine(Engine):
         """Send prompts in one body, and pass on the answer of each when it comes."""
         fields = self._added_fields(endpoint, wire.GENERATE_PATH)
         body = wire.bytes_of(wire.bundle_body(requests) | fields)
-        bundle = BundleAnswer(requests, ended, endpoint, self.guard)
+        bundle = BundleAnswer(requests, ended, endpoint, self.guard, self._large_answers)
         # SGLang names the rows of a bundle in this way.
         rids = tuple(f"{fields['rid']}_{index}" for index in range(len(requests)))
         answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, bundle.read, rids=rids)
@@ -572,6 +578,8 @@ class BundleAnswer:
     ended: RowEnded
     endpoint: Endpoint
     guard: ModelGuard
+    large_answers: asyncio.Semaphore
+    """Permits to read large answers."""
     ended_rows: set[int] = field(default_factory=set)
     """Places in the bundle of the rows that have ended."""
     refusal: replies.WholeAnswer | None = None
@@ -584,7 +592,7 @@ class BundleAnswer:
         """
         kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if kind != "text/event-stream":
-            return await replies.whole(answer)
+            return await replies.whole(answer, self.large_answers)
         lines = replies.EventLines()
         try:
             async with asyncio.timeout(None) as end:
