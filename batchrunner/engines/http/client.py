@@ -45,8 +45,7 @@ from batchrunner.engines.hang_detector import Hang, HangDetector, progress_of
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.connections import open_connections
 from batchrunner.engines.http.guard import GuardedConnector, ModelGuard, common_model, model_in
-from batchrunner.engines.http.proxies import by_proxy
-from batchrunner.engines.http.proxy_limit import ENDED_BY_PROXY, REQUESTS
+from batchrunner.engines.http.proxies import ENDED_BY_PROXY, REQUESTS, by_proxy
 from batchrunner.engines.http.replies import JSON_BEGINS
 from batchrunner.engines.http.server import Endpoint, HangPause, SentRequest
 from batchrunner.engines.http.server_info import (
