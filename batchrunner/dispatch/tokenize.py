@@ -12,8 +12,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tenacity import AsyncRetrying
-
 from batchrunner.core.engine_info import EngineInfo, TokenizerInfo
 from batchrunner.core.errors import (
     AttemptFailedError,
@@ -24,11 +22,8 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.files import read_json
-from batchrunner.core.retry import backoff
 from batchrunner.core.types import MEDIA, Outcome, PromptKind, Request
 from batchrunner.engines.base import Engine
-from batchrunner.input.tokenize.chat_template import RESERVED_ARGUMENTS
-from batchrunner.input.tokenize.encoder import Encoder, TokenBudget
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import ChoiceTask, ClassifyTask, RerankTask, ScoreTask
 from batchrunner.output.events import EventLog
@@ -36,6 +31,7 @@ from batchrunner.sglang.model_files import class_names, vocabulary_of
 
 if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
+    from batchrunner.input.tokenize.encoder import Encoder
 
 log = logging.getLogger(__name__)
 
@@ -76,20 +72,33 @@ def make_encoder(job: Job, info: EngineInfo, kind: PromptKind) -> Encoder:
     cut = job.prompt.truncate
     if cut is not None and info.context_length is None:
         raise CannotTokenizeError("the engine does not tell its context length")
-    context = None if cut is None and tokenizer is not None and tokenizer.cuts else info.context_length
+    directory, chat_sampling = None, None
+    if kind != "input_ids":
+        usable = _usable_tokenizer(job, info, kind)
+        directory = Path(usable.tokenizer).expanduser()
+        chat_sampling = _chat_sampling(usable)
+    from batchrunner.input.tokenize.encoder import (  # noqa: PLC0415 - the engine tokenises for most jobs
+        Encoder,
+        TokenBudget,
+    )
+
+    truncates_there = cut is None and tokenizer is not None and tokenizer.cuts
+    context = None if truncates_there else info.context_length
     budget = TokenBudget(context, tokenizer.longest_prompt if tokenizer else None)
-    if kind == "input_ids":
-        return Encoder(kind, None, budget, cut)
+    return Encoder(kind, directory, budget, cut, chat_sampling=chat_sampling)
+
+
+def _usable_tokenizer(job: Job, info: EngineInfo, kind: PromptKind) -> TokenizerInfo:
+    """Return the engine's tokenizer; raises CannotTokenizeError where only the engine can use it."""
+    tokenizer = info.tokenizing
     if tokenizer is None:
         raise CannotTokenizeError("the engine has no tokenizer that we know of")
     reason = tokenizer.own or (_own_chat(job, tokenizer) if kind == "messages" else None)
     if reason is not None:
         raise CannotTokenizeError(reason)
-    directory = Path(tokenizer.tokenizer).expanduser()
-    if not directory.is_dir():
+    if not Path(tokenizer.tokenizer).expanduser().is_dir():
         raise CannotTokenizeError(f"the tokenizer's directory {tokenizer.tokenizer} is not on this machine")
-    sampling = _chat_sampling(tokenizer)
-    return Encoder(kind, directory, budget, cut, chat_sampling=sampling)
+    return tokenizer
 
 
 def _own_chat(job: Job, tokenizer: TokenizerInfo) -> str | None:
@@ -98,6 +107,8 @@ def _own_chat(job: Job, tokenizer: TokenizerInfo) -> str | None:
         return "output.columns: tool_calls are found by the server"
     if job.prompt.tools is not None or job.sampling.tool_choice is not None:
         return "prompt.tools are written into the prompt by the server"
+    from batchrunner.input.tokenize.chat_template import RESERVED_ARGUMENTS  # noqa: PLC0415 - as above
+
     messages = job.prompt.messages
     if job.prompt.continue_ or (isinstance(messages, list) and messages[-1].role == "assistant"):
         return "the beginning of an answer is put into the prompt by the server"
@@ -152,6 +163,10 @@ async def engine_tokens(
 
     def is_transient(failure: BaseException) -> bool:
         return isinstance(failure, (AttemptFailedError, EngineBusyError))
+
+    from tenacity import AsyncRetrying  # noqa: PLC0415 - few jobs ask
+
+    from batchrunner.core.retry import backoff  # noqa: PLC0415
 
     retrying = AsyncRetrying(**backoff(is_transient, attempts=ATTEMPTS))
     try:

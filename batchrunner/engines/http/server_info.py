@@ -20,7 +20,7 @@ from batchrunner.engines.http.guard import model_in
 from batchrunner.engines.http.proxies import by_proxy, proxy_of
 from batchrunner.engines.http.server import Model
 from batchrunner.job.tasks import TASKS, TaskName
-from batchrunner.sglang.logs.reader import Facts
+from batchrunner.sglang.flags import attention_ranks
 from batchrunner.sglang.model_files import model_identity, takes_mean
 
 MODEL_INFO, SERVER_INFO = "/model_info", "/server_info"
@@ -411,8 +411,7 @@ def memory_caps_running(server: Mapping[str, Any]) -> bool:
         return False
     if argument is None:
         return bool(state.get("max_mamba_cache_size")) and in_effect < LEAST_DEFAULT_RUNNING
-
-    return in_effect < argument // Facts(arguments=dict(server)).attn_dp
+    return in_effect < argument // attention_ranks(server)
 
 
 def tokenizer_info(model: Mapping[str, Any], server: Mapping[str, Any]) -> TokenizerInfo:
