@@ -19,8 +19,8 @@ Rows of ours are preempted in three cases:
 - Rows wait sample after sample though slots are free: the server's admission takes no more. The waiting rows
   are preempted, and the server counts as full with what it runs now.
 - Users wait: as many rows as users that wait, twice as many at the next sample, and so on. Nothing else makes
-  room in the KV pool, as SGLang's own preemption looks at slots alone. Where it is on and all slots are taken,
-  it does the work: its victims keep their tokens and wait for a slot.
+  room in the KV pool, as SGLang's own preemption looks at slots alone. Where that is on and all slots are
+  taken, it does the work: its victims keep their tokens and wait for a slot.
 - A server that does not let users go first has less than half of `spare` free: before any user has to wait.
 
 The gauges are older than our count of rows in flight. When they were taken, our rows were between that count

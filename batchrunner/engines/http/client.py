@@ -95,7 +95,7 @@ class HttpEngine(Engine):
         limits: LimitsSpec,
         task: TaskName = GENERATE,
     ) -> None:
-        """`task` is what the servers' model must be able to do."""
+        """Take the `task` that the servers' model must be able to do."""
         self.endpoints: dict[str, Endpoint] = {}
         """Where requests are sent, by route."""
         self.serving: list[Endpoint] = []
@@ -277,7 +277,7 @@ class HttpEngine(Engine):
         return replies.tokens_in(answer.content)
 
     def incidents(self) -> list[Incident]:
-        """Return what happened to the servers; see `Engine.incidents`."""
+        """Return the servers' incidents; see `Engine.incidents`."""
         incidents = [*self._incidents]
         self._incidents.clear()
         return incidents
