@@ -72,11 +72,11 @@ def prompt_tokens(request: Request) -> int:
 
 
 USUAL_TOKENS = 8192
-"""Prompt tokens of a pass where the server does not tell: SGLang's chunk on cards of 80 GB."""
+"""Prompt tokens of a pass if the server reports none: SGLang's chunk on GPUs of 80 GB."""
 FIRST_ROW_TOKENS = 256
-"""Tokens that a row is expected to have before any was sent."""
+"""Expected prompt tokens of a row before any row was sent."""
 MEMORY_ROWS = 2000
-"""Rows over which the average is taken; older rows fade out."""
+"""Rows over which the prompt length is averaged; older rows fade out."""
 DEEPEST = 8
 """Longest useful queue, in forward passes: more rows would only wait."""
 FIRST_PASSES = 4
@@ -84,10 +84,10 @@ FIRST_PASSES = 4
 
 
 class ForwardPasses:
-    """The passes of an engine's schedulers, by the rows that were sent."""
+    """How many rows fill a forward pass of a scheduler without decoding, by the mean prompt of sent rows."""
 
     def __init__(self, tokens: int | None) -> None:
-        """Take the most prompt `tokens` of a pass; None where the server does not tell them."""
+        """`tokens` is the most prompt tokens of a pass; None if the server does not report it."""
         self.tokens = tokens or USUAL_TOKENS
         """Most prompt tokens of a pass."""
         self._row_tokens = float(FIRST_ROW_TOKENS)
@@ -104,7 +104,7 @@ class ForwardPasses:
         return rows if max_running is None else min(rows, max_running)
 
     def first_window(self, max_running: int | None) -> int:
-        """Return how many rows a scheduler gets before its load is known."""
+        """Return the window of a scheduler before its first load sample."""
         return max(LEAST_LOW, FIRST_PASSES * self.rows(max_running))
 
     def band(self, max_running: int | None) -> QueueBand:
@@ -154,7 +154,7 @@ class BundleSize:
     ) -> None:
         """Send bundles that wait at most `fill_s` seconds; `fixed` overrides the size.
 
-        `short` says that answers are known to be short. `passes` are given only for tasks without decoding.
+        `short` says that answers are known to be short. Only tasks without decoding have `passes`.
         """
         self.most_tokens = MOST_TOKENS if passes is None else passes.tokens
         """Prompt tokens that a bundle holds at most, unless one row has more."""
@@ -250,7 +250,7 @@ class BundleSender:
     totals: BundleTotals
     events: EventLog
     one_by_one: str | None
-    """Why each row is a request of its own; None where there is no reason."""
+    """Why rows share no requests; None if they may."""
     _logged: set[str] = field(default_factory=set)
     """Reasons for sending rows one by one that are already in the log."""
     _works: bool = False
@@ -381,7 +381,7 @@ class BundleSenders:
         totals: BundleTotals,
         events: EventLog,
     ) -> None:
-        """Follow the job; `passes` are those of a task without decoding, None for generating."""
+        """Take the `passes` of a task without decoding; None for generation."""
         self._engine = engine
         self._totals = totals
         self._events = events
@@ -408,7 +408,7 @@ class BundleSenders:
 
 
 def why_alone(request: Request) -> str | None:
-    """Say why a row is a request of its own; None where it can share one."""
+    """Return why a row needs a request of its own; None if it can share one."""
     if request.task is not None:
         return None
     if request.kind != "input_ids":

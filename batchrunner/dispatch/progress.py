@@ -30,8 +30,8 @@ REPORTED = frozenset({"recalled", "died", "hangs", "healed", "lost", "adapts", "
 SPAN_S = 30.0
 """Seconds over which a rate is taken."""
 PACE_ROWS, PACE_ROUNDS, PACE_SHARE = 32, 4, 0.25
-"""Half-life of an ended row in the pace, in rows that end after it: the maximum of a number of rows, of so
-many times the rows in flight, and of a share of the rows that had ended. So the pace of a long run is smooth."""
+"""Half-life of an ended row in the pace, in rows that end after it. It is the maximum of a number of rows, of
+so many times the rows in flight, and of a share of the rows that had ended, so that long runs are smooth."""
 
 
 CONTRADICTION, LATE_SHARE = 0.5, 0.05

@@ -287,7 +287,7 @@ class ConcurrencyLimits:
             controller = BackgroundController(
                 name, fits, band, most=self.most, now=now, yields=self.info.yields
             )
-            why = "background: what the users leave"
+            why = "background: spare capacity"
         route = self._route_to(load.route)
         scheduler = SchedulerLimit(name, route, controller, now, reports_load=load.source != "engine")
         self.schedulers[name] = scheduler

@@ -45,8 +45,7 @@ from batchrunner.engines.hang_detector import Hang, HangDetector, progress_of
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.connections import open_connections
 from batchrunner.engines.http.guard import GuardedConnector, ModelGuard, common_model, model_in
-from batchrunner.engines.http.proxies import by_proxy
-from batchrunner.engines.http.proxy_limit import ENDED_BY_PROXY, REQUESTS
+from batchrunner.engines.http.proxies import ENDED_BY_PROXY, REQUESTS, by_proxy
 from batchrunner.engines.http.replies import JSON_BEGINS
 from batchrunner.engines.http.server import Endpoint, HangPause, SentRequest
 from batchrunner.engines.http.server_info import (
@@ -96,7 +95,7 @@ class HttpEngine(Engine):
         limits: LimitsSpec,
         task: TaskName = GENERATE,
     ) -> None:
-        """`task` is what the servers' model must be able to do."""
+        """Take the `task` that the servers' model must be able to do."""
         self.endpoints: dict[str, Endpoint] = {}
         """Where requests are sent, by route."""
         self.serving: list[Endpoint] = []
@@ -280,7 +279,7 @@ class HttpEngine(Engine):
         return replies.tokens_in(answer.content)
 
     def incidents(self) -> list[Incident]:
-        """Return what happened to the servers; see `Engine.incidents`."""
+        """Return the servers' incidents; see `Engine.incidents`."""
         incidents = [*self._incidents]
         self._incidents.clear()
         return incidents

@@ -214,7 +214,7 @@ async def _read_on(stream: aiohttp.StreamReader, body: bytearray, most: int) -> 
 
 
 def read_event(content: bytes) -> Event:
-    """Decode an event; raises where it is none."""
+    """Decode an event; raises for any other content."""
     return decode_reply(_read_event, content)
 
 
@@ -367,11 +367,11 @@ def _completion(
     if asks.only_reasoning and len(answers) == 1 and TAGS not in texts[0] and not answers[0].reasoning:
         return completion._replace(columns=NO_REASONING)  # nearly always so
     if "reasoning" in asks.names:
-        answers = [_parted(answer) for answer in answers]
+        answers = [_split_reasoning(answer) for answer in answers]
     return completion._replace(texts=[answer.text for answer in answers], columns=_columns(asks, answers))
 
 
-def _parted(answer: Answer) -> Answer:
+def _split_reasoning(answer: Answer) -> Answer:
     """Split a text into reasoning and answer; without an end tag, reasoning extends to the end of the text.
 
     Both parts are stripped, as in SGLang's reasoning parsers. A text without reasoning stays unchanged.
@@ -388,23 +388,23 @@ def _parted(answer: Answer) -> Answer:
 
 
 def _columns(asks: AskedColumns, answers: Sequence[Answer]) -> dict[str, list[Any]]:
-    """Return the columns that are asked for.
+    """Return the requested columns.
 
-    Raises AttemptFailedError where a token's id or probability was asked for and did not come.
+    Raises AttemptFailedError if the reply lacks a requested token id or probability.
     """
     metas = [answer.meta for answer in answers]
     values: dict[str, Callable[[], list[Any]]] = {
         "reasoning": lambda: [answer.reasoning for answer in answers],
         "tool_calls": lambda: [_calls(answer.calls) for answer in answers],
         "matched_stop": lambda: [_text(answer.matched) for answer in answers],
-        "output_ids": lambda: [_there(answer.ids, "output_ids") for answer in answers],
-        "logprobs": lambda: [_tokens(_there(meta.output_token_logprobs, "logprobs")) for meta in metas],
+        "output_ids": lambda: [_required(answer.ids, "output_ids") for answer in answers],
+        "logprobs": lambda: [_tokens(_required(meta.output_token_logprobs, "logprobs")) for meta in metas],
         "top_logprobs": lambda: [
-            [_tokens(tokens or []) for tokens in _there(meta.output_top_logprobs, "top_logprobs")]
+            [_tokens(tokens or []) for tokens in _required(meta.output_top_logprobs, "top_logprobs")]
             for meta in metas
         ],
         # all samples have the same prompt
-        "prompt_logprobs": lambda: [_tokens(_there(metas[0].input_token_logprobs, "prompt_logprobs"))],
+        "prompt_logprobs": lambda: [_tokens(_required(metas[0].input_token_logprobs, "prompt_logprobs"))],
     }
     return {name: values[name]() for name in values if name in asks.names}
 
@@ -432,17 +432,17 @@ def _tokens(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
     return [{"id": number, "token": text, "logprob": logprob} for logprob, number, text in tokens]
 
 
-def _there(value: Any, name: str) -> Any:
+def _required(value: Any, name: str) -> Any:
     if value is None:
-        raise AttemptFailedError(f"the answer came without {name}, which output.columns asks for")
+        raise AttemptFailedError(f"the answer came without {name}, which output.columns requests")
     return value
 
 
 def tokens_in(reply: bytes) -> list[int] | None:
-    """Read a reply of `/v1/tokenize`; None where it is none."""
+    """Return the token ids in a reply of `/v1/tokenize`; None for any other reply."""
     try:
         return _read_tokens.decode(reply).tokens
-    except Exception:  # noqa: BLE001 - as above
+    except Exception:  # noqa: BLE001 - nothing that a server sends may end a run
         return None
 
 
@@ -502,7 +502,7 @@ def _as_line(reply: bytes, model: str | None) -> str:
 
 
 def answers_of(requests: Sequence[Request], replies: Sequence[bytes]) -> list[Completion | RequestError]:
-    """Read the replies to requests of one task without decoding; raises where they are none."""
+    """Return the answers in replies to requests of a task without decoding; raises for other replies."""
     task = requests[0].task
     assert task is not None
     return task.answers(requests, replies)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import BatchrunError, EngineDownError
 from batchrunner.engines.hang_detector import Hang, HangDetector
-from batchrunner.engines.http.proxy_limit import ProxyLimit
+from batchrunner.engines.http.proxies import ProxyLimit
 from batchrunner.engines.http.wire import PostSender
 
 Model = Mapping[str, str]
