@@ -148,7 +148,7 @@ class Estimate:
     result is only a range."""
     rows_to_do: int
     rows_sampled: int
-    """Rows that were answered; 0 where no engine was asked."""
+    """Answered rows of the sample; 0 for an estimate without an engine."""
     rows_read: int
     rows_not_sendable: int
     """Rows that were read and cannot be sent."""
@@ -180,7 +180,7 @@ class SampledEngine(ObservedEngine):
     """Records the time and the tokens of each answer to the sample."""
 
     rows: dict[int, JobRow]
-    """Rows of the sample, as they were read."""
+    """Rows of the sample as the survey read them, by ordinal."""
     attempts: list[Attempt] = field(default_factory=list)
 
     def observe(self, request: Request, completion: Completion, route: str, began: float) -> None:

@@ -207,7 +207,7 @@ def _modification_time(path: Path) -> float:
 
 
 def read_bytes(path: Path, *, strict: bool = False) -> bytes:
-    """Return the content of a file, b"" for a missing one; with `strict` raise other errors than that."""
+    """Return the content of a file, b"" for an unreadable one; with `strict` only for a missing one."""
     try:
         return path.read_bytes()
     except OSError as failure:

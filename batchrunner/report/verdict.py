@@ -34,12 +34,12 @@ class RunEnd:
     """Rows without a result that this worker was to do."""
     rows_unheld: int = 0
     """Further rows without a result, which no living worker does."""
+    rows_lost: int = 0
+    """Rows of the run in no part, although all its workers have ended."""
+    rows_failed_here: int | None = None
+    """Failed rows of this worker, if `rows_failed` counts those of all workers."""
     rows_held: int = 0
     """Further rows without a result, which other living workers do."""
-    rows_missing: int = 0
-    """Rows that ended and are in no part. Only the last worker of a shared run looks for them."""
-    rows_failed_elsewhere: int = 0
-    """How many of `rows_failed` other workers did."""
     was_empty: bool = False
     """Whether the attempt found nothing to do."""
     is_sample: bool = False
@@ -50,6 +50,11 @@ class RunEnd:
     """The stop that a signal, a limit or a caller asked for. It counts only if rows remain."""
     added_files: Sequence[str] = ()
     """Input files that were added or grew during the run, and that belong to the run."""
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether the attempt failed, or a later start has rows to do."""
+        return bool(self.failure or self.rows_left or self.rows_unheld or self.added_files)
 
 
 def verdict_of(end: RunEnd) -> RunVerdict:
@@ -63,9 +68,8 @@ def verdict_of(end: RunEnd) -> RunVerdict:
         files = f"{first} and {len(others)} more" if others else first
         came = f"{files} came into the input, or grew, during the run"
         return RunVerdict(EXIT_STOPPED, f"{came}: run the same command again")
-    if end.rows_missing:
-        are = "is" if end.rows_missing == 1 else "are"
-        rows = f"{counted(end.rows_missing, 'row')} of the run {are} in no part"
+    if end.rows_lost:
+        rows = f"{counted(end.rows_lost, 'row')} of the run are in no part"
         return RunVerdict(EXIT_STOPPED, f"{rows}: run the same command again")
     if end.rows_failed > tolerated(end.max_failed_rows, end.rows_total):
         return _too_many_failed(end)
@@ -81,8 +85,8 @@ def _incomplete(end: RunEnd) -> RunVerdict:
 
 
 def _too_many_failed(end: RunEnd) -> RunVerdict:
-    """Return the verdict where too many rows failed; say how many if the report of this worker does not."""
-    if not end.rows_failed_elsewhere:
+    """Return the verdict on a run with too many failed rows, which names those of other workers too."""
+    if end.rows_failed_here in {None, end.rows_failed}:
         return FAILED_ROWS
     rows = counted(end.rows_failed, "row")
     reason = f"done, but {rows} of the run failed, more than limits.max_failed_rows tolerates"

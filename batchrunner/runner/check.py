@@ -35,7 +35,7 @@ from batchrunner.sglang.model_files import check_model
 
 PROMPTS_SHOWN = 3
 ROWS_LOOKED_AT = 1000
-"""Rows that are rendered at most, to count those that cannot be sent."""
+"""Most rows that are rendered to count those that cannot be sent."""
 PROMPT_CHARACTERS = 2000
 """Most characters of a prompt that `batchrun check` shows."""
 

@@ -174,7 +174,7 @@ class RunSignals:
             timer.cancel()
 
     def _stop_at_once(self, reason: str) -> None:
-        """Stop without the rows in flight; end the process if that was asked for, or is of no use."""
+        """Cancel the rows in flight. End the process if this was asked for before, or if no rows are sent."""
         if self._stops_at_once or self._control.stage != "sending":
             self._end_process()
         self._stops_at_once = True

@@ -110,7 +110,7 @@ class PreparedJob(JobInput):
 
 
 RESULT_DIRECTORIES = {"parts", "merged"}
-"""Directories of a run that may be the input of another one."""
+"""Directories of a run that may be the input of another run."""
 
 
 def prepare(
@@ -119,8 +119,8 @@ def prepare(
     """Check everything that can be checked without an engine, for a task of this name.
 
     Where it begins `fresh`, what an earlier run left there does not matter. With `keeps_copies`,
-    Parquet copies of input files are made in the run directory, and stay there. The caller closes what is
-    returned. Raises JobError, InputError, OutputError or EngineStartError, each one clear line.
+    Parquet copies of input files are made in the run directory, and stay there. The caller closes the
+    result. Raises JobError, InputError, OutputError or EngineStartError, each one clear line.
     """
     raise_file_limit()
     run_dir = open_run(job.output.path, task, job.storage)
@@ -147,7 +147,7 @@ def prepare(
             from batchrunner.dispatch.checks import AnswerConditions  # noqa: PLC0415 - only for such jobs
 
             with faults.collect():
-                AnswerConditions(job, answers, dataset.schema.names)  # raises what is wrong with the checks
+                AnswerConditions(job, answers, dataset.schema.names)  # raises the errors of the checks
         with faults.collect():
             renderer = Renderer(job, dataset, answers, functions)
         faults.raise_all()
@@ -219,7 +219,7 @@ def _fingerprint_of(run_dir: RunDir) -> Mapping[str, Any] | None:
 def drop_copies(run_dir: RunDir, *, is_done: bool = False) -> None:
     """Delete the Parquet copies of the input where the run is done, or where no worker has begun it.
 
-    They stay while another worker is at work. One that starts meanwhile makes again what it misses.
+    They stay while another worker runs. A worker that starts meanwhile makes missing copies again.
     """
     with contextlib.suppress(OSError, BatchrunError):  # the directory is not empty; the store is away
         if run_dir.run_json.exists() and not is_done:
@@ -231,7 +231,7 @@ def drop_copies(run_dir: RunDir, *, is_done: bool = False) -> None:
 
 
 def leave(prepared: PreparedJob) -> None:
-    """Close what is open, and delete what no later start needs: copies of the input, and of a joined run."""
+    """Close the job. Delete copies of the input and of a joined run if no later start needs them."""
     run_dir = prepared.run_dir
     is_done = read_json(run_dir.report_json).get("rows_left") == 0
     drop_copies(run_dir, is_done=is_done)

@@ -73,7 +73,7 @@ FROM equal JOIN stored USING (filename, file_row_number) ORDER BY new_row
 
 
 class Reuse:
-    """Answers that a run takes from another one."""
+    """Answers that a run takes from another run."""
 
     def __init__(
         self, prepared: PreparedJob, control: Control, model: str | None, weights: str | None = None

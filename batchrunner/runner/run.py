@@ -411,7 +411,7 @@ class Run:
         )
 
     def _log_begin(self, load_control: LoadControl, why_window: str) -> None:
-        """Say what the run is going to do."""
+        """Log the rows to do, the window and the order."""
         work = self.work
         if self.start.sample is not None:
             why_window = "for the sample"
@@ -518,7 +518,7 @@ class Run:
         control = self.control
         stop = None if control.reason is None else RunVerdict(control.exit_code, control.reason)
         run_end = RunEnd(
-            rows_total=report.rows_total if not self.start.join else self.work.rows_of_run,
+            rows_total=report.rows_total,
             rows_failed=report.rows_failed,
             max_failed_rows=self.prepared.job.limits.max_failed_rows,
             rows_left=report.rows_left - report.rows_of_others,
@@ -529,28 +529,29 @@ class Run:
             stop=stop,
             added_files=end.added_files,
         )
-        is_last_worker = self.start.join and end.failure is None and not (report.rows_left or held or unheld)
-        return verdict_of(self._with_all_workers(run_end) if is_last_worker else run_end)
+        if self.start.join and not run_end.is_cut_short:
+            run_end = self._end_of_run(run_end)
+        return verdict_of(run_end)
 
-    def _with_all_workers(self, end: RunEnd) -> RunEnd:
-        """Add what the parts say of the rows of all workers; the last worker calls this.
+    def _end_of_run(self, end: RunEnd) -> RunEnd:
+        """Return the end of a joined run, for a worker that has done its rows. The last one reads all parts.
 
         In an object store it would have to fetch all results for that. There it judges only its own rows.
         """
-        run_dir = self.prepared.run_dir
-        if run_dir.store.uri:
-            return end
+        run_dir, rows_of_run = self.prepared.run_dir, self.work.rows_of_run
+        if end.rows_held or run_dir.store.uri:
+            return replace(end, rows_total=rows_of_run)
         try:
             plan = self.work.rows.newest_plan()
             refresh_listing(run_dir.parts)
             stored = done_by_all(run_dir)
         except (OSError, BatchrunError) as failure:
-            return replace(end, failure=StorageError(str(failure)))
-        rows_total = end.rows_total if plan is None else plan.rows_total
+            return replace(end, failure=BatchrunError(str(failure)))
+        rows_of_run = plan.rows_total if plan is not None else rows_of_run
         return replace(
             end,
-            rows_total=rows_total,
+            rows_total=rows_of_run,
+            rows_lost=max(0, rows_of_run - len(stored)),
             rows_failed=len(stored.failed),
-            rows_failed_elsewhere=len(stored.failed) - end.rows_failed,
-            rows_missing=max(0, rows_total - len(stored)),
+            rows_failed_here=end.rows_failed,
         )

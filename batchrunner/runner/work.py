@@ -94,7 +94,7 @@ class WorkFinder:
             return self._find_shared() if self.start.join else self._find_alone(reuse)
 
     def _find_alone(self, reuse: Reuse | None) -> Work:
-        """Find the work of a run that one worker does; `reuse` brings answers of another run."""
+        """Find the work of a run with one worker; `reuse` brings answers of another run."""
         prepared, run_dir = self.prepared, self.prepared.run_dir
         stored = DoneRows()
         if not self.start.fresh:
@@ -127,7 +127,7 @@ class WorkFinder:
         )
 
     def _find_shared(self) -> Work:
-        """Find the work of one of several workers: wait for its first lease, and take it."""
+        """Find the work of a worker of a joined run: wait for its first lease, and take it."""
         from batchrunner.runner.join import join  # noqa: PLC0415 - only where workers share a run
 
         counts = RowCounts()

@@ -10,7 +10,6 @@ from batchrunner.report.verdict import RunEnd, RunVerdict, verdict_of
 STOP = RunVerdict(143, "SIGTERM")
 LEFT = "3 rows are left that no living worker holds: run the same command again"
 ADDED = "came into the input, or grew, during the run: run the same command again"
-MORE_FAILED = "failed, more than limits.max_failed_rows tolerates"
 TOO_MANY = "done, but more rows failed than limits.max_failed_rows tolerates"
 
 
@@ -40,18 +39,18 @@ TOO_MANY = "done, but more rows failed than limits.max_failed_rows tolerates"
         ({"added_files": ["b", "c", "d"]}, 1, f"b and 2 more {ADDED}"),
         ({"added_files": ["b"], "rows_failed": 9}, 1, f"b {ADDED}"),
         ({"added_files": ["b"], "rows_unheld": 3}, 1, LEFT),
-        ({"rows_missing": 2}, 1, "2 rows of the run are in no part: run the same command again"),
+        ({"rows_lost": 3}, 1, "3 rows of the run are in no part: run the same command again"),
+        ({"rows_failed": 3, "rows_failed_here": 3}, 3, TOO_MANY),
         (
-            {"rows_missing": 1, "rows_failed": 9},
-            1,
-            "1 row of the run is in no part: run the same command again",
+            {"rows_failed": 3, "rows_failed_here": 2},
+            3,
+            "done, but 3 rows of the run failed, more than limits.max_failed_rows tolerates",
         ),
-        ({"rows_failed": 4, "rows_failed_elsewhere": 4}, 3, f"done, but 4 rows of the run {MORE_FAILED}"),
         ({"failure": EngineLostError("lost"), "rows_left": 3, "stop": STOP}, 1, "lost"),
         ({"failure": JobError("wrong")}, 2, "wrong"),
     ],
 )
 def test_each_end(end: dict[str, Any], exit_code: int, reason: str) -> None:
-    """The first of these counts: a failure, remaining rows, added files, rows in no part, too many failed."""
+    """The first of these counts: a failure, remaining rows, added files, too many failed rows."""
     facts: dict[str, Any] = {"rows_total": 10, "rows_failed": 0, "max_failed_rows": 0, **end}
     assert verdict_of(RunEnd(**facts)) == (exit_code, reason)

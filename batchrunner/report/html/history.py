@@ -48,7 +48,7 @@ class AttemptLoad:
     reason: str | None = None
     """Why it ended; None if it was killed, or is running."""
     cells: dict[int, Cell] = field(default_factory=dict)
-    """Cells by number, which is the time divided by the width of a cell."""
+    """Cells by number. The number is the time divided by the width of a cell, rounded down."""
     retractions: int = 0
     """Retractions of all schedulers."""
 
@@ -64,7 +64,7 @@ class IncidentMark(NamedTuple):
 
 @dataclass(slots=True)
 class WorkerHistory:
-    """The events of all attempts of a worker in short."""
+    """Summary of the events of all attempts of a worker."""
 
     task: str
     width_s: float
