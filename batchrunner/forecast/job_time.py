@@ -154,7 +154,7 @@ def simulate(
         if step is None:
             return marks, full, waits / max(work.passes - work.prefills, 1)
         work = work.plus(step, 0)
-        if step.kind == "decode" and step.queue and step.running < config.max_running - 1:
+        if step.kind == "decode" and step.queue and step.running < config.most_running - 1:
             waits += step.steps
         for request in step.finished:
             open_completions[request.payload] -= 1
@@ -167,7 +167,7 @@ def whole_work(setting: Setting, drawn: Drawn, count: float) -> tuple[PassWork, 
 
     The second value is the share of the decode passes in which rows waited for the KV pool.
     """
-    most = setting.config.max_running  # as many rows wait as a pass without decoding may take
+    most = setting.config.most_running  # as many rows wait as a pass without decoding may take
 
     def is_due(scheduler: Scheduler, sent: int, ended: int) -> bool:
         return sent - ended < setting.window if setting.window else scheduler.queue < most

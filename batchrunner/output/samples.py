@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -27,6 +28,7 @@ class SchedulerSample(msgspec.Struct, kw_only=True):
     taken_at: float | None = None
     work: float | None = None
     retracted: int | None = None
+    state_usage: float = 0.0
     window: int | UnsetType = UNSET
     """Concurrency limit of the scheduler; unset if the job sets the window."""
     corner: str | UnsetType = UNSET
@@ -113,6 +115,7 @@ class LoggedSample(RunSample, kw_only=True):
 
 
 read_sample = msgspec.json.Decoder(LoggedSample).decode
+_convert = functools.partial(msgspec.convert, type=LoggedSample)
 
 
 def sample_of(event: Mapping[str, Any]) -> LoggedSample | None:
@@ -120,6 +123,7 @@ def sample_of(event: Mapping[str, Any]) -> LoggedSample | None:
     if event["event"] != "sample":
         return None
     try:
-        return msgspec.convert(event, type=LoggedSample)
+        sample: LoggedSample = _convert(event)
     except msgspec.ValidationError:
         return None
+    return sample
