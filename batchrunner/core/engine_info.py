@@ -115,6 +115,8 @@ class SchedulerLoad:
     """Counter that grows with the scheduler's forward passes; None if there is none."""
     retracted: int | None = None
     """Requests that were retracted between the scheduler's last two reports; None if unreported."""
+    state_usage: float = 0.0
+    """Fraction of the state pool that running requests take, 0 to 1; 0 for a model without states."""
 
     @property
     def server(self) -> str:

@@ -266,6 +266,8 @@ def _config(job: Job, info: EngineInfo, schedulers: int) -> SchedulerConfig:
         "radix_cache": info.caches_prefixes,
     }
     flags |= {name: args[flag] for flag, name in SCHEDULER_FLAGS.items() if args.get(flag) is not None}
+    if info.memory_caps_running and info.max_running:  # by its KV pool, or the state pool of a hybrid model
+        flags["max_running"] = min(flags["max_running"], info.max_running // schedulers)
     flags["chunked_prefill_tokens"] = limit_of(flags.get("chunked_prefill_tokens", info.prefill_tokens))
     return SchedulerConfig(**flags)
 

@@ -152,7 +152,7 @@ def simulate(
             decode_passes = max(work.passes - work.prefills, 1)
             return Simulated(work_at_ends, ended_before_last, waiting_passes / decode_passes)
         work = work.plus(step, 0)
-        if step.kind == "decode" and step.queue and step.running < config.max_running - 1:
+        if step.kind == "decode" and step.queue and step.running < config.most_running - 1:
             waiting_passes += step.steps
         for request in step.finished:
             open_completions[request.payload] -= 1
@@ -185,7 +185,7 @@ def whole_work(setting: Setting, drawn: Drawn, count: float) -> tuple[PassWork, 
     The rows in `drawn` come from all over the job. The second value is the fraction of the decode passes in
     which rows waited for the KV pool.
     """
-    most_waiting = setting.config.max_running  # a pass without decoding may take as many waiting rows
+    most_waiting = setting.config.most_running  # a pass without decoding may take as many waiting rows
 
     def is_due(scheduler: Scheduler, sent: int, ended: int) -> bool:
         if setting.window:

@@ -20,7 +20,8 @@ from batchrunner.engines.http.guard import model_in
 from batchrunner.engines.http.proxies import by_proxy, proxy_of
 from batchrunner.engines.http.server import Model
 from batchrunner.job.tasks import TASKS, TaskName
-from batchrunner.sglang.flags import attention_ranks
+from batchrunner.sglang.flags import attention_ranks, number
+from batchrunner.sglang.logs.reader import StatePool, slots_per_request
 from batchrunner.sglang.model_files import model_identity, takes_mean
 
 MODEL_INFO, SERVER_INFO = "/model_info", "/server_info"
@@ -86,17 +87,17 @@ class ServerStatus:
                 return status, reply
         return status, {}
 
-    async def load(self, timeout_s: float) -> list[SchedulerLoad]:
+    async def load(self, timeout_s: float, running_by_states: int | None = None) -> list[SchedulerLoad]:
         """Return the load of each scheduler; empty where the server has no LOADS.
 
-        Any other refusal is no answer for now.
+        Any other refusal is no answer for now. For `running_by_states` see `load_in`.
         """
         status, body = await self.get(LOADS, timeout_s)
         if status in NO_SUCH_PATH:
             return []
         if status != 200:  # noqa: PLR2004
             raise aiohttp.ClientPayloadError(f"{LOADS}: status {status}")
-        return load_in(body, self.url)
+        return load_in(body, self.url, running_by_states)
 
     async def is_alive(self) -> bool:
         """Tell whether the server answers within 2 s, with whatever status."""
@@ -141,8 +142,12 @@ class _Loads(msgspec.Struct):
 _read_loads = msgspec.json.Decoder(_Loads)
 
 
-def load_in(body: bytes, url: str) -> list[SchedulerLoad]:
-    """Read the load of each DP rank of the server at `url`; raises ValueError where it is none."""
+def load_in(body: bytes, url: str, running_by_states: int | None = None) -> list[SchedulerLoad]:
+    """Read the load of each DP rank of the server at `url`; raises ValueError where it is none.
+
+    The load lacks the state pool of a hybrid model, which holds the states of `running_by_states` requests.
+    Where that is the limit of running requests in the load, it tells how full the pool is.
+    """
     try:
         loads = _read_loads.decode(body).loads
     except Exception as failure:
@@ -161,6 +166,11 @@ def load_in(body: bytes, url: str) -> list[SchedulerLoad]:
             taken_at=load.timestamp if type(load.timestamp) in {int, float} else None,
             work=_work(load),
             retracted=load.queues.retracted if load.queues else None,
+            state_usage=(
+                load.num_running_reqs / running_by_states
+                if running_by_states and running_by_states == load.max_running_requests
+                else 0.0
+            ),
         )
         for load in loads
     ]
@@ -392,6 +402,14 @@ def limit_in_effect(state: Mapping[str, Any], argument: str) -> Any:
     if argument == "max_running_requests":
         return state.get("effective_max_running_requests_per_dp") or limit
     return limit
+
+
+def state_pool(server: Mapping[str, Any]) -> StatePool | None:
+    """Return the state pool of a server's first scheduler, by its `/server_info`; None without one."""
+    state = next(iter(scheduler_states(server)), {})
+    slots, memory = limit_of(state.get("max_mamba_cache_size")), state.get("memory_usage")
+    kv_gb = number(memory.get("kvcache")) if isinstance(memory, dict) else None
+    return StatePool(slots, slots_per_request({**server, **state}), kv_gb=kv_gb) if slots else None
 
 
 LEAST_DEFAULT_RUNNING = 2048
