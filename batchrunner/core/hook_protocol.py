@@ -106,7 +106,7 @@ class HookLoadError(Exception):
 
 
 class UnusableValueError(Exception):
-    """A function returned an unusable value; the message follows the function's place in the job."""
+    """A function returned an unusable value. The row's error has the function's place before the message."""
 
 
 class WorkerSetup(NamedTuple):
@@ -126,7 +126,7 @@ class WorkerSetup(NamedTuple):
 
 
 class CallTooLongError(BaseException):
-    """A call exceeded its time limit. It is a BaseException: no `except Exception` of the user catches it."""
+    """A call exceeded its time limit. As a BaseException, it passes any `except Exception` of the user."""
 
 
 def failure_text(place: str, failure: BaseException, limit_s: float = 0.0) -> str:

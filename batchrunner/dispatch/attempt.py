@@ -41,7 +41,7 @@ class FailureKind(Enum):
     """Why an attempt has no answer."""
 
     PREEMPTED = auto()
-    """We took the row from the engine ourselves, for its users."""
+    """We preempted the row for the engine's users."""
     INVALID = auto()
     """We refused the row ourselves: nothing was sent."""
     REFUSED = auto()

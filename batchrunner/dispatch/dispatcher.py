@@ -129,7 +129,7 @@ class Dispatcher:
         finally:
             del self._in_flight[row]
         now = time.monotonic()
-        self.backlog.came_back(row)
+        self.backlog.end_attempt(row)
 
         message: str | None = None
         if completion is not None:

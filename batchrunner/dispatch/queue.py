@@ -167,7 +167,7 @@ class PoisonRows:
         self._in_flight[row.deaths] += 1
         return row
 
-    def came_back(self, row: PendingRow) -> None:
+    def leave_flight(self, row: PendingRow) -> None:
         """Record that a suspect is no longer in flight."""
         self._in_flight[row.deaths] -= 1
 
@@ -409,19 +409,19 @@ class Backlog:
             if row is None or row.is_wanted:
                 break
             if row.deaths:
-                self._poison.came_back(row)
+                self._poison.leave_flight(row)
         if not self._queue.is_full:
             self._room.set()
         if row is not None and row.request.media:
             self._media_bytes += row.request.media_bytes
         return row
 
-    def came_back(self, row: PendingRow) -> None:
+    def end_attempt(self, row: PendingRow) -> None:
         """Record that an attempt of a row is over."""
         if row.request.media:
             self._media_bytes -= row.request.media_bytes
         if row.failures is not None and row.failures.deaths:
-            self._poison.came_back(row)
+            self._poison.leave_flight(row)
 
     async def end(self, row: PendingRow, outcome: Outcome) -> None:
         """Store the outcome of a row, and the same for its duplicates. Raises StorageError.
@@ -452,16 +452,14 @@ class Backlog:
         self._sendable.clear()
         await self._sendable.wait()
 
-    async def wait_for_room(self, most: int = READ_AHEAD_ROWS, coming: Callable[[], int] = lambda: 0) -> None:
-        """Wait until the feeder should read on: fewer than `most` rows are queued or `coming`.
+    async def wait_for_room(self, may_read: Callable[[], bool] = lambda: True) -> None:
+        """Wait until the queue has room, and the feeder `may_read` on.
 
         The feeder also pauses while as many rows wait for another attempt as there are slots: an engine that
         accepts no rows must not fill the memory with waiting rows.
         """
         while not self.is_stopping and (
-            self._queue.is_full
-            or len(self._queue) + coming() >= most
-            or self.waiting >= max(self._routes.window, READ_AHEAD_ROWS)
+            self._queue.is_full or self.waiting >= max(self._routes.window, READ_AHEAD_ROWS) or not may_read()
         ):
             self._room.clear()
             await self._room.wait()

@@ -232,7 +232,7 @@ class ReuseDistance:
         return self._correct() if self._followers >= FOLLOWERS_A_CHECK else None
 
     def as_dict(self) -> dict[str, int]:
-        """Return what report.json has under `sharing`: shared prompt tokens, those cached, the distance."""
+        """Return `sharing` of report.json: shared prompt tokens, those found in the cache, the distance."""
         return {
             "expected_tokens": round(self._expected_tokens),
             "found_tokens": round(self._found_tokens),
@@ -394,9 +394,9 @@ class OutputLengths:
 WINDOW_ROWS, WINDOW_BYTES = 2048, 32 << 20
 """Rows that are ordered together, and the bytes of their prompts."""
 LAST_ROWS = 8192
-"""Last rows of the input that are ordered together: the longest go first, so that none is left at the end."""
+"""Last rows of the input, ordered together: the longest go first, so that the run does not end with them."""
 SHARED_ROWS = 512
-"""Rows that are ordered together if other tasks could do them: what one task holds the others cannot take."""
+"""Rows that are ordered together in a joined run: rows that one worker holds, the others cannot take."""
 PIECE_ROWS, PIECE_BYTES = 256, 64 << 20
 """Rows that are handed on together, and the bytes, about, that they take when they are tokenised and their
 files are read."""
@@ -414,6 +414,9 @@ class PrimeTask(NamedTuple):
     """A prefix to compute before any other row goes.
 
     An empty engine admits many rows in its first prefill pass, and would compute the prefix for each of them.
+    So priming saves up to one pass a start, which matters to short runs. In virtual time (an 8B model), 500
+    few-shot rows compute 20,534 prompt tokens with priming and 27,733 without. 200 nested rows compute 7,877
+    in rounds, 14,877 in a single round, and 17,867 without priming.
     """
 
     row: OrderedRow
@@ -457,7 +460,7 @@ class Reorderer:
         return len(self._window) + len(self._release)
 
     def sharing(self) -> dict[str, Any]:
-        """Return what report.json has under `sharing`."""
+        """Return `sharing` of report.json; empty without a distance."""
         return self._distance.as_dict() if self._distance is not None else {}
 
     def record(self, row: PendingRow, completion: Completion) -> DistanceChange | None:
@@ -506,7 +509,7 @@ class Reorderer:
     def _ordered(self, *, last: bool) -> Iterator[list[OrderedRow | PrimeTask | Outcome]]:
         """Order the rows of the window and yield, piece by piece, those that may be sent by now.
 
-        What the first answers tell is known before the later pieces are made.
+        Later pieces use the distance and output lengths that the first answers have shown.
         """
         window, self._window, self._window_bytes = self._window, [], 0
         if self._dedupe:

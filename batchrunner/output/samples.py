@@ -28,6 +28,7 @@ class SchedulerSample(msgspec.Struct, kw_only=True):
     taken_at: float | None = None
     work: float | None = None
     retracted: int | None = None
+    state_usage: float = 0.0
     window: int | UnsetType = UNSET
     """Concurrency limit of the scheduler; unset if the job sets the window."""
     corner: str | UnsetType = UNSET
@@ -124,6 +125,7 @@ def sample_of(event: Mapping[str, Any]) -> LoggedSample | None:
     if event["event"] != "sample":
         return None
     try:
-        return _sample_in(event)
+        sample = _sample_in(event)
     except msgspec.ValidationError:
         return None
+    return sample

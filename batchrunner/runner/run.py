@@ -338,7 +338,8 @@ class Run:
         prepared, info = self.prepared, self.engine.info
         output = prepared.job.output
         durable_s, part_s = output.durable, TIMING.part
-        if prepared.run_dir.store.objects is not None:
+        is_in_store = prepared.run_dir.store.objects is not None
+        if is_in_store:
             durable_s = min(output.durable, SPOOL_S)
             part_s = min(TIMING.part, output.uploaded_within_s * FLUSH_FRACTION)
         schema: pa.Schema = prepared.results_schema
@@ -353,6 +354,7 @@ class Run:
             plan=prepared.answers,
             durable_s=durable_s,
             part_s=part_s,
+            lag_grows=not is_in_store,
             lock=self.lock,
             committed=self.work.rows.committed,
             disk=self.disk,
@@ -534,7 +536,7 @@ class Run:
     def _end_of_run(self, end: RunEnd) -> RunEnd:
         """Return the end of a joined run, for a worker that has done its rows. The last one reads all parts.
 
-        In an object store it would have to fetch all results for that: there it judges only its own rows.
+        In an object store it would have to fetch all results for that. There it judges only its own rows.
         """
         run_dir, rows_of_run = self.prepared.run_dir, self.work.rows_of_run
         if end.rows_held or run_dir.store.uri:

@@ -56,6 +56,7 @@ def server_facts(lines: Iterable[str], args: Mapping[str, Any]) -> Facts:
     return Facts(
         arguments={name: value for name, value in facts.arguments.items() if name in SETUP},
         ready=facts.ready,
+        states=facts.states,
         weights_gb=facts.weights_gb,
         quantised=facts.quantised,
         model=facts.model,

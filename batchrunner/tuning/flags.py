@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from batchrunner.sglang.flags import CLIP, Flags
-from batchrunner.sglang.logs.reader import FP8, Architecture, Facts, prefill_graph_off
+from batchrunner.sglang.logs.reader import (
+    FP8,
+    STATE_RATIO,
+    Architecture,
+    Facts,
+    prefill_graph_off,
+)
 from batchrunner.tuning.signals import GUIDES
 
 OF_DECODING = frozenset({
@@ -43,6 +49,8 @@ class Server:
     """Tokens of an output, on average."""
     longest_output: int | None = None
     """Tokens that nearly all outputs stay under."""
+    shared: float | None = None
+    """Share of the prompt tokens that are in the prefix cache, or could be; None where it is unknown."""
     repeated: float = 1.0
     """Tokens that a decode step would yield with n-gram speculation from earlier outputs."""
     most_pool_tokens: float = 0.0
@@ -86,8 +94,10 @@ LEAST_POOL = 0.05
 """Fraction of a card that a useful KV pool needs at least."""
 DP_ATTENTION_CONSERVATIVENESS = 0.3
 """Factor by which SGLang multiplies `--schedule-conservativeness` with DP attention (parallel_hook.py)."""
-_DIVIDED = {"chunked-prefill-size", "max-running-requests"}
+_DIVIDED = {"chunked-prefill-size", "max-running-requests", "max-mamba-cache-size"}
 """Flags whose values DP attention divides by the number of its ranks, each of which logs its own part."""
+_TOTALS = {"max-running-requests", "max-mamba-cache-size"}
+"""Those of `_DIVIDED` whose argument in the log is the flag's own value."""
 _AT_READY = {
     "chunked-prefill-size": "chunked_prefill_size",
     "max-running-requests": "max_running_requests",
@@ -103,9 +113,7 @@ def in_effect(facts: Facts, flag: str) -> float | None:
         return facts.graph_max_bs
     at_ready = getattr(facts.ready, _AT_READY.get(flag, ""), None)
     value = facts.number(flag.replace("-", "_")) if at_ready is None else at_ready
-    if value is None or (
-        at_ready is None and flag == "max-running-requests"
-    ):  # The log has the flag's own value.
+    if value is None or (at_ready is None and flag in _TOTALS):
         return None if value is None else int(value)
     value = as_flag(facts, flag, value)
     return int(value) if value == int(value) else value
@@ -157,6 +165,11 @@ MOST_POOL = 8
 """Most times by which a CPU's pool is made larger at once."""
 LARGER_POOL = 1.1
 """Least factor by which a larger pool is worth it."""
+MOST_STATES = 0.9
+"""Most of the memory of both pools that the state pool of a hybrid model gets."""
+STATE_STRATEGY = "mamba-radix-cache-strategy"
+LAZY_SLOTS = 4
+"""State slots of a request with the strategy `extra_buffer_lazy`."""
 GRAPH_SIZES = (256, 512, 1024, 2048, 4096)
 """Values of `--cuda-graph-max-bs-decode`, in requests."""
 GRAPH, LEAST_GRAPH = 64, 16
@@ -302,6 +315,94 @@ def _smaller_graphs(s: Server) -> list[int]:
     captured = s.facts.graph_max_bs or 2 * GRAPH
     lower = max(LEAST_GRAPH, captured // 2)
     return [lower] if lower < captured and not s.facts.graph_disabled else []
+
+
+def state_slots(s: Server, per_request: int, size: float = 1.0) -> int:
+    """Return the state slots with which both pools hold as many requests; 0 if too little is known.
+
+    A running request takes `per_request` slots, each `size` times as large as now, and its tokens of the KV
+    pool, which counts as well used at `usage_good`. Both pools keep the memory that they have together.
+    """
+    pool, share = s.facts.states, s.facts.state_share
+    if pool is None or not share or s.running < 1:
+        return 0
+    slot = size * share / pool.slots
+    tokens = (1 - share) * s.usage / GUIDES.usage_good / s.running
+    requests = min(1 / (per_request * slot + tokens), MOST_STATES / (per_request * slot), MOST_RUNNING)
+    return int(requests) * per_request
+
+
+def state_args(
+    s: Server, per_request: int, size: float = 1.0, *, without_cache: bool = False
+) -> dict[str, Any]:
+    """Return the flag that gives the state pool its `state_slots`; empty if too little is known.
+
+    That is `--max-mamba-cache-size` where the arguments set the slots. `without_cache` tells whether the
+    prefix cache is switched off with it: then `--max-running-requests` sets them too.
+    """
+    slots, pool = state_slots(s, per_request, size), s.facts.states
+    if not slots or pool is None:
+        return {}
+    sets_running = without_cache and s.facts.number("max_running_requests")
+    if s.facts.sizes_states or sets_running:
+        return {"max-mamba-cache-size": int(as_flag(s.facts, "max-mamba-cache-size", slots))}
+    part = (slots + 1) * size * (s.facts.state_share or 0.0) / pool.slots
+    return {"mamba-full-memory-ratio": math.ceil(100 * part / (1 - part)) / 100}
+
+
+def _state_pool(flag: str, *, grows: bool) -> NextValues:
+    """Return the size of the state pool that a flag sets, if requests wait for the pool that should grow."""
+
+    def values(s: Server) -> list[Any]:
+        pool = s.facts.states
+        if pool is None:
+            return []
+        slots = state_slots(s, pool.per_request)
+        is_worth_it = slots >= LARGER_POOL * pool.slots if grows else 0 < slots * LARGER_POOL <= pool.slots
+        args = state_args(s, pool.per_request) if is_worth_it else {}
+        return [args[flag]] if flag in args else []
+
+    return values
+
+
+def _twice_ratio(s: Server) -> list[float]:
+    ratio = s.now("mamba-full-memory-ratio") or STATE_RATIO
+    most = MOST_STATES / (1 - MOST_STATES)
+    return [] if s.facts.sizes_states or 2 * ratio > most else [2 * ratio]
+
+
+def _twice_slots(s: Server) -> list[int]:
+    return [int(2 * slots)] if (slots := s.now("max-mamba-cache-size")) else []
+
+
+def _lazy_states(s: Server) -> list[str]:
+    """Return the strategy with fewer slots for a request that still caches prefixes and overlaps."""
+    now, pool = s.facts.arguments.get(STATE_STRATEGY.replace("-", "_")), s.facts.states
+    saves = pool is not None and now == "extra_buffer" and pool.per_request > LAZY_SLOTS
+    return ["extra_buffer_lazy"] if saves and not _cache_off(s) else []
+
+
+def _cache_off(s: Server) -> list[bool]:
+    """Return True where prefixes are known not to be shared: cached states take most of the state pool."""
+    is_shared = s.shared is None or s.shared >= GUIDES.shared
+    return [] if is_shared or not s.facts.states or s.facts.states.per_request == 1 else [True]
+
+
+def _shorter_states(s: Server) -> list[str]:
+    dtype = s.facts.arguments.get("mamba_ssm_dtype") or s.facts.config.get("mamba_ssm_dtype") or "float32"
+    return ["bfloat16"] if s.facts.states and dtype == "float32" else []
+
+
+def beside(name: str, value: Any, s: Server) -> dict[str, Any]:
+    """Return the flags that must change with a flag: the size of the state pool, if states change."""
+    pool = s.facts.states
+    if pool is None:
+        return {}
+    if name == "disable-radix-cache" and value:
+        return state_args(s, 1, without_cache=True)
+    if name == STATE_STRATEGY:
+        return state_args(s, LAZY_SLOTS)
+    return state_args(s, pool.per_request, size=0.5) if name == "mamba-ssm-dtype" else {}
 
 
 def best_backends(facts: Facts) -> Sequence[str]:
@@ -711,8 +812,89 @@ FLAGS: Mapping[str, Flag] = {
             },
         ),
         Flag(
+            "mamba-full-memory-ratio",
+            {
+                "states": Move(
+                    _state_pool("mamba-full-memory-ratio", grows=True),
+                    rule="up: so that state pool and KV pool hold as many requests",
+                    source="SGLang; arithmetic, not tried on a GPU",
+                    cost="a smaller KV pool",
+                ),
+                "full": Move(
+                    _state_pool("mamba-full-memory-ratio", grows=False),
+                    rule="down: the same",
+                    source="SGLang; arithmetic, not tried on a GPU",
+                    cost="a smaller state pool",
+                ),
+                "no-states": Move(
+                    _twice_ratio,
+                    rule="up: doubled",
+                    source="SGLang",
+                    cost="a smaller KV pool",
+                ),
+            },
+            schedules=True,
+        ),
+        Flag(
+            "max-mamba-cache-size",
+            {
+                "states": Move(
+                    _state_pool("max-mamba-cache-size", grows=True),
+                    rule="up: the same, where it is set",
+                    source="SGLang; arithmetic, not tried on a GPU",
+                    cost="a smaller KV pool",
+                ),
+                "full": Move(
+                    _state_pool("max-mamba-cache-size", grows=False),
+                    rule="down: the same, where it is set",
+                    source="SGLang; arithmetic, not tried on a GPU",
+                    cost="a smaller state pool",
+                ),
+                "no-states": Move(
+                    _twice_slots,
+                    rule="up: doubled, where it is set",
+                    source="SGLang",
+                    cost="a smaller KV pool",
+                ),
+            },
+            schedules=True,
+        ),
+        Flag(
+            STATE_STRATEGY,
+            {
+                "states": Move(
+                    _lazy_states,
+                    rule="set: extra_buffer_lazy instead of extra_buffer, 4 states a request instead of 5",
+                    source="SGLang; not tried on a GPU",
+                )
+            },
+            schedules=True,
+        ),
+        Flag(
             "disable-radix-cache",
-            {"cache-off": Move(lambda _: [None], rule="off", source="measured")},
+            {
+                "cache-off": Move(lambda _: [None], rule="off", source="measured"),
+                "states": Move(
+                    _cache_off,
+                    rule="on, where prefixes are not shared: 1 state a request instead of 3 to 5",
+                    source="SGLang; not tried on a GPU",
+                    cost="no prefix is computed only once",
+                ),
+            },
+            schedules=True,
+        ),
+        Flag(
+            "mamba-ssm-dtype",
+            {
+                "states": Move(
+                    _shorter_states,
+                    rule="set: bfloat16",
+                    source="SGLang's message; not tried on a GPU",
+                    cost="answers change a little",
+                )
+            },
+            needs="a GPU",
+            changes_answers=True,
         ),
         Flag(
             "quantization",
@@ -775,6 +957,15 @@ FLAGS: Mapping[str, Flag] = {
 def next_setting(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
     """Return the next value that a sign calls for, as `engine.args` of this version; empty without one."""
     return next((flags.setting(name, value) for value in FLAGS[name].values(sign, server)), {})
+
+
+def with_state_pool(name: str, server: Server, flags: Flags) -> dict[str, Any]:
+    """Return the next value against a full state pool, with the size of the pool that fits it."""
+    args: dict[str, Any] = {}
+    for value in FLAGS[name].values("states", server):
+        for each, setting in {name: value, **beside(name, value, server)}.items():
+            args |= flags.setting(each, setting)
+    return args
 
 
 def with_memory(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:

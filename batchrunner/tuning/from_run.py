@@ -18,9 +18,10 @@ from batchrunner.output.events import read_events
 from batchrunner.output.run_dir import RunDir, look_at_run
 from batchrunner.output.run_json import require_run_json
 from batchrunner.output.samples import RunSample, sample_of
+from batchrunner.sglang.flags import number
 from batchrunner.sglang.logs.lines import ServerReady
-from batchrunner.sglang.logs.reader import LogReader, number
-from batchrunner.sglang.logs.series import LoadSample, Prefills, Series
+from batchrunner.sglang.logs.reader import LogReader
+from batchrunner.sglang.logs.series import Prefills, Series, sample_of_load
 from batchrunner.tuning.signals import has_enough
 from batchrunner.tuning.situation import ClientActivity, Situation
 
@@ -158,15 +159,8 @@ class _WorkerReader:
         for load in signals:
             if server not in {None, load.scheduler.partition("#")[0]}:
                 continue
-            load_sample = LoadSample(
-                at=at,
-                running=load.running,
-                queue=load.queue,
-                usage=load.token_usage,
-                max_running=load.max_running,
-                rate=sample.output_tokens_per_s / len(signals),
-                unsent=sample.unsent,
-            )
+            rate = sample.output_tokens_per_s / len(signals)
+            load_sample = sample_of_load(load, at=at, rate=rate, unsent=sample.unsent)
             self._load.add(self._track(load.scheduler), load_sample)
         if not any(load.queue for load in signals):
             is_full = sample.in_flight >= FULL * sample.window

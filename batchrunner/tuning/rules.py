@@ -122,6 +122,7 @@ _LOAD_RULES = (
     *_TAKES_MEMORY,
     "conservative",
     "running-capped",
+    "states-full",
     "retractions",
     "memory-left",
     "memory-tight",
@@ -139,7 +140,8 @@ SILENCES: dict[str, tuple[str, ...]] = {
     "pages-large": ("pool-small", "conservative", "running-low"),
     "pool-small": ("conservative", "running-low"),
     "queue-deep": ("queue-empty",),
-    "retractions": (*_TAKES_MEMORY, "running-capped"),
+    "retractions": (*_TAKES_MEMORY, "running-capped", "states-full"),
+    "states-full": ("running-capped", "conservative", "running-low"),
     "running-capped": ("conservative",),
     "memory-tight": _TAKES_MEMORY,
     "cuda-graph": ("long-prompts", "running-low", "prefill-full", "memory-left"),
@@ -308,6 +310,17 @@ RULES: tuple[Rule, ...] = (
         flag="max-running-requests",
         on="capped",
         certainty="high",
+    ),
+    Rule(
+        name="states-full",
+        sign=f"a hybrid model whose running requests take ≥ 90% of its state pool; `#queue-req` > 0, token "
+        f"usage < 0.9 {OFTEN}, the pool full in < 10%",
+        judge=load_rules.states_full,
+        effect="as many requests run as both pools hold",
+        other="`--disable-radix-cache` where no prefixes are shared, or `--mamba-radix-cache-strategy "
+        "extra_buffer_lazy`, with the `--mamba-full-memory-ratio` or `--max-mamba-cache-size` that fits",
+        source="SGLang; arithmetic",
+        cost="a smaller KV pool; without the prefix cache no prefix is computed only once",
     ),
     Rule(
         name="running-low",

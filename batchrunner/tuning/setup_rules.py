@@ -9,12 +9,10 @@ from batchrunner.core.console import counted
 from batchrunner.sglang.flags import Flags, command_line
 from batchrunner.tuning.flags import best_backends, next_setting
 from batchrunner.tuning.signals import GUIDES, frequent
-from batchrunner.tuning.situation import Finding, Situation
+from batchrunner.tuning.situation import FEW_PROMPTS, Finding, Situation
 
 ROOM_FOR_KV = 0.6
 """Share of a GPU's memory that all weights may take for one GPU to be enough; the rest holds the KV pool."""
-FEW_PROMPTS = 50
-"""Prompts below which the share of cached tokens says little."""
 LONG_ENOUGH = 1024
 """Tokens of a prompt from which a copy of its prefix in host memory is cheaper than computing it again."""
 _GENERAL = {"triton", "torch_native", "flex_attention", "flashinfer"}

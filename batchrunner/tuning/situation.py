@@ -28,6 +28,8 @@ POOL_SHARE = 4
 """Divisor of a machine's free memory: a KV pool may grow by a quarter of it at most."""
 FLOAT32_BYTES = 4
 """Bytes of a number in a CPU's KV pool: float32 at most."""
+FEW_PROMPTS = 50
+"""Prompts below which the share of cached tokens says little."""
 LONGEST_LINE = 160
 """Characters of a log line that advice shows."""
 
@@ -114,8 +116,22 @@ class Situation:
             self.decodes,
             output_tokens=self.decoded / max(1, self.log.prefills.prompts),
             longest_output=self.client.longest_output if self.client else None,
+            shared=self._shared,
             most_pool_tokens=self._most_pool_tokens,
         )
+
+    @property
+    def _shared(self) -> float | None:
+        """Share of the prompt tokens that a cache serves or could serve; None after few prompts."""
+        prefills, possible = self.log.prefills, self.client.possible_share if self.client else None
+        if prefills.prompts < FEW_PROMPTS:
+            return possible
+        return max(prefills.cached_share, possible or 0.0)
+
+    @property
+    def waits_for_states(self) -> bool:
+        """Whether requests often wait for room in the state pool of a hybrid model."""
+        return frequent(self.load, "states") or frequent(self.log, "states")
 
     @property
     def decode_steps(self) -> int:

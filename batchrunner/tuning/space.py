@@ -14,7 +14,7 @@ from batchrunner.job.spec import Job
 from batchrunner.sglang.device import cards, free_bytes, gpus, on_cpu
 from batchrunner.sglang.flags import CLIP, Flags, installed
 from batchrunner.sglang.model_files import cards_of, read_config
-from batchrunner.tuning.flags import FLAGS, NEEDS, Flag, Server, with_memory
+from batchrunner.tuning.flags import FLAGS, NEEDS, Flag, Server, beside, with_memory
 from batchrunner.tuning.measurement import TrialResult, TrialSigns
 from batchrunner.tuning.signals import FLAG_SIGNS, GUIDES, admits_too_few, retracts_often
 from batchrunner.tuning.situation import pool_tokens
@@ -97,6 +97,7 @@ def server_of(result: TrialResult, machine: Machine) -> Server:
         signs.usage,
         output_tokens=signs.output_tokens,
         longest_output=signs.longest_output,
+        shared=signs.cached_share,
         repeated=signs.repeated,
         most_pool_tokens=machine.most_pool_tokens,
     )
@@ -124,6 +125,7 @@ SEEN: Mapping[str, Callable[[TrialSigns, Server], bool]] = {
     "full": lambda s, _: _waits_below_cap(s),
     "chunk-full": lambda s, v: (s.prefill_per_pass or 0.0) >= PASS_IS_FULL * (v.facts.chunk or 1),
     "capped": lambda s, _: s.shows("capped"),
+    "states": lambda s, _: s.shows("states"),
     "graph-off": lambda s, _: (s.graph_off_share or 0.0) >= GRAPH_OFF_OFTEN,
     "reordered": lambda _, __: True,
     "shared": lambda s, _: s.cached_share >= GUIDES.shared and s.queue <= GUIDES.lpm_queue,
@@ -178,7 +180,7 @@ def _with_others(flag: Flag, value: Any, server: Server) -> list[Args]:
     if flag.name == "speculative-algorithm" and most:
         fits = 2 ** math.ceil(math.log2(max(server.running, 1)))
         return [{flag.name: value, "max-running-requests": min(int(most), fits)}]
-    return [{flag.name: value}]
+    return [{flag.name: value} | beside(flag.name, value, server)]
 
 
 def together(changes: Collection[FlagChange]) -> FlagChange | None:

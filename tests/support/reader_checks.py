@@ -74,7 +74,8 @@ def check_bundle(events: list[bytes], rows: int) -> dict[int, list[str]]:
     ref = RowRef(0, _CARRIED, 0)
     requests = [Request(ref, "input_ids", [n], {}) for n in range(rows)]
     answers = _Answers()
-    answer = BundleAnswer(requests, answers.ended, Endpoint(URL, HangDetector(60.0)), ModelGuard())
+    endpoint = Endpoint(URL, HangDetector(60.0))
+    answer = BundleAnswer(requests, answers.ended, endpoint, ModelGuard(), asyncio.Semaphore())
 
     async def read() -> None:
         with contextlib.suppress(AnotherModelError):  # two versions of the weights: it ends a run on purpose

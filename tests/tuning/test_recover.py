@@ -75,6 +75,16 @@ def died_of(life: EndedServer) -> Death:
             "[2026-11-22 10:00:00] OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
             f"{traceback('layers/attention/flashinfer_backend.py forward_extend')}\n{CUDA}"),
         ),
+        (
+            "states",  # 0.5.23, memory_pool.py and kv_cache_configurator.py
+            (f"{READY}\nAssertionError: Not enough space for mamba cache, try to increase "
+            "--mamba-full-memory-ratio or --max-mamba-cache-size. mid=None, self.mamba_pool.size=48,"),
+        ),
+        (
+            "states",
+            ("RuntimeError: Hybrid (mamba/linear-attention) state cache is too small to serve any requests. "
+            "max_mamba_cache_size=4, mamba_ratio=5, resulting max_num_reqs=0."),
+        ),
         ("load", f"[2025-08-11 17:10:10 TP0] Load weight begin. avail mem=78.50 GB\n{CUDA}"),
         ("general", f"Load weight begin. avail mem=78 GB\nLoad weight end. avail mem=63 GB\n{OLD_CUDA}"),
         (
@@ -173,6 +183,9 @@ CPU = {
         ("general", GPU | {"mem_fraction_static": 0.7},
          [{"mem-fraction-static": 0.6}, {"chunked-prefill-size": 4096}, {"chunked-prefill-size": 2048},
           {"max-running-requests": 225}]),
+        ("states", GPU, [{"mamba-full-memory-ratio": 1.8}, {"mamba-full-memory-ratio": 3.6},
+                         {"mamba-full-memory-ratio": 7.2}, {"max-running-requests": 225}]),
+        ("states", GPU | {"max_mamba_cache_size": 48}, [{"max-mamba-cache-size": 96}]),
         ("pool", GPU, [{"mem-fraction-static": 0.88}, {"mem-fraction-static": 0.93}, {}]),
         ("killed", CPU, [{"max-total-tokens": 10_000}, {"max-total-tokens": 5_000},
                          {"max-running-requests": 24}]),

@@ -20,6 +20,8 @@ without any decision. A fresh sample moves W:
   slots are not the limit. λ' = mean(λ)·0.9 / mean(usage): rows begin as fast as a well used pool takes them.
   Rows that begin together would fill it together, be retracted, and begin together again: short/long, 3 %
   slower. KV-starved keeps its queue, as it lengthens at that pace.
+- The state pool of a hybrid model holds no row back: a state does not grow with its request. Where it is
+  full, it is the pool that binds, and the scheduler is not too conservative (the corner `states`).
 - overfull: more than about one retraction a minute. A count that halves each minute is 3 or more. It is 12 at
   most, so that one bad moment counts for two minutes (drifting). The other means are over a life of a row.
 
@@ -96,6 +98,8 @@ class Reading:
     """Requests that it has retracted so far."""
     max_running: int | None = None
     """Most requests that the scheduler runs at once; None where it does not say."""
+    state_usage: float = 0.0
+    """Share of a hybrid model's state pool that running requests take; 0 without one."""
 
 
 @dataclass(frozen=True, slots=True)

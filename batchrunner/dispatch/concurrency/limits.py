@@ -287,7 +287,7 @@ class ConcurrencyLimits:
             controller = BackgroundController(
                 name, fits, band, most=self.most, now=now, yields=self.info.yields
             )
-            why = "background: what the users leave"
+            why = "background: spare capacity"
         route = self._route_to(load.route)
         scheduler = SchedulerLimit(name, route, controller, now, reports_load=load.source != "engine")
         self.schedulers[name] = scheduler
@@ -325,6 +325,7 @@ class ConcurrencyLimits:
                 usage=load.token_usage if decodes else 0.0,
                 retractions=self._retractions_of(scheduler),
                 max_running=load.max_running,
+                state_usage=load.state_usage,
             )
             may_grow = count == 1 or route not in full
             changes += scheduler.controller.sample(now, reading, may_grow=may_grow)

@@ -45,8 +45,7 @@ from batchrunner.engines.hang_detector import Hang, HangDetector, progress_of
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.connections import open_connections
 from batchrunner.engines.http.guard import GuardedConnector, ModelGuard, common_model, model_in
-from batchrunner.engines.http.proxies import by_proxy
-from batchrunner.engines.http.proxy_limit import ENDED_BY_PROXY, REQUESTS
+from batchrunner.engines.http.proxies import ENDED_BY_PROXY, REQUESTS, by_proxy
 from batchrunner.engines.http.replies import JSON_BEGINS
 from batchrunner.engines.http.server import Endpoint, HangPause, SentRequest
 from batchrunner.engines.http.server_info import (
@@ -58,6 +57,7 @@ from batchrunner.engines.http.server_info import (
     describe,
     in_words,
     pooling_note,
+    state_pool,
 )
 from batchrunner.engines.http.wire import PostedAnswer, PostSender
 from batchrunner.input.request_bodies import with_model
@@ -96,7 +96,7 @@ class HttpEngine(Engine):
         limits: LimitsSpec,
         task: TaskName = GENERATE,
     ) -> None:
-        """`task` is what the servers' model must be able to do."""
+        """Take the `task` that the servers' model must be able to do."""
         self.endpoints: dict[str, Endpoint] = {}
         """Where requests are sent, by route."""
         self.serving: list[Endpoint] = []
@@ -123,6 +123,8 @@ class HttpEngine(Engine):
         self._names_to_send: dict[str, str] = {}
         """Model name to send in a whole request, by the name that its row gives."""
         self._name_lock = asyncio.Lock()
+        self._large_answers = asyncio.Semaphore(replies.LARGE_AT_ONCE)
+        """Permits to read large answers."""
 
     async def connect(self, urls: Sequence[str], remedy: str = START) -> EngineInfo:
         """Connect to the replicas, and read the description of each that answers.
@@ -143,6 +145,8 @@ class HttpEngine(Engine):
             self.endpoints[url] = self._new_endpoint(url)
         for url, _, arguments in descriptions:
             self.endpoints[url].arguments = arguments
+            pool = state_pool(arguments)
+            self.endpoints[url].running_by_states = pool.most_running if pool else None
         self.serving = [self.endpoints[url] for url in urls]
         model = common_model([*map(model_in, models, servers)])
         self._reports_load = await self._loads_of(answering[0]) != []
@@ -270,7 +274,7 @@ class HttpEngine(Engine):
         """Ask the first replica; see `Engine.tokens_of`."""
         body = wire.bytes_of(wire.tokenize_body(request, special=special))
         endpoint = next(iter(self.endpoints.values()))
-        answer = await self._exchange(endpoint, wire.TOKENIZE_PATH, body, replies.whole)
+        answer = await self._exchange(endpoint, wire.TOKENIZE_PATH, body, self._whole)
         if answer.status in NO_SUCH_PATH:
             return None
         if answer.status != _OK:
@@ -278,7 +282,7 @@ class HttpEngine(Engine):
         return replies.tokens_in(answer.content)
 
     def incidents(self) -> list[Incident]:
-        """Return what happened to the servers; see `Engine.incidents`."""
+        """Return the servers' incidents; see `Engine.incidents`."""
         incidents = [*self._incidents]
         self._incidents.clear()
         return incidents
@@ -302,7 +306,11 @@ class HttpEngine(Engine):
         """Return the loads that a server reports: empty where it reports none, None without an answer."""
         assert self._question_session is not None
         try:
-            return await ServerStatus(self._question_session, url).load(TIMING.status_timeout)
+            status, by_states = (
+                ServerStatus(self._question_session, url),
+                self.endpoints[url].running_by_states,
+            )
+            return await status.load(TIMING.status_timeout, by_states)
         except (*NOT_REACHED, *NOT_SGLANG) as failure:
             log.debug("the load of %s could not be read: %r", url, failure)
             return None if isinstance(failure, NOT_REACHED) else []
@@ -389,10 +397,14 @@ class HttpEngine(Engine):
         fields = self._added_fields(endpoint, path)
         rids = (str(fields["rid"]),) if "rid" in fields else ()
         body = wire.with_fields(body, fields) if fields else body
-        answer = await self._exchange(endpoint, path, body, replies.whole, rids=rids)
+        answer = await self._exchange(endpoint, path, body, self._whole, rids=rids)
         if answer.status != _OK or not answer.content.lstrip().startswith(JSON_BEGINS):
             raise self._refusal(endpoint, answer)
         return answer.content
+
+    async def _whole(self, answer: PostedAnswer) -> replies.WholeAnswer:
+        """Read the body of an answer, in a turn if it is large."""
+        return await replies.whole(answer, self._large_answers)
 
     def _added_fields(self, endpoint: Endpoint, path: str) -> dict[str, Any]:  # noqa: ARG002 - for subclasses
         """Return fields to add to a body: the name by which its request can be aborted.
@@ -433,7 +445,7 @@ class HttpEngine(Engine):
         """Send prompts in one body, and pass on the answer of each when it comes."""
         fields = self._added_fields(endpoint, wire.GENERATE_PATH)
         body = wire.bytes_of(wire.bundle_body(requests) | fields)
-        bundle = BundleAnswer(requests, ended, endpoint, self.guard)
+        bundle = BundleAnswer(requests, ended, endpoint, self.guard, self._large_answers)
         # SGLang names the rows of a bundle in this way.
         rids = tuple(f"{fields['rid']}_{index}" for index in range(len(requests)))
         answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, bundle.read, rids=rids)
@@ -572,6 +584,8 @@ class BundleAnswer:
     ended: RowEnded
     endpoint: Endpoint
     guard: ModelGuard
+    large_answers: asyncio.Semaphore
+    """Permits to read large answers."""
     ended_rows: set[int] = field(default_factory=set)
     """Places in the bundle of the rows that have ended."""
     refusal: replies.WholeAnswer | None = None
@@ -584,7 +598,7 @@ class BundleAnswer:
         """
         kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if kind != "text/event-stream":
-            return await replies.whole(answer)
+            return await replies.whole(answer, self.large_answers)
         lines = replies.EventLines()
         try:
             async with asyncio.timeout(None) as end:
@@ -721,11 +735,11 @@ class AttachedServers(HttpEngine):
         for endpoint in self.serving:
             if endpoint.url not in urls:
                 log.info("%s gets no more rows: the gateway lists it no more", endpoint.url)
-                endpoint.is_removed = True
+                endpoint.set_listed(is_listed=False)
         for url in set(urls).difference(self.replicas):
             log.info("%s gets rows: the gateway lists it", url)
             if url in self.endpoints:
-                self.endpoints[url].is_removed = False
+                self.endpoints[url].set_listed(is_listed=True)
             else:
                 endpoint = self.endpoints[url] = self._new_endpoint(url)
                 self._watch_model(endpoint)
@@ -742,4 +756,4 @@ class AttachedServers(HttpEngine):
     def _reopen(self, endpoint: Endpoint) -> None:
         log.warning("%s gets rows again", endpoint.url)
         self._incidents.append(Incident("back", endpoint.url))
-        endpoint.hang_pause = None
+        endpoint.resume()

@@ -3,12 +3,14 @@
 Whatever bytes come, reading them ends in a completion or in a RequestError of the row.
 """
 
+import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Annotated, Any
 
+import aiohttp
 import msgspec
 
 from batchrunner.core.errors import (
@@ -155,7 +157,12 @@ _read_tokens = msgspec.json.Decoder(TokensReply)
 _read_event = msgspec.json.Decoder(Event)
 
 MOST_ANSWER_BYTES = 128 << 20
-"""Most bytes of an answer, or of an event in one: a part of the results holds 64 MiB."""
+"""Maximum bytes of an answer: a part of the results holds 64 MiB."""
+MOST_EVENT_BYTES = 16 << 20
+"""Maximum bytes of an event in an answer to several rows; a row with a larger one is sent again alone."""
+LARGE_BYTES, LARGE_AT_ONCE = 1 << 20, 8
+"""Bytes from which an answer counts as large, and the number of large answers that are read at once: a
+thousand answers that do not end must not fill the memory."""
 _OK = HTTPStatus.OK.value
 _DATA = b"data:"
 JSON_BEGINS = b"{", b"["
@@ -179,24 +186,35 @@ class WholeAnswer(msgspec.Struct):
     retry_after: str | None = None
 
 
-async def whole(answer: PostedAnswer) -> WholeAnswer:
-    """Read the body of an answer; raises AttemptFailedError if it exceeds MOST_ANSWER_BYTES."""
+async def whole(answer: PostedAnswer, large_answers: asyncio.Semaphore) -> WholeAnswer:
+    """Read the body of an answer; raises AttemptFailedError if it exceeds MOST_ANSWER_BYTES.
+
+    `large_answers` has the permits to read a large answer; see LARGE_BYTES.
+    """
     stream = answer.content
     if stream.is_eof() and stream.total_bytes <= MOST_ANSWER_BYTES:
         content = stream.read_nowait()
     else:
         body = bytearray()
-        async for part in stream.iter_any():
-            body += part
-            if len(body) > MOST_ANSWER_BYTES:
-                raise AttemptFailedError(f"the answer is larger than {MOST_ANSWER_BYTES >> 20} MiB")
+        await _read_on(stream, body, LARGE_BYTES)
+        if len(body) > LARGE_BYTES:
+            async with large_answers:
+                await _read_on(stream, body, MOST_ANSWER_BYTES)
+        if len(body) > MOST_ANSWER_BYTES:
+            raise AttemptFailedError(f"the answer is larger than {MOST_ANSWER_BYTES >> 20} MiB")
         content = bytes(body)
     retry_after = None if answer.status == _OK else answer.headers.get("Retry-After")
     return WholeAnswer(answer.status, content, retry_after)
 
 
+async def _read_on(stream: aiohttp.StreamReader, body: bytearray, most: int) -> None:
+    """Add to a body until its stream ends or it has more than `most` bytes."""
+    while len(body) <= most and (part := await stream.readany()):
+        body += part
+
+
 def read_event(content: bytes) -> Event:
-    """Decode an event; raises where it is none."""
+    """Decode an event; raises for any other content."""
     return decode_reply(_read_event, content)
 
 
@@ -216,8 +234,8 @@ class EventLines:
             lines[0] = bytes(self._rest) + lines[0]
             self._rest.clear()
         self._rest += rest
-        if len(self._rest) > MOST_ANSWER_BYTES:
-            raise BundleRefusedError(f"an event is larger than {MOST_ANSWER_BYTES >> 20} MiB")
+        if len(self._rest) > MOST_EVENT_BYTES:
+            raise BundleRefusedError(f"an event is larger than {MOST_EVENT_BYTES >> 20} MiB")
         return [line[len(_DATA) :].strip() for line in lines if line.startswith(_DATA)]
 
 
@@ -349,11 +367,11 @@ def _completion(
     if asks.only_reasoning and len(answers) == 1 and TAGS not in texts[0] and not answers[0].reasoning:
         return completion._replace(columns=NO_REASONING)  # nearly always so
     if "reasoning" in asks.names:
-        answers = [_parted(answer) for answer in answers]
+        answers = [_split_reasoning(answer) for answer in answers]
     return completion._replace(texts=[answer.text for answer in answers], columns=_columns(asks, answers))
 
 
-def _parted(answer: Answer) -> Answer:
+def _split_reasoning(answer: Answer) -> Answer:
     """Split a text into reasoning and answer; without an end tag, reasoning extends to the end of the text.
 
     Both parts are stripped, as in SGLang's reasoning parsers. A text without reasoning stays unchanged.
@@ -370,23 +388,23 @@ def _parted(answer: Answer) -> Answer:
 
 
 def _columns(asks: AskedColumns, answers: Sequence[Answer]) -> dict[str, list[Any]]:
-    """Return the columns that are asked for.
+    """Return the requested columns.
 
-    Raises AttemptFailedError where a token's id or probability was asked for and did not come.
+    Raises AttemptFailedError if the reply lacks a requested token id or probability.
     """
     metas = [answer.meta for answer in answers]
     values: dict[str, Callable[[], list[Any]]] = {
         "reasoning": lambda: [answer.reasoning for answer in answers],
         "tool_calls": lambda: [_calls(answer.calls) for answer in answers],
         "matched_stop": lambda: [_text(answer.matched) for answer in answers],
-        "output_ids": lambda: [_there(answer.ids, "output_ids") for answer in answers],
-        "logprobs": lambda: [_tokens(_there(meta.output_token_logprobs, "logprobs")) for meta in metas],
+        "output_ids": lambda: [_required(answer.ids, "output_ids") for answer in answers],
+        "logprobs": lambda: [_tokens(_required(meta.output_token_logprobs, "logprobs")) for meta in metas],
         "top_logprobs": lambda: [
-            [_tokens(tokens or []) for tokens in _there(meta.output_top_logprobs, "top_logprobs")]
+            [_tokens(tokens or []) for tokens in _required(meta.output_top_logprobs, "top_logprobs")]
             for meta in metas
         ],
         # all samples have the same prompt
-        "prompt_logprobs": lambda: [_tokens(_there(metas[0].input_token_logprobs, "prompt_logprobs"))],
+        "prompt_logprobs": lambda: [_tokens(_required(metas[0].input_token_logprobs, "prompt_logprobs"))],
     }
     return {name: values[name]() for name in values if name in asks.names}
 
@@ -414,17 +432,17 @@ def _tokens(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
     return [{"id": number, "token": text, "logprob": logprob} for logprob, number, text in tokens]
 
 
-def _there(value: Any, name: str) -> Any:
+def _required(value: Any, name: str) -> Any:
     if value is None:
-        raise AttemptFailedError(f"the answer came without {name}, which output.columns asks for")
+        raise AttemptFailedError(f"the answer came without {name}, which output.columns requests")
     return value
 
 
 def tokens_in(reply: bytes) -> list[int] | None:
-    """Read a reply of `/v1/tokenize`; None where it is none."""
+    """Return the token ids in a reply of `/v1/tokenize`; None for any other reply."""
     try:
         return _read_tokens.decode(reply).tokens
-    except Exception:  # noqa: BLE001 - as above
+    except Exception:  # noqa: BLE001 - nothing that a server sends may end a run
         return None
 
 
@@ -484,7 +502,7 @@ def _as_line(reply: bytes, model: str | None) -> str:
 
 
 def answers_of(requests: Sequence[Request], replies: Sequence[bytes]) -> list[Completion | RequestError]:
-    """Read the replies to requests of one task without decoding; raises where they are none."""
+    """Return the answers in replies to requests of a task without decoding; raises for other replies."""
     task = requests[0].task
     assert task is not None
     return task.answers(requests, replies)

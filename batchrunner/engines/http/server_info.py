@@ -1,4 +1,4 @@
-"""What servers say of themselves: their load, their model and arguments, and a Model Gateway's workers.
+"""Reports of servers on themselves: load, model, arguments, and a Model Gateway's workers.
 
 The load is from `/v1/loads`. `/model_info` and `/server_info` make EngineInfo and TokenizerInfo.
 """
@@ -20,6 +20,8 @@ from batchrunner.engines.http.guard import model_in
 from batchrunner.engines.http.proxies import by_proxy, proxy_of
 from batchrunner.engines.http.server import Model
 from batchrunner.job.tasks import TASKS, TaskName
+from batchrunner.sglang.flags import attention_ranks, number
+from batchrunner.sglang.logs.reader import StatePool, slots_per_request
 from batchrunner.sglang.model_files import model_identity, takes_mean
 
 MODEL_INFO, SERVER_INFO = "/model_info", "/server_info"
@@ -85,17 +87,17 @@ class ServerStatus:
                 return status, reply
         return status, {}
 
-    async def load(self, timeout_s: float) -> list[SchedulerLoad]:
+    async def load(self, timeout_s: float, running_by_states: int | None = None) -> list[SchedulerLoad]:
         """Return the load of each scheduler; empty where the server has no LOADS.
 
-        Any other refusal is no answer for now.
+        Any other refusal is no answer for now. For `running_by_states` see `load_in`.
         """
         status, body = await self.get(LOADS, timeout_s)
         if status in NO_SUCH_PATH:
             return []
         if status != 200:  # noqa: PLR2004
             raise aiohttp.ClientPayloadError(f"{LOADS}: status {status}")
-        return load_in(body, self.url)
+        return load_in(body, self.url, running_by_states)
 
     async def is_alive(self) -> bool:
         """Tell whether the server answers within 2 s, with whatever status."""
@@ -117,7 +119,7 @@ class _Queues(msgspec.Struct):
 
 
 class _Scheduler(msgspec.Struct):
-    """What a scheduler tells of its load; a gauge out of its range makes it no load."""
+    """Load of a scheduler in `/v1/loads`; a gauge outside its range makes the whole load invalid."""
 
     num_running_reqs: Requests
     num_waiting_reqs: Requests
@@ -140,8 +142,12 @@ class _Loads(msgspec.Struct):
 _read_loads = msgspec.json.Decoder(_Loads)
 
 
-def load_in(body: bytes, url: str) -> list[SchedulerLoad]:
-    """Read the load of each DP rank of the server at `url`; raises ValueError where it is none."""
+def load_in(body: bytes, url: str, running_by_states: int | None = None) -> list[SchedulerLoad]:
+    """Read the load of each DP rank of the server at `url`; raises ValueError where it is none.
+
+    The load lacks the state pool of a hybrid model, which holds the states of `running_by_states` requests.
+    Where that is the limit of running requests in the load, it tells how full the pool is.
+    """
     try:
         loads = _read_loads.decode(body).loads
     except Exception as failure:
@@ -160,6 +166,11 @@ def load_in(body: bytes, url: str) -> list[SchedulerLoad]:
             taken_at=load.timestamp if type(load.timestamp) in {int, float} else None,
             work=_work(load),
             retracted=load.queues.retracted if load.queues else None,
+            state_usage=(
+                load.num_running_reqs / running_by_states
+                if running_by_states and running_by_states == load.max_running_requests
+                else 0.0
+            ),
         )
         for load in loads
     ]
@@ -202,9 +213,9 @@ def _work(load: _Scheduler) -> float | None:
 
 
 def _check_does(task: TaskName, model: Mapping[str, Any], who: str) -> None:
-    """Raise EngineStartError where a model cannot do a task, by its `/model_info`; what is not told may be.
+    """Raise EngineStartError if a model cannot do a task; `/model_info` may leave that open.
 
-    `who` says in words which server it is, and which model it serves.
+    `who` names the server and its model.
     """
     kind, generates = TASKS.get(task), model.get("is_generation")
     by_generation = kind is None or kind.by_generation
@@ -218,7 +229,7 @@ def _check_does(task: TaskName, model: Mapping[str, Any], who: str) -> None:
 
 
 def check_architecture(task: TaskName, architectures: object, who: str) -> None:
-    """Raise EngineStartError where a model has no head for a task; one without architectures may have."""
+    """Raise EngineStartError if a model's known architectures have no head for a task."""
     kind = TASKS.get(task)
     if kind is None or not kind.architectures or not isinstance(architectures, list) or not architectures:
         return
@@ -228,10 +239,10 @@ def check_architecture(task: TaskName, architectures: object, who: str) -> None:
 
 
 class ServerQuestions:
-    """Asks servers what they are: at the start, where an odd answer ends the run, and later."""
+    """Questions to servers about their model and arguments: at the start, and later in the run."""
 
     def __init__(self, session: aiohttp.ClientSession, remedy: str) -> None:
-        """`remedy` is what to do where nothing answers."""
+        """`remedy` is the advice to a user whose server does not answer."""
         self._session, self._remedy = session, remedy
 
     async def workers(self, gateway: str) -> list[str]:
@@ -393,6 +404,14 @@ def limit_in_effect(state: Mapping[str, Any], argument: str) -> Any:
     return limit
 
 
+def state_pool(server: Mapping[str, Any]) -> StatePool | None:
+    """Return the state pool of a server's first scheduler, by its `/server_info`; None without one."""
+    state = next(iter(scheduler_states(server)), {})
+    slots, memory = limit_of(state.get("max_mamba_cache_size")), state.get("memory_usage")
+    kv_gb = number(memory.get("kvcache")) if isinstance(memory, dict) else None
+    return StatePool(slots, slots_per_request({**server, **state}), kv_gb=kv_gb) if slots else None
+
+
 LEAST_DEFAULT_RUNNING = 2048
 """Least `max_running_requests` that SGLang chooses where nothing caps it."""
 
@@ -410,18 +429,16 @@ def memory_caps_running(server: Mapping[str, Any]) -> bool:
         return False
     if argument is None:
         return bool(state.get("max_mamba_cache_size")) and in_effect < LEAST_DEFAULT_RUNNING
-    from batchrunner.sglang.logs.reader import Facts  # noqa: PLC0415 - only where a limit is set
-
-    return in_effect < argument // Facts(arguments=dict(server)).attn_dp
+    return in_effect < argument // attention_ranks(server)
 
 
 def tokenizer_info(model: Mapping[str, Any], server: Mapping[str, Any]) -> TokenizerInfo:
-    """Describe how a server makes tokens of prompts."""
+    """Describe how a server tokenizes prompts."""
     return TokenizerInfo(
         tokenizer=str(server.get("tokenizer_path") or model["model_path"]),
         model=str(model["model_path"]),
-        own=_own(model, server),
-        own_chat=_own_chat(model, server),
+        why_server=_why_server(model, server),
+        why_server_chat=_why_server_chat(model, server),
         model_sampling=server.get("sampling_defaults") == "model",
         cuts=bool(server.get("allow_auto_truncate")),
         longest_prompt=limit_of(server.get("max_req_input_len")),
@@ -438,7 +455,7 @@ def _common_to(infos: Sequence[TokenizerInfo]) -> TokenizerInfo:
     """Return the tokenisation of all replicas; only the server's where their arguments differ."""
     first = infos[0]
     if any(info != first for info in infos):
-        return TokenizerInfo(first.tokenizer, first.model, own="the replicas' arguments differ")
+        return TokenizerInfo(first.tokenizer, first.model, why_server="the replicas' arguments differ")
     return first
 
 
@@ -448,8 +465,8 @@ def _runs_with(server: Mapping[str, Any], arguments: Iterable[str]) -> str | Non
     return argument and f"the server runs with --{argument.replace('_', '-')}"
 
 
-def _own(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
-    """Say why only the server can make tokens of any prompt; None where the client can too."""
+def _why_server(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
+    """Return why only the server can tokenize prompts; None if the client can too."""
     if "sampling_defaults" not in server:
         return "the server does not report its arguments"
     for name, usual in (("tokenizer_mode", "auto"), ("tokenizer_backend", "huggingface")):
@@ -460,8 +477,8 @@ def _own(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _own_chat(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
-    """Say why only the server can make tokens of messages; None where the client can too."""
+def _why_server_chat(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
+    """Return why only the server can tokenize messages; None if the client can too."""
     if reason := _runs_with(server, _CHAT_ARGUMENTS):
         return reason
     if str(model.get("model_type")) in OWN_CHAT_MODELS:
@@ -470,9 +487,9 @@ def _own_chat(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None
 
 
 def pooling_note(model: Mapping[str, Any]) -> str | None:
-    """Return a line for the user where a server makes vectors otherwise than the model's authors.
+    """Return a note for the user if a server pools vectors differently than the model's authors.
 
-    `model` is its `/model_info`. None where either is not known.
+    `model` is its `/model_info`. None if they agree, or if either is unknown.
     """
     embedding, path = model.get("embedding"), str(model.get("model_path"))
     pooling = embedding.get("pooling") if isinstance(embedding, dict) else None

@@ -236,17 +236,19 @@ def _flags(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
+        trim_blocks=True, lstrip_blocks=True, finalize=_visible,
     )  # fmt: skip
     environment.filters |= {
-        "duration": duration, "moment": _moment, "number": number, "percent": _percent, "visible": _visible,
+        "duration": duration, "moment": _moment, "number": number, "percent": _percent,
     }  # fmt: skip
     return environment.get_template("page.html")
 
 
-def _visible(text: object) -> str:
-    """Escape characters that HTML lacks, or that would reverse the text around them."""
-    return "\n".join(map(escaped, str(text).split("\n")))
+def _visible(value: object) -> object:
+    """Escape characters in a text that HTML lacks, or that would reverse the text around them."""
+    if isinstance(value, Markup) or not isinstance(value, str):
+        return value
+    return "\n".join(map(escaped, value.split("\n")))
 
 
 def _moment(seconds: float) -> str:

@@ -4,9 +4,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from batchrunner.core.errors import InputError
+from batchrunner.sglang.flags import attention_ranks, number
 from batchrunner.sglang.logs.lines import (
     STEPS_A_LINE,
     Arguments,
@@ -15,6 +16,7 @@ from batchrunner.sglang.logs.lines import (
     OutOfMemory,
     Phase,
     PhaseBegins,
+    PoolAllocated,
     Raised,
     Record,
     Retraction,
@@ -40,8 +42,6 @@ _CARDS: dict[Architecture, str] = {
 FP8: frozenset[Architecture] = frozenset({"hopper", "blackwell", "ada"})
 """Generations of cards that compute in 8-bit floats: NVIDIA's from compute capability 8.9 on."""
 _KV_OF_16_BITS = (None, "auto", "bf16", "bfloat16")
-LARGEST = 1e15
-"""Largest number that is plausible as an argument, limit or memory of a server."""
 KNOWN_CARDS = " ".join(_CARDS.values()).replace(" ", ", ")
 _MOE = re.compile(
     "Moe|MoE|Mixtral|Deepseek|GptOss|Kimi|MiniMax|Grok|Dbrx|Llama4|Qwen3Next|LongcatFlash|MiMoV2|Step3VL|Step3p5"
@@ -52,6 +52,39 @@ _MLA = re.compile(
 )
 _SPARSE = re.compile("DeepseekV32|GlmMoeDsa|Glm5Next")
 """Parts of the names of classes (0.5.23), for models whose config.json is not on this machine."""
+
+
+class StatePool(NamedTuple):
+    """The pool of one scheduler for the states of a hybrid model. A state does not grow with its request."""
+
+    slots: int
+    """`max_mamba_cache_size`."""
+    per_request: int
+    """Slots that a running request takes."""
+    gb: float | None = None
+    """Memory of the pool in GB."""
+    kv_gb: float | None = None
+    """Memory of the KV pool in GB, which shares the card with it."""
+
+    @property
+    def most_running(self) -> int:
+        """Most running requests whose states it holds."""
+        return self.slots // self.per_request
+
+
+STATE_RATIO = 0.9
+"""SGLang's default of `--mamba-full-memory-ratio`: memory of the state pool by memory of the KV pool."""
+_SLOTS = {"extra_buffer": 5, "extra_buffer_lazy": 4}
+"""State slots of a running request by `--mamba-radix-cache-strategy`; 3 with any other, 1 without a prefix
+cache (`_calculate_mamba_ratio` in SGLang's kv_cache_configurator.py)."""
+
+
+def slots_per_request(arguments: Mapping[str, Any]) -> int:
+    """Return the state slots that a running request takes, by the server's resolved arguments."""
+    if arguments.get("disable_radix_cache"):
+        return 1
+    slots = _SLOTS.get(str(arguments.get("mamba_radix_cache_strategy")), 3)
+    return slots - (slots == _SLOTS["extra_buffer"] and bool(arguments.get("disable_overlap_schedule")))
 
 
 @dataclass(slots=True)
@@ -85,10 +118,29 @@ class Facts:
     """Whether a live server does not report its load."""
     idle_gpus: int = 0
     """GPUs that a run's server could see but did not use."""
+    states: StatePool | None = None
+    """The state pool of a hybrid model; None without one."""
 
     def number(self, name: str) -> float | None:
         """Return an argument that is a number; None where it is unknown."""
         return number(self.arguments.get(name))
+
+    @property
+    def sizes_states(self) -> bool:
+        """Whether the arguments set the slots of the state pool, which else takes its share of the memory."""
+        without_cache = self.arguments.get("disable_radix_cache") and self.number("max_running_requests")
+        return bool(self.number("max_mamba_cache_size") or without_cache)
+
+    @property
+    def state_share(self) -> float | None:
+        """Share of the memory of both pools that the state pool takes; None where it is unknown."""
+        pool = self.states
+        if pool is None:
+            return None
+        if pool.gb and pool.kv_gb:
+            return pool.gb / (pool.gb + pool.kv_gb)
+        ratio = self.number("mamba_full_memory_ratio") or STATE_RATIO
+        return None if self.sizes_states else ratio / (1 + ratio)
 
     @property
     def tp(self) -> int:
@@ -114,9 +166,7 @@ class Facts:
     @property
     def attn_dp(self) -> int:
         """Ranks among which DP attention divides the requests of one replica; 1 without DP attention."""
-        ranks = self.number("attn_dp_size") or 1
-        older = ranks == 1 and self.arguments.get("enable_dp_attention")  # before --attn-dp-size
-        return int((self.number("dp_size") if older else ranks) or 1)
+        return attention_ranks(self.arguments)
 
     @property
     def max_running(self) -> int | None:
@@ -179,12 +229,6 @@ class Facts:
         return int(largest) if largest else None
 
 
-def number(value: Any) -> float | None:
-    """Return a value of another program if it is a plausible number, otherwise None."""
-    counts = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
-    return float(value) if counts else None
-
-
 def architecture_of(card: str) -> Architecture | None:
     """Return the generation of a card by the words of its name; None for an unknown card."""
     words = f"_{re.sub('[^A-Z0-9]+', '_', card.upper())}_"
@@ -210,7 +254,8 @@ _TUNED = (
     "schedule_conservativeness", "mem_fraction_static", "max_running_requests", "chunked_prefill_size",
     "max_total_tokens", "model_path", "tp_size", "attention_backend", "kv_cache_dtype", "quantization",
     "max_prefill_tokens", "prefill_max_requests", "prefill_decode_interval", "enable_mixed_chunk",
-    "page_size", "disable_radix_cache", "schedule_policy",
+    "page_size", "disable_radix_cache", "schedule_policy", "max_mamba_cache_size",
+    "mamba_full_memory_ratio", "mamba_radix_cache_strategy", "mamba_ssm_dtype",
 )  # fmt: skip
 """Arguments that change the load. After a restart with other values, earlier readings are dropped."""
 _FORWARD = {"prefill", "decode"}
@@ -284,8 +329,8 @@ class LogReader:
                     self.series.prefills.retracted_tokens += record.tokens
             case Arguments():
                 self._started(record)
-            case RunningCapped():
-                self._memory_caps_running = True
+            case RunningCapped() | PoolAllocated():
+                self._pool(record)
             case ServerReady():
                 self.facts.ready = record._replace(memory_caps_running=self._memory_caps_running)
                 self._phase = "general"
@@ -296,6 +341,20 @@ class LogReader:
             case OutOfMemory() | Died() | Raised():
                 self._failed(record)
 
+    def _pool(self, record: RunningCapped | PoolAllocated) -> None:
+        """Note what a line tells of the state pool, or of the KV pool beside it."""
+        pool = self.facts.states or StatePool(0, slots_per_request(self.facts.arguments))
+        if isinstance(record, RunningCapped):
+            self._memory_caps_running = True
+            if record.slots and record.per_request:
+                self.facts.states = pool._replace(slots=record.slots, per_request=record.per_request)
+            return
+        self._phase = "general"
+        if record.slots is not None:
+            self.facts.states = pool._replace(slots=record.slots, gb=record.gb)
+        elif pool.slots and pool.kv_gb is None:  # the pool of a draft model may follow
+            self.facts.states = pool._replace(kv_gb=record.gb)
+
     def _batch(self, batch: LoggedBatch, line: str) -> None:
         scheduler, at = self._speaker(line)
         if scheduler is None:
@@ -303,7 +362,7 @@ class LogReader:
         self._phase, self._running = "decode" if batch.decode else "prefill", batch.running
         if self.facts.died is self._old_death:  # after a new death other ranks log on for seconds
             self.facts.died = self._old_death = self.facts.last_trouble = None
-        most = self.facts.max_running
+        most, states = self.facts.max_running, self.facts.states
         if batch.decode:
             sample = LoadSample(
                 at=at,
@@ -313,6 +372,7 @@ class LogReader:
                 max_running=most,
                 graph=batch.graph,
                 rate=batch.throughput,
+                state_usage=max(batch.state_usage, batch.running / states.most_running if states else 0.0),
             )
             self.series.add(scheduler, sample)
         else:
@@ -333,6 +393,7 @@ class LogReader:
             self.facts = Facts(card=self.facts.card)
         self._old_death = self.facts.died
         self._memory_caps_running = False
+        self.facts.states = None
         self._speakers.clear()  # a restart may have changed the names of the ranks
         self.facts.arguments = record.values
         self._phase = "load"

@@ -176,7 +176,7 @@ class Server:
                 travelling = min(self.waiting, pass_rows)
                 self.waiting -= travelling
                 for _ in range(travelling):
-                    self.passes.sent(row_tokens)
+                    self.passes.record_sent(row_tokens)
                     self.limits.routes[0].ended.add(None)
                 self.now += 0.25 / self.passes_a_sample
             load = self._load()
