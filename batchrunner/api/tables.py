@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrunner.api.runs import awaited, engine_of, run_blocking
-from batchrunner.core.errors import BatchrunError, InputError
+from batchrunner.core.errors import BatchrunError, InputError, first_line
 from batchrunner.core.loop_thread import STOP
 from batchrunner.dispatch.checks import AnswerConditions
 from batchrunner.input.dataset import Dataset
-from batchrunner.input.parquet_copy import first_line, write_parquet
+from batchrunner.input.parquet_copy import write_parquet
 from batchrunner.input.render import Renderer
 from batchrunner.input.tables import Data, batches_of, paths_of
 from batchrunner.job.answers import plan_answers

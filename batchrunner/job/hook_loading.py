@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import typing_extensions
 
+from batchrunner.core.errors import first_line
 from batchrunner.core.hook_protocol import HookFacts, HookLoadError, UnusableValueError, failure_text
 from batchrunner.core.types import CHECK, MEDIA, PARSE, PROMPT, ROLLOUT, ColumnKind, PromptKind
 
@@ -244,8 +245,7 @@ def columns_of(kind: Any) -> Columns:
         try:
             schema = TypeAdapter(annotation).json_schema(mode="serialization")
         except (PydanticSchemaGenerationError, PydanticUserError) as failure:
-            reason = str(failure).splitlines()[0]
-            raise ValueError(f"returns a column {name}: {reason}") from None
+            raise ValueError(f"returns a column {name}: {first_line(failure)}") from None
         columns.append((name, kind_of_schema(schema, formats=True)))
     return tuple(columns)
 

@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from batchrunner.core.errors import Faults, JobError
+from batchrunner.core.errors import Faults, JobError, first_line
 from batchrunner.core.files import known_format
 from batchrunner.job.engine import ENGINE_KINDS, EngineSpec
 from batchrunner.job.fields import as_folder
@@ -144,7 +144,7 @@ def parse(text: str, where: str) -> Any:
         # errors that are not PyYAML's own come from its constructors: a date with month 13, `!!int x`
         mark = getattr(failure, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
-        problem = getattr(failure, "problem", None) or str(failure).splitlines()[0]
+        problem = getattr(failure, "problem", None) or first_line(failure)
         hint = _YAML_HINT if mark and "given twice" not in problem else None
         if r"\t" in problem:
             hint = _TAB_HINT

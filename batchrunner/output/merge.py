@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
-from batchrunner.core.errors import InputError, NoResultYetError, OutputError, ResumeError
+from batchrunner.core.errors import InputError, NoResultYetError, OutputError, ResumeError, first_line
 from batchrunner.core.types import rows_of_column
 from batchrunner.job.output import REQUEST_DIGEST, RETURNED
 from batchrunner.output.buckets import BUFFER_BYTES, Buckets
@@ -128,7 +128,7 @@ def work_directory(run_dir: RunDir, parent: Path) -> Iterator[Path]:
         work.mkdir()
         yield work
     except (KeyError, ValueError, pa.ArrowException) as failure:  # for example parts of another run
-        raise ResumeError(f"{run_dir.parts}: cannot be merged: {str(failure).splitlines()[0]}") from None
+        raise ResumeError(f"{run_dir.parts}: cannot be merged: {first_line(failure)}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -15,7 +15,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from tenacity import Retrying
 
-from batchrunner.core.errors import JobError, StoreRequestError
+from batchrunner.core.errors import JobError, StoreRequestError, first_line
 from batchrunner.core.retry import backoff
 from batchrunner.core.timing import TIMING
 from batchrunner.job.output import StorageSpec
@@ -230,7 +230,7 @@ def _aws_credentials() -> dict[str, Any]:
     try:
         return {"credential_provider": Boto3CredentialProvider()}
     except Exception as failure:  # noqa: BLE001 - botocore has an error class for each way to be misconfigured
-        why = "none were found" if isinstance(failure, ValueError) else str(failure).partition("\n")[0]
+        why = "none were found" if isinstance(failure, ValueError) else first_line(failure)
         raise JobError(
             f"AWS credentials: {why}",
             hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, "
@@ -274,8 +274,7 @@ def reason_of(failure: BaseException) -> str:
         return meaning
     if status := _STATUS.search(text):
         return f"the store answered {status[1].strip()}"
-    first_line = text.strip().partition("\n")[0]
-    return first_line.removeprefix("Generic ").strip() or type(failure).__name__
+    return first_line(failure).removeprefix("Generic ").strip()
 
 
 def as_os_error(failure: BaseException, name: str) -> OSError:

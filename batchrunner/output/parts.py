@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchrunner.core.errors import ResumeError, StorageError
+from batchrunner.core.errors import ResumeError, StorageError, first_line
 from batchrunner.output.counts import counts_in, sum_of, with_counts
 from batchrunner.output.files import TEMPORARY, make_directory, sync_directory, whole_file
 from batchrunner.output.run_dir import RunDir, number_of
@@ -88,7 +88,6 @@ def open_part(path: Path) -> Iterator[pq.ParquetFile]:
     except FileNotFoundError:
         raise
     except (OSError, KeyError, pa.ArrowException) as failure:  # KeyError: a column is missing
-        reason = str(failure).strip().partition("\n")[0]
         number = getattr(failure, "errno", None)
         if number is not None:  # the system call failed; an error in the content of the file has no number
             raise StorageError(
@@ -96,7 +95,8 @@ def open_part(path: Path) -> Iterator[pq.ParquetFile]:
                 hint="it is kept; run the same command again once the disk can be read",
             ) from None
         raise ResumeError(
-            f"{path}: is damaged", hint=f"move it away, and its rows will be done again ({reason})"
+            f"{path}: is damaged",
+            hint=f"move it away, and its rows will be done again ({first_line(failure)})",
         ) from None
 
 

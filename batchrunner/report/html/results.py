@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 
-from batchrunner.core.errors import ResumeError
+from batchrunner.core.errors import ResumeError, first_line
 from batchrunner.input.dataset import values_of
 from batchrunner.output.columns import has_texts
 from batchrunner.output.counts import RowCounts
@@ -77,8 +77,7 @@ def read_results(tasks: Sequence[RunDir]) -> RunResults:
             lengths = list(filter(None, (_length(connection, *length) for length in _LENGTHS)))
             return RunResults(done.counts, lengths, _answers(parts[-1]))
     except (duckdb.Error, pa.ArrowException, OSError, KeyError, UnicodeError) as failure:
-        reason = str(failure).splitlines()[0]
-        raise ResumeError(f"{tasks[0].path}: results cannot be read: {reason}") from None
+        raise ResumeError(f"{tasks[0].path}: results cannot be read: {first_line(failure)}") from None
 
 
 def _register(connection: duckdb.DuckDBPyConnection, parts: Sequence[Path]) -> None:
