@@ -35,7 +35,6 @@ from batchrunner.input.parquet_copy import first_line
 from batchrunner.input.prompt_bytes import prompt_bytes, sort_key
 from batchrunner.job.sampling import FromColumn
 from batchrunner.output.arrow_arrays import arrow_array
-from batchrunner.output.buckets import Buckets
 from batchrunner.output.files import whole_file
 from batchrunner.output.run_json import check_same_run, fingerprint
 
@@ -158,6 +157,8 @@ def write_sorted(
             groups = list(cut_into_groups(sizes, lease_rows(len(rows))))
             db.execute("CREATE TABLE positions AS SELECT row, rowid AS position FROM sorted")
             db.execute("DROP TABLE sorted")
+            from batchrunner.output.buckets import Buckets  # noqa: PLC0415 - only for jobs that sort
+
             buckets = Buckets(work, _POSITION, list(_bucket_ends(groups)))
             positions = _values(db, "SELECT position FROM positions ORDER BY row")
             for table in _with_positions(job_input, rows, positions):
