@@ -680,8 +680,8 @@ class AttachedServers(HttpEngine):
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load of each scheduler that answers now; raises AnotherModelError for a new model."""
         if self._watch_loop is not None and self._watch_loop.done():
-            ended, self._watch_loop = self._watch_loop, asyncio.create_task(self._watch())
-            ended.result()
+            failed_loop, self._watch_loop = self._watch_loop, asyncio.create_task(self._watch())
+            failed_loop.result()
         loads = await super().loads()
         for endpoint in self.serving:
             progress = progress_of(load for load in loads if load.server == endpoint.url)
