@@ -70,7 +70,7 @@ class Dispatcher:
     load_control: LoadControl
     events: EventLog
     limits: LimitsSpec
-    """The job's."""
+    """`limits` of the job."""
     _in_flight: dict[PendingRow, None] = field(default_factory=dict, init=False)
     """Rows in flight, the oldest first."""
     _refused_since: float | None = field(default=None, init=False)

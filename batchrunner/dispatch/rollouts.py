@@ -63,16 +63,16 @@ from batchrunner.output.turns import TurnKey, TurnStore
 log = logging.getLogger(__name__)
 
 CHECK_S = 0.2
-"""Pause between two checks for blocked processes. A rollout that sends no request for so long waits for
-something other than the engine."""
+"""Seconds between two checks for blocked processes. A new rollout that has sent no request by the next check
+waits for something other than the engine."""
 LONG_STEP_S = 0.05
 """A step between two awaits that takes longer keeps the other rows of its process waiting."""
 LONG_STEPS, BLOCKED_SHARE = 5, 1 / 4
 """A process counts as blocked after so many long steps, if this share of the checks met one."""
 LEAST_AHEAD, AHEAD_SHARE = 8, 1 / 8
-"""Rows are opened until so many are queued or about to be: a minimum, or a share of the slots."""
+"""Rows are opened until so many requests are queued or expected, or this share of the slots if more."""
 MOST_OPEN = 8192
-"""Rows that are open at once: those whose answers the engine's cache holds, and those that wait for tools."""
+"""Most open rows, including those that wait for tools."""
 ROWS_A_PROCESS = 16
 """Open rows of each process before another one is started."""
 
@@ -227,7 +227,7 @@ class Rollouts:
     async def run(self) -> None:
         """Open all rows, one after the other, and go on until cancelled.
 
-        Raises what reading raises, HookLostError, StorageError, and CannotTokenizeError.
+        Raises the errors of the source, HookLostError, StorageError, and CannotTokenizeError.
         """
         try:
             async with self._group:
