@@ -16,6 +16,7 @@ from batchrunner.job.engine import (
 )
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName, pooling_args
+from batchrunner.sglang.flags import MAX_BLANKS_FLAG, MOST_BLANKS, is_at_least, version_of
 from batchrunner.sglang.model_files import model_identity, read_config, takes_mean
 
 
@@ -50,6 +51,7 @@ def make_engine(
         case ServerEngine():
             from batchrunner.engines.launched.fleet import LaunchedFleet  # noqa: PLC0415
 
+            spec = bound_blanks(spec) if task == GENERATE else spec
             return LaunchedFleet(spec, log_dir=log_dir, limits=limits, task=task, shape=shape)
         case SimulatedEngine():
             from batchrunner.engines.simulated import Simulator  # noqa: PLC0415
@@ -82,6 +84,16 @@ def for_task(spec: EngineSpec, task: TaskName) -> EngineSpec:
     pooling = {} if forward_task.by_generation else pooling_args(config, cpu=on_cpu(spec.device))
     env = MEAN_POOLING | spec.env if takes_mean(spec.model) else spec.env
     return spec.model_copy(update={"args": pooling | spec.args, "env": env})
+
+
+def bound_blanks(spec: ServerEngine) -> ServerEngine:
+    """Bound the blanks in JSON that follows a schema: SGLang lets a model pad it up to `max_new_tokens`.
+
+    A bound of the job's own stays.
+    """
+    if not is_at_least(version_of(spec.python, spec.env), 0, 5, 23):  # older ones may lack the flag
+        return spec
+    return spec.model_copy(update={"args": {MAX_BLANKS_FLAG: MOST_BLANKS, **spec.args}})
 
 
 def model_of(spec: EngineSpec) -> str | None:
