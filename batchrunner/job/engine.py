@@ -42,12 +42,15 @@ class AttachEngine(RunningServers):
 
 
 class GatewayEngine(RunningServers):
-    """The workers of SGLang's Model Gateway, which already runs. Rows go to them directly."""
+    """The workers of SGLang's Model Gateway, which already runs."""
 
     kind: Literal["gateway"]
     """`gateway`: the servers already run, and a Model Gateway lists them."""
     url: Url
     """Address of the gateway."""
+    route: Literal["auto", "workers", "gateway"] = "auto"
+    """Way of the rows. `workers`: to each worker's own address. `gateway`: through the gateway. `auto`:
+    directly if all workers can be reached from here by HTTP, else through the gateway."""
 
 
 RESERVED = ("model-path", "model", "host", "port", "api-key", "device", "nnodes", "node-rank")

@@ -82,6 +82,8 @@ class Endpoint:
 
     url: str
     hangs: HangDetector
+    address: str = ""
+    """Where its requests go; `url` where nothing else is said."""
     liveness: Liveness = field(default_factory=Liveness)
     arguments: Mapping[str, Any] | None = None
     """Its arguments at the start of the run; None where it did not answer then."""
@@ -101,11 +103,15 @@ class Endpoint:
     hang_pause: HangPause | None = None
     """None while it does not hang."""
 
+    def __post_init__(self) -> None:
+        """Send requests to the server itself, unless they go through a gateway."""
+        self.address = self.address or self.url
+
     @property
     def closed(self) -> str | None:
         """Reason why it gets no requests now; None while it gets them."""
         if self.is_removed:
-            return f"the gateway lists {self.url} no more"
+            return f"the gateway sends no rows to {self.url} now"
         return self.hang_pause.why if self.hang_pause is not None else None
 
     @property

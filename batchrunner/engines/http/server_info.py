@@ -29,6 +29,8 @@ MODELS = "/v1/models"
 """Path of the names that requests in OpenAI's form may ask for."""
 LOADS, METRICS = "/v1/loads?include=core,queues", "/metrics"
 """Paths of the server's load, and of its counters."""
+WORKERS = "/workers"
+"""Path of a Model Gateway's list of workers."""
 NO_SUCH_PATH = frozenset({404, 405})
 """Statuses of a path that a server does not have."""
 KEY_REFUSED = frozenset({401, 403})
@@ -202,7 +204,7 @@ def _work(load: _Scheduler) -> float | None:
     return load.total_prefill_busy_us + (load.decode_moments or [0])[0]
 
 
-def _check_does(task: TaskName, model: Mapping[str, Any], who: str) -> None:
+def check_does(task: TaskName, model: Mapping[str, Any], who: str) -> None:
     """Raise EngineStartError where a model cannot do a task, by its `/model_info`; what is not told may be.
 
     `who` says in words which server it is, and which model it serves.
@@ -235,23 +237,6 @@ class ServerQuestions:
         """`remedy` is what to do where nothing answers."""
         self._session, self._remedy = session, remedy
 
-    async def workers(self, gateway: str) -> list[str]:
-        """Return the URLs of a Model Gateway's workers that speak HTTP, and are not on their way out.
-
-        Raises EngineDownError where there is no list.
-        """
-        listed = (await self._ask(gateway, "/workers", TIMING.server_open)).get("workers")
-        if not isinstance(listed, list):
-            raise EngineDownError(f"{gateway}: is not SGLang's Model Gateway (no /workers)")
-        return [
-            str(worker["url"]).rstrip("/")
-            for worker in listed
-            if isinstance(worker, dict)
-            and str(worker.get("url")).startswith("http")
-            and worker.get("connection_mode") != "grpc"
-            and worker.get("status") != "draining"
-        ]
-
     async def at_start(self, url: str, task: TaskName) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what a server says of its model, and of its arguments and limits.
 
@@ -267,7 +252,7 @@ class ServerQuestions:
             raise EngineAwayError(str(failure), hint=hint) from None
         if not server:
             await self._refuse_gateway(url)
-        _check_does(task, model, f"{url}: serves {model['model_path']}")
+        check_does(task, model, f"{url}: serves {model['model_path']}")
         if server.get("skip_tokenizer_init"):
             raise EngineStartError(
                 f"{url}: runs with --skip-tokenizer-init and returns no text", hint="start it without"
@@ -276,8 +261,10 @@ class ServerQuestions:
 
     async def _refuse_gateway(self, url: str) -> None:
         """Raise EngineStartError where a Model Gateway is at the address of a server."""
+        reply = dict[str, Any]()
         with contextlib.suppress(EngineDownError):
-            await self.workers(url)
+            reply = await self._ask(url, WORKERS, TIMING.server_open)
+        if isinstance(reply.get("workers"), list):
             raise EngineStartError(
                 f"{url}: is a Model Gateway, not a server",
                 hint=f"write `engine: {{kind: gateway, url: {url}}}`",
