@@ -7,7 +7,7 @@ from typing import Any, assert_never
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.engines.base import Engine
-from batchrunner.engines.http.server_info import check_architecture
+from batchrunner.engines.http.server_info import check_architecture, is_gateway
 from batchrunner.job.engine import (
     AttachEngine,
     EngineSpec,
@@ -56,11 +56,6 @@ async def make_engine(
 async def _running_servers(spec: AttachEngine | GatewayEngine, limits: LimitsSpec, task: TaskName) -> Engine:
     """Return the engine of servers that already run, reached directly or through a gateway."""
     from batchrunner.engines.http.client import AttachedServers  # noqa: PLC0415
-    from batchrunner.engines.http.gateway import (  # noqa: PLC0415
-        ThroughGateway,
-        is_gateway,
-        reason_to_go_through,
-    )
 
     api_key = _read_key(spec.api_key_file) if spec.api_key_file else os.environ.get(spec.api_key_env)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -71,6 +66,8 @@ async def _running_servers(spec: AttachEngine | GatewayEngine, limits: LimitsSpe
     options = dict[str, Any](api_key=api_key or None, limits=limits, task=task)
     urls, gateway = ((), spec.url) if isinstance(spec, GatewayEngine) else (spec.urls, None)
     if isinstance(spec, GatewayEngine) and spec.route != "workers":
+        from batchrunner.engines.http.gateway import ThroughGateway, reason_to_go_through  # noqa: PLC0415
+
         why = "engine.route" if spec.route == "gateway" else await reason_to_go_through(spec.url, headers)
         if why is not None and spec.background:
             raise EngineStartError(

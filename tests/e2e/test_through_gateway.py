@@ -86,6 +86,8 @@ def test_rows_go_through(tmp_path: Path, workers: Workers, prompt: dict[str, str
 def test_rows_with_a_prefix_stay_on_one_worker(tmp_path: Path, workers: Workers) -> None:
     """The groups are shared out evenly, although the gateway's own ring of hashes would not do that."""
     gateway, *servers = workers
+    for server in servers:  # an idle one would take groups from the other
+        server.delay_s = 0.1
     ids = [[document] * 300 + [row] for row in range(240) for document in [row % 12]]
     path = write_rows(tmp_path / "ids.parquet", len(ids), ids=ids)
     job = job_of(

@@ -43,7 +43,6 @@ from batchrunner.engines.base import Engine, RowEnded
 from batchrunner.engines.hang_detector import Hang, HangDetector, progress_of
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.connections import open_connections
-from batchrunner.engines.http.gateway_workers import GatewayQuestions
 from batchrunner.engines.http.guard import GuardedConnector, ModelGuard, common_model, model_in
 from batchrunner.engines.http.proxies import by_proxy
 from batchrunner.engines.http.proxy_limit import ENDED_BY_PROXY, REQUESTS
@@ -725,6 +724,8 @@ class AttachedServers(HttpEngine):
 
     async def _workers(self, gateway: str) -> list[str]:
         """Return the addresses of a gateway's workers that speak HTTP; raises EngineDownError."""
+        from batchrunner.engines.http.gateway_workers import GatewayQuestions  # noqa: PLC0415 - for few jobs
+
         async with aiohttp.ClientSession(headers=self._headers) as session:
             workers = await GatewayQuestions(session, gateway).workers()
         return [worker.url for worker in workers if not (worker.is_grpc or worker.is_leaving)]

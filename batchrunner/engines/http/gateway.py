@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
@@ -119,16 +120,6 @@ def refusal_of(answer: replies.WholeAnswer) -> RequestError | None:
     if answer.status in {408, 504}:
         return AttemptFailedError(message)
     return None
-
-
-async def is_gateway(url: str, headers: Mapping[str, str]) -> bool:
-    """Tell whether a Model Gateway is at an address; a server that does not answer soon is none."""
-    async with aiohttp.ClientSession(headers=headers) as session:
-        try:
-            await GatewayQuestions(session, url).workers(TIMING.status_timeout)
-        except (EngineDownError, *NOT_REACHED):
-            return False
-    return True
 
 
 async def reason_to_go_through(url: str, headers: Mapping[str, str]) -> str | None:
@@ -286,10 +277,16 @@ class ThroughGateway(HttpEngine):
         model, server = dict[str, Any](), dict[str, Any]()
         if not any(worker.is_grpc for worker in workers):
             try:
-                _, model = await status.mapping(MODEL_INFO, TIMING.server_open)
+                code, model = await status.mapping(MODEL_INFO, TIMING.server_open)
                 _, server = await status.mapping(SERVER_INFO, TIMING.server_open)
             except NOT_REACHED as failure:
                 raise EngineAwayError(f"{self.url}: no answer to {MODEL_INFO} ({failure!r})") from None
+            if code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                names = ", ".join(worker.url for worker in workers)
+                raise EngineAwayError(
+                    f"{self.url}: no worker of the gateway answers ({code}): {names}",
+                    hint="start them, or remove them from the gateway's list",
+                )
         labels = next((worker.labels for worker in workers if worker.labels), {})
         labelled = {name: _value_of(value) for name, value in labels.items()}
         model = {"served_model_name": workers[0].model_id, **labelled, **model}
@@ -374,11 +371,13 @@ class ThroughGateway(HttpEngine):
         loads = []
         for worker in usable:
             endpoint = self.endpoints.get(worker.url)
+            if endpoint is None and self._keys:
+                continue  # it gets rows once there is a key that leads to it
             ours = _rows_of(endpoint) if endpoint is not None else 0
             requests = len(endpoint.requests) if endpoint is not None else 0
             if worker.load is None:
                 reported = worker.reported
-                others = reported.num_running_reqs + reported.num_waiting_reqs if reported else 0
+                others = reported.num_running_reqs + reported.num_waiting_reqs
                 in_flight = ours if endpoint is not None else others
             elif endpoint is not None:
                 in_flight = ours + max(0, worker.load - requests)
@@ -402,11 +401,10 @@ class ThroughGateway(HttpEngine):
         Requests that run are the decode workers', and so is the token usage. All others wait for a prefill.
         """
         decoding = [worker.reported for worker in workers if worker.worker_type == "decode"]
-        reports = [load for load in decoding if load is not None]
         counts = [worker.load for worker in workers if worker.worker_type == "decode"]
         in_flight = sum(count or 0 for count in counts) if all(c is not None for c in counts) else 0
         return load_now(
-            sum_of(reports) if reports else None,
+            sum_of(decoding),
             max(in_flight, sum(map(_rows_of, self.serving))),
             scheduler=self.url,
             route=self.url,
@@ -437,7 +435,7 @@ class ThroughGateway(HttpEngine):
     # Routing keys
 
     def _leads_astray(self) -> bool:
-        """Tell whether a key has led to another worker than its own: the gateway may have shared them out anew."""
+        """Tell whether a key has led to another worker: the gateway may have shared them out anew."""
         senders = (
             (endpoint.url, sender) for endpoint in self.serving for sender in endpoint.senders.values()
         )

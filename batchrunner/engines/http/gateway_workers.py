@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import orjson
 
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import EngineDownError
@@ -57,7 +58,7 @@ class _ListedLoad(WorkerLoad):
     worker_type: str = "regular"
 
 
-class _Loads(msgspec.Struct):
+class _GatewayLoads(msgspec.Struct):
     loads: list[_ListedLoad]
 
 
@@ -99,10 +100,23 @@ class GatewayWorker(msgspec.Struct):
         return model_in({**self.labels, "served_model_name": self.model_id})
 
     @property
-    def reported(self) -> WorkerLoad | None:
-        """Its last reported load, summed over its schedulers; None before the first report."""
+    def reported(self) -> WorkerLoad:
+        """Its last reported load, summed over its schedulers; only its limits before the first report."""
         loads = self.engine_load.loads if self.engine_load is not None else []
-        return sum_of(loads) if loads else None
+        if loads:
+            return sum_of(loads)
+        return WorkerLoad(
+            max_total_num_tokens=self._number("max_total_tokens"),
+            max_running_requests=self._number("max_running_requests"),
+        )
+
+    def _number(self, label: str) -> int | None:
+        text = str(self.labels.get(label))
+        return int(text) if text.isdecimal() else None
+
+
+_read_loads = msgspec.json.Decoder(_GatewayLoads)
+_read_worker = msgspec.json.Decoder(GatewayWorker)
 
 
 def sum_of(loads: Sequence[WorkerLoad]) -> WorkerLoad:
@@ -118,15 +132,12 @@ def sum_of(loads: Sequence[WorkerLoad]) -> WorkerLoad:
     )
 
 
-def load_now(
-    load: WorkerLoad | None, in_flight: int, *, scheduler: str, route: str, now: float
-) -> SchedulerLoad:
+def load_now(load: WorkerLoad, in_flight: int, *, scheduler: str, route: str, now: float) -> SchedulerLoad:
     """Estimate a worker's load now, by its last report and the requests that are in flight there.
 
     A report can be 10 s old, and the count is exact. While requests waited, the worker could run no more than
     it ran. Otherwise it runs as many as its limit allows, and the rest of the count waits.
     """
-    load = load or WorkerLoad()
     most_running = load.num_running_reqs if load.num_waiting_reqs else load.max_running_requests
     running = min(in_flight, in_flight if most_running is None else most_running)
     return SchedulerLoad(
@@ -180,7 +191,7 @@ class GatewayQuestions:
         """Return the workers whose load the gateway shows to every key."""
         try:
             _, body = await self._status.get(LOADS, timeout_s)
-            loads = msgspec.json.decode(body, type=_Loads).loads
+            loads = _read_loads.decode(body).loads
         except (*NOT_REACHED, msgspec.MsgspecError):
             return []
         of_worker = dict[str, GatewayWorker]()
@@ -216,7 +227,7 @@ def _read_workers(listed: Sequence[Any]) -> list[GatewayWorker]:
     workers = []
     for entry in listed:
         with contextlib.suppress(msgspec.ValidationError):
-            worker = msgspec.convert(entry, GatewayWorker)
+            worker = _read_worker.decode(orjson.dumps(entry))
             worker.url = worker.url.rstrip("/")
             workers.append(worker)
     return workers

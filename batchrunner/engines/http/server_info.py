@@ -230,6 +230,21 @@ def check_architecture(task: TaskName, architectures: object, who: str) -> None:
         raise EngineStartError(f"{who}, whose architecture {names} has no head for task: {task}")
 
 
+async def is_gateway(url: str, headers: Mapping[str, str]) -> bool:
+    """Tell whether a Model Gateway is at an address; what does not answer soon is none.
+
+    `/loads` is open to a key that may not read the list of workers.
+    """
+    async with aiohttp.ClientSession(headers=headers) as session:
+        status = ServerStatus(session, url)
+        with contextlib.suppress(*NOT_REACHED):
+            for path in (WORKERS, "/loads"):
+                _, reply = await status.mapping(path, TIMING.status_timeout)
+                if isinstance(reply.get("workers"), list) or str(reply.get("version")).startswith("smg"):
+                    return True
+    return False
+
+
 class ServerQuestions:
     """Asks servers what they are: at the start, where an odd answer ends the run, and later."""
 
