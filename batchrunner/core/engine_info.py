@@ -18,9 +18,9 @@ class TokenizerInfo:
     """Directory or name of the tokenizer."""
     model: str
     """Directory or name of the model."""
-    own: str | None = None
+    why_server: str | None = None
     """Why only the engine can tokenize prompts; None if this process can too."""
-    own_chat: str | None = None
+    why_server_chat: str | None = None
     """Why only the engine can tokenize messages or parse their answers; None if this process can too."""
     model_sampling: bool = True
     """Whether generation_config.json sets sampling parameters for requests with messages that omit them."""

@@ -41,7 +41,7 @@ class FailureKind(Enum):
     """Why an attempt has no answer."""
 
     PREEMPTED = auto()
-    """We took the row from the engine ourselves, for its users."""
+    """We preempted the row for the engine's users."""
     INVALID = auto()
     """We refused the row ourselves: nothing was sent."""
     REFUSED = auto()
@@ -220,28 +220,28 @@ BY_CHANCE = 1e-6
 """A row is given up if the probability that chance explains its refusals is lower than this."""
 
 
-class Verdict(Enum):
-    """What the temporary refusals of a row say about their cause."""
+class RefusalCause(Enum):
+    """The cause of a row's temporary refusals, as far as it is known."""
 
-    CULPRIT = auto()
-    """The row itself is the cause."""
+    ROW = auto()
+    """The row itself."""
     OPEN = auto()
-    """Nothing yet: later refusals, or answers to other rows, will tell."""
+    """Unknown: later refusals, or answers to other rows, will tell."""
     NEEDS_CONTROL = auto()
-    """Nothing, and no other row is in flight that could tell: a control has to."""
+    """Unknown, and no other row in flight can tell: a control must."""
 
 
-def verdict_of(
+def cause_of(
     refusals: Refusals, record: RouteRecord, *, others_in_flight: bool, max_attempts: int
-) -> Verdict:
-    """Judge a row by its temporary refusals, of which the last is by the route of `record`."""
+) -> RefusalCause:
+    """Judge the temporary refusals of a row; the last one is by the route of `record`."""
     if is_culprit(refusals, max_attempts):
-        return Verdict.CULPRIT
+        return RefusalCause.ROW
     is_first = refusals.total == 1  # the engine may just have had no room
     others_will_tell = refusals.answers_others and others_in_flight
     if is_first or others_will_tell or record.has_control:
-        return Verdict.OPEN
-    return Verdict.NEEDS_CONTROL
+        return RefusalCause.OPEN
+    return RefusalCause.NEEDS_CONTROL
 
 
 def is_culprit(refusals: Refusals, max_attempts: int) -> bool:

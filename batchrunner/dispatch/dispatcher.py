@@ -26,12 +26,12 @@ from batchrunner.dispatch.attempt import (
     FailureHistory,
     FailureKind,
     Fate,
-    Verdict,
+    RefusalCause,
+    cause_of,
     control_for,
     fate_of,
     kind_of,
     pause_before_retry,
-    verdict_of,
 )
 from batchrunner.dispatch.bundles import BundleSender, BundleSenders
 from batchrunner.dispatch.load_control import LoadControl
@@ -129,7 +129,7 @@ class Dispatcher:
         finally:
             del self._in_flight[row]
         now = time.monotonic()
-        self.backlog.came_back(row)
+        self.backlog.end_attempt(row)
 
         message: str | None = None
         if completion is not None:
@@ -203,12 +203,12 @@ class Dispatcher:
         history = row.failures = row.failures or FailureHistory()
         if kind in FAILED or kind in UNAVAILABLE:
             self._relieve(route, kind, error, now)
-        verdict = Verdict.OPEN
+        cause = RefusalCause.OPEN
         if kind in REFUSED_FOR_NOW and not history.was_refused:
-            verdict = await self._investigate_refusal(row, route, history, now)
+            cause = await self._investigate_refusal(row, route, history, now)
         if kind in UNAVAILABLE:
             self._record_unavailable(kind, now)
-        fate = fate_of(self._failed_attempt(row, route, kind, verdict, now))
+        fate = fate_of(self._failed_attempt(row, route, kind, cause, now))
         history.add(kind, fate, route, error)
         match fate:
             case Fate.END:
@@ -240,18 +240,18 @@ class Dispatcher:
 
     async def _investigate_refusal(
         self, row: PendingRow, route: Route, history: FailureHistory, now: float
-    ) -> Verdict:
+    ) -> RefusalCause:
         """Record a temporary refusal and judge the row; send a control if nothing else can tell the cause."""
         refusals = history.record_refusal(route.record, sent_at=row.sent_at, now=now)
-        verdict = verdict_of(
+        cause = cause_of(
             refusals,
             route.record,
             others_in_flight=bool(self._in_flight),
             max_attempts=self.limits.max_attempts,
         )
-        if verdict is Verdict.NEEDS_CONTROL and not self.backlog.is_over:
+        if cause is RefusalCause.NEEDS_CONTROL and not self.backlog.is_over:
             await self._send_control(row, route)
-        return verdict
+        return cause
 
     def _record_unavailable(self, kind: FailureKind, now: float) -> None:
         """Record that the engine took no row: the time without rows begins, and begins anew with a death."""
@@ -259,7 +259,7 @@ class Dispatcher:
             self._refused_since = now
 
     def _failed_attempt(
-        self, row: PendingRow, route: Route, kind: FailureKind, verdict: Verdict, now: float
+        self, row: PendingRow, route: Route, kind: FailureKind, cause: RefusalCause, now: float
     ) -> FailedAttempt:
         """Collect the facts that decide the fate of a row without an answer."""
         history = row.failures
@@ -274,7 +274,7 @@ class Dispatcher:
             failures=history.failures + 1,
             max_attempts=self.limits.max_attempts,
             deaths=history.deaths + (kind is FailureKind.DIED),
-            is_culprit=verdict is Verdict.CULPRIT,
+            is_culprit=cause is RefusalCause.ROW,
             is_engine_lost=self._is_engine_lost(row, now),
         )
 

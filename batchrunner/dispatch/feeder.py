@@ -49,7 +49,7 @@ class Feeder:
                 await self._take(batch)
         self.backlog.finish_reading()
 
-    async def _take(self, batch: list[PendingRow | PrimeTask | Outcome]) -> None:
+    async def _take(self, batch: Sequence[PendingRow | PrimeTask | Outcome]) -> None:
         rows = [item for item in batch if isinstance(item, PendingRow)]
         self.backlog.expect(len(rows))
         for item in batch:

@@ -1,6 +1,7 @@
-"""Routes: the servers that get a run's rows, and the run's state for each. Pure: no clock, no loop.
+"""Routes: the servers that get a run's rows, and the run's state for each. No clock, no loop.
 
-Each run has its own routes. Runs that use one engine at the same time share only `EndedRows`.
+A route also keeps the sender of its rows, which only the dispatcher calls. Each run has its own routes. Runs
+that use one engine at the same time share only `EndedRows`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from batchrunner.job.engine import (
 )
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName, pooling_args
-from batchrunner.sglang.device import MEAN_POOLING, on_cpu
 from batchrunner.sglang.model_files import model_identity, read_config, takes_mean
 
 log = logging.getLogger(__name__)
@@ -100,6 +99,8 @@ def for_task(spec: EngineSpec, task: TaskName) -> EngineSpec:
     forward_task = TASKS.get(task)
     if forward_task is None or not isinstance(spec, ServerEngine):
         return spec
+    from batchrunner.sglang.device import MEAN_POOLING, on_cpu  # noqa: PLC0415 - for launched servers alone
+
     config = read_config(spec.model)
     check_architecture(task, config.get("architectures"), f"engine.model: {spec.model}")
     pooling = {} if forward_task.by_generation else pooling_args(config, cpu=on_cpu(spec.device))

@@ -36,12 +36,12 @@ from batchrunner.dispatch.attempt import (
     FailureHistory,
     FailureKind,
     Fate,
-    Verdict,
+    RefusalCause,
+    cause_of,
     control_for,
     fate_of,
     kind_of,
     pause_before_retry,
-    verdict_of,
 )
 from batchrunner.dispatch.queue import PendingRow
 from batchrunner.dispatch.route import Doubt, Route, RouteRecord
@@ -227,13 +227,11 @@ class Engine:
         """Give a row up, or send it again later."""
         history = row.failures = row.failures or FailureHistory()
         refusals = history.record_refusal(self.record, sent_at=row.sent_at, now=self.now)
-        verdict = verdict_of(
-            refusals, self.record, others_in_flight=bool(self.ends), max_attempts=MAX_ATTEMPTS
-        )
-        if verdict is Verdict.CULPRIT:
+        cause = cause_of(refusals, self.record, others_in_flight=bool(self.ends), max_attempts=MAX_ATTEMPTS)
+        if cause is RefusalCause.ROW:
             self.given_up[row.request.ref.row] = row.attempts
             return
-        if verdict is Verdict.NEEDS_CONTROL:
+        if cause is RefusalCause.NEEDS_CONTROL:
             self.record.has_control = True
             self.send(None)
         busy = EngineBusyError("503")
@@ -309,23 +307,23 @@ def test_a_control_asks_for_little() -> None:
     assert orjson.loads(control_for(record, request(3, "")).prompt.content)["input"] == "1"
 
 
-def test_the_verdict_on_a_refused_row() -> None:
+def test_the_cause_of_refusals() -> None:
     """A first refusal says nothing; later ones wait for other rows, or need a control where there is none."""
     history, record = FailureHistory(), RouteRecord()
 
-    def refuse(now: float, *, others_in_flight: bool = False) -> Verdict:
+    def refuse(now: float, *, others_in_flight: bool = False) -> RefusalCause:
         refusals = history.record_refusal(record, sent_at=now, now=now)
-        return verdict_of(refusals, record, others_in_flight=others_in_flight, max_attempts=2)
+        return cause_of(refusals, record, others_in_flight=others_in_flight, max_attempts=2)
 
-    assert refuse(1.0) is Verdict.OPEN
-    assert refuse(2.0, others_in_flight=True) is Verdict.NEEDS_CONTROL  # nobody was answered since
+    assert refuse(1.0) is RefusalCause.OPEN
+    assert refuse(2.0, others_in_flight=True) is RefusalCause.NEEDS_CONTROL  # nobody was answered since
     record.record_answer(2.5)
-    assert refuse(3.0, others_in_flight=True) is Verdict.OPEN
+    assert refuse(3.0, others_in_flight=True) is RefusalCause.OPEN
     record.has_control = True
-    assert refuse(4.0) is Verdict.OPEN
+    assert refuse(4.0) is RefusalCause.OPEN
     record.has_control = False
-    assert refuse(5.0) is Verdict.NEEDS_CONTROL
+    assert refuse(5.0) is RefusalCause.NEEDS_CONTROL
     assert record.refused == 1  # once for each row
     for _ in range(1000):
         record.record_answer(6.0)
-    assert refuse(5.5) is Verdict.CULPRIT
+    assert refuse(5.5) is RefusalCause.ROW

@@ -37,6 +37,7 @@ from batchrunner.core.errors import (
     RequestError,
     RowRefusedError,
 )
+from batchrunner.core.server_replies import error_of, known_status
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import Engine, RowEnded
@@ -44,8 +45,7 @@ from batchrunner.engines.hang_detector import Hang, HangDetector, progress_of
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.connections import open_connections
 from batchrunner.engines.http.guard import GuardedConnector, ModelGuard, common_model, model_in
-from batchrunner.engines.http.proxies import by_proxy
-from batchrunner.engines.http.proxy_limit import ENDED_BY_PROXY, REQUESTS
+from batchrunner.engines.http.proxies import ENDED_BY_PROXY, REQUESTS, by_proxy
 from batchrunner.engines.http.replies import JSON_BEGINS
 from batchrunner.engines.http.server import Endpoint, HangPause, SentRequest
 from batchrunner.engines.http.server_info import (
@@ -95,7 +95,7 @@ class HttpEngine(Engine):
         limits: LimitsSpec,
         task: TaskName = GENERATE,
     ) -> None:
-        """`task` is what the servers' model must be able to do."""
+        """Take the `task` that the servers' model must be able to do."""
         self.endpoints: dict[str, Endpoint] = {}
         """Where requests are sent, by route."""
         self.serving: list[Endpoint] = []
@@ -279,7 +279,7 @@ class HttpEngine(Engine):
         return replies.tokens_in(answer.content)
 
     def incidents(self) -> list[Incident]:
-        """Return what happened to the servers; see `Engine.incidents`."""
+        """Return the servers' incidents; see `Engine.incidents`."""
         incidents = [*self._incidents]
         self._incidents.clear()
         return incidents
@@ -419,7 +419,7 @@ class HttpEngine(Engine):
 
     def _refusal(self, endpoint: Endpoint, answer: replies.WholeAnswer) -> RequestError:
         """Return the error for an answer whose status is not 200 or whose content is not JSON."""
-        error = replies.error_of(answer.status, answer.content, answer.retry_after)
+        error = error_of(answer.status, answer.content, answer.retry_after)
         if isinstance(error, EngineBusyError) and answer.status != HTTPStatus.TOO_MANY_REQUESTS:
             endpoint.doubt()
         return error
@@ -628,7 +628,7 @@ class BundleAnswer:
             if index is None:
                 if event.error is not None:
                     code = event.error.get("code") if isinstance(event.error, dict) else None
-                    self.refusal = replies.WholeAnswer(replies.known_status(code), content)
+                    self.refusal = replies.WholeAnswer(known_status(code), content)
             elif event.meta_info.finish_reason is not None and 0 <= index < len(self.requests):
                 await self._end(index, event)
 
@@ -735,11 +735,11 @@ class AttachedServers(HttpEngine):
         for endpoint in self.serving:
             if endpoint.url not in urls:
                 log.info("%s gets no more rows: the gateway lists it no more", endpoint.url)
-                endpoint.is_removed = True
+                endpoint.set_listed(is_listed=False)
         for url in set(urls).difference(self.replicas):
             log.info("%s gets rows: the gateway lists it", url)
             if url in self.endpoints:
-                self.endpoints[url].is_removed = False
+                self.endpoints[url].set_listed(is_listed=True)
             else:
                 endpoint = self.endpoints[url] = self._new_endpoint(url)
                 self._watch_model(endpoint)
@@ -756,4 +756,4 @@ class AttachedServers(HttpEngine):
     def _reopen(self, endpoint: Endpoint) -> None:
         log.warning("%s gets rows again", endpoint.url)
         self._incidents.append(Incident("back", endpoint.url))
-        endpoint.hang_pause = None
+        endpoint.resume()

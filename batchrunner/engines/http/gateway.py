@@ -32,6 +32,7 @@ from batchrunner.core.errors import (
     EngineStartError,
     RequestError,
 )
+from batchrunner.core.server_replies import error_of
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Request
 from batchrunner.engines.hang_detector import HangDetector
@@ -109,7 +110,7 @@ def refusal_of(answer: replies.WholeAnswer) -> RequestError | None:
     code = code_of(answer.content)
     if code is None:
         return None
-    error = replies.error_of(answer.status, answer.content, answer.retry_after)
+    error = error_of(answer.status, answer.content, answer.retry_after)
     message = f"the gateway: {error}"
     if code in NO_WORKER or code == NOT_CONNECTED:
         return EngineDownError(message)
@@ -428,7 +429,7 @@ class ThroughGateway(HttpEngine):
         if not self._keys:
             return
         for endpoint in self.serving:
-            endpoint.is_removed = endpoint.url not in usable
+            endpoint.set_listed(is_listed=endpoint.url in usable)
         if self._key_search is None or self._key_search.done():
             self._key_search = asyncio.create_task(self._renew_keys())
 
@@ -459,7 +460,7 @@ class ThroughGateway(HttpEngine):
                 if endpoint is None:
                     endpoint = self.endpoints[url] = self._new_endpoint(url)
                     self.serving.append(endpoint)
-                endpoint.is_removed = False
+                endpoint.set_listed(is_listed=True)
                 endpoint.senders.clear()
 
     async def _find_keys(self, workers: Sequence[GatewayWorker]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import BatchrunError, EngineDownError
 from batchrunner.engines.hang_detector import Hang, HangDetector
-from batchrunner.engines.http.proxy_limit import ProxyLimit
+from batchrunner.engines.http.proxies import ProxyLimit
 from batchrunner.engines.http.wire import PostSender
 
 Model = Mapping[str, str]
@@ -98,21 +98,16 @@ class Endpoint:
     answers: int = 0
     """Requests answered so far, with whatever status."""
     proxy_limit: ProxyLimit = field(default_factory=ProxyLimit)
-    is_removed: bool = False
-    """Whether its gateway lists it no more."""
+    is_listed: bool = True
+    """Whether its gateway lists it; always true without a gateway."""
     hang_pause: HangPause | None = None
     """None while it does not hang."""
+    closed: str | None = None
+    """Reason why it gets no requests now, by the two fields above; None while it gets them."""
 
     def __post_init__(self) -> None:
         """Send requests to the server itself, unless they go through a gateway."""
         self.address = self.address or self.url
-
-    @property
-    def closed(self) -> str | None:
-        """Reason why it gets no requests now; None while it gets them."""
-        if self.is_removed:
-            return f"the gateway sends no rows to {self.url} now"
-        return self.hang_pause.why if self.hang_pause is not None else None
 
     @property
     def in_flight(self) -> int:
@@ -132,7 +127,24 @@ class Endpoint:
     def pause(self, hang_pause: HangPause) -> None:
         """Send no more requests, and cancel those in flight, so that their rows are sent again."""
         self.hang_pause = hang_pause
+        self._update_closed()
         self.end_requests(math.inf)
+
+    def resume(self) -> None:
+        """End the pause of a hang."""
+        self.hang_pause = None
+        self._update_closed()
+
+    def set_listed(self, *, is_listed: bool) -> None:
+        """Record whether its gateway lists it; requests in flight end either way."""
+        self.is_listed = is_listed
+        self._update_closed()
+
+    def _update_closed(self) -> None:
+        if not self.is_listed:
+            self.closed = f"the gateway sends no rows to {self.url} now"
+        else:
+            self.closed = None if self.hang_pause is None else self.hang_pause.why
 
     def end_requests(self, sent_before: float) -> None:
         """Cancel the requests that were sent before a time, and remove them from `requests`."""

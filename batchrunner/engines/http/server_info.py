@@ -1,4 +1,4 @@
-"""What servers say of themselves: their load, their model and arguments, and a Model Gateway's workers.
+"""Reports of servers on themselves: load, model, arguments, and a Model Gateway's workers.
 
 The load is from `/v1/loads`. `/model_info` and `/server_info` make EngineInfo and TokenizerInfo.
 """
@@ -20,7 +20,7 @@ from batchrunner.engines.http.guard import model_in
 from batchrunner.engines.http.proxies import by_proxy, proxy_of
 from batchrunner.engines.http.server import Model
 from batchrunner.job.tasks import TASKS, TaskName
-from batchrunner.sglang.logs.reader import Facts
+from batchrunner.sglang.flags import attention_ranks
 from batchrunner.sglang.model_files import model_identity, takes_mean
 
 MODEL_INFO, SERVER_INFO = "/model_info", "/server_info"
@@ -120,7 +120,7 @@ class _Queues(msgspec.Struct):
 
 
 class _Scheduler(msgspec.Struct):
-    """What a scheduler tells of its load; a gauge out of its range makes it no load."""
+    """Load of a scheduler in `/v1/loads`; a gauge outside its range makes the whole load invalid."""
 
     num_running_reqs: Requests
     num_waiting_reqs: Requests
@@ -205,9 +205,9 @@ def _work(load: _Scheduler) -> float | None:
 
 
 def check_does(task: TaskName, model: Mapping[str, Any], who: str) -> None:
-    """Raise EngineStartError where a model cannot do a task, by its `/model_info`; what is not told may be.
+    """Raise EngineStartError if a model cannot do a task; `/model_info` may leave that open.
 
-    `who` says in words which server it is, and which model it serves.
+    `who` names the server and its model.
     """
     kind, generates = TASKS.get(task), model.get("is_generation")
     by_generation = kind is None or kind.by_generation
@@ -221,7 +221,7 @@ def check_does(task: TaskName, model: Mapping[str, Any], who: str) -> None:
 
 
 def check_architecture(task: TaskName, architectures: object, who: str) -> None:
-    """Raise EngineStartError where a model has no head for a task; one without architectures may have."""
+    """Raise EngineStartError if a model's known architectures have no head for a task."""
     kind = TASKS.get(task)
     if kind is None or not kind.architectures or not isinstance(architectures, list) or not architectures:
         return
@@ -246,10 +246,10 @@ async def is_gateway(url: str, headers: Mapping[str, str]) -> bool:
 
 
 class ServerQuestions:
-    """Asks servers what they are: at the start, where an odd answer ends the run, and later."""
+    """Questions to servers about their model and arguments: at the start, and later in the run."""
 
     def __init__(self, session: aiohttp.ClientSession, remedy: str) -> None:
-        """`remedy` is what to do where nothing answers."""
+        """`remedy` is the advice to a user whose server does not answer."""
         self._session, self._remedy = session, remedy
 
     async def at_start(self, url: str, task: TaskName) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -413,17 +413,16 @@ def memory_caps_running(server: Mapping[str, Any]) -> bool:
         return False
     if argument is None:
         return bool(state.get("max_mamba_cache_size")) and in_effect < LEAST_DEFAULT_RUNNING
-
-    return in_effect < argument // Facts(arguments=dict(server)).attn_dp
+    return in_effect < argument // attention_ranks(server)
 
 
 def tokenizer_info(model: Mapping[str, Any], server: Mapping[str, Any]) -> TokenizerInfo:
-    """Describe how a server makes tokens of prompts."""
+    """Describe how a server tokenizes prompts."""
     return TokenizerInfo(
         tokenizer=str(server.get("tokenizer_path") or model["model_path"]),
         model=str(model["model_path"]),
-        own=_own(model, server),
-        own_chat=_own_chat(model, server),
+        why_server=_why_server(model, server),
+        why_server_chat=_why_server_chat(model, server),
         model_sampling=server.get("sampling_defaults") == "model",
         cuts=bool(server.get("allow_auto_truncate")),
         longest_prompt=limit_of(server.get("max_req_input_len")),
@@ -440,7 +439,7 @@ def _common_to(infos: Sequence[TokenizerInfo]) -> TokenizerInfo:
     """Return the tokenisation of all replicas; only the server's where their arguments differ."""
     first = infos[0]
     if any(info != first for info in infos):
-        return TokenizerInfo(first.tokenizer, first.model, own="the replicas' arguments differ")
+        return TokenizerInfo(first.tokenizer, first.model, why_server="the replicas' arguments differ")
     return first
 
 
@@ -450,8 +449,8 @@ def _runs_with(server: Mapping[str, Any], arguments: Iterable[str]) -> str | Non
     return argument and f"the server runs with --{argument.replace('_', '-')}"
 
 
-def _own(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
-    """Say why only the server can make tokens of any prompt; None where the client can too."""
+def _why_server(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
+    """Return why only the server can tokenize prompts; None if the client can too."""
     if "sampling_defaults" not in server:
         return "the server does not report its arguments"
     for name, usual in (("tokenizer_mode", "auto"), ("tokenizer_backend", "huggingface")):
@@ -462,8 +461,8 @@ def _own(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _own_chat(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
-    """Say why only the server can make tokens of messages; None where the client can too."""
+def _why_server_chat(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
+    """Return why only the server can tokenize messages; None if the client can too."""
     if reason := _runs_with(server, _CHAT_ARGUMENTS):
         return reason
     if str(model.get("model_type")) in OWN_CHAT_MODELS:
@@ -472,9 +471,9 @@ def _own_chat(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None
 
 
 def pooling_note(model: Mapping[str, Any]) -> str | None:
-    """Return a line for the user where a server makes vectors otherwise than the model's authors.
+    """Return a note for the user if a server pools vectors differently than the model's authors.
 
-    `model` is its `/model_info`. None where either is not known.
+    `model` is its `/model_info`. None if they agree, or if either is unknown.
     """
     embedding, path = model.get("embedding"), str(model.get("model_path"))
     pooling = embedding.get("pooling") if isinstance(embedding, dict) else None

@@ -27,8 +27,9 @@ from batchrunner.engines.http.server_info import (
     memory_caps_running,
     scheduler_states,
 )
+from batchrunner.sglang.flags import number
 from batchrunner.sglang.logs.lines import ServerReady
-from batchrunner.sglang.logs.reader import Facts, number
+from batchrunner.sglang.logs.reader import Facts
 from batchrunner.sglang.logs.series import LoadSample, Series
 from batchrunner.tuning.situation import Situation
 

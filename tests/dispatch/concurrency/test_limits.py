@@ -28,10 +28,11 @@ ROUTES = ("a", "b", "c")
 def test_no_row_is_kept_back(left: int, ended: list[str], silent: set[str], later_s: float) -> None:
     """Whoever is silent, and for however long, all that is left is shared out, and every route has a row."""
     routes = [RouteLimit(url) for url in ROUTES]
-    shares(routes, left, 0.0)
     for url in ended:
         routes[ROUTES.index(url)].ended.add(None)
-    found = shares(routes, left, later_s, [route for route in routes if route.url in silent])
+    for route in routes:
+        route.count_recent(later_s)
+    found = shares(routes, left, [route for route in routes if route.url in silent])
     assert sum(found) >= left
     assert min(found) >= 1
     if silent != set(ROUTES):
@@ -41,12 +42,16 @@ def test_no_row_is_kept_back(left: int, ended: list[str], silent: set[str], late
 def test_shares_follow_the_speed() -> None:
     """A replica ten times as fast gets ten times as much; one that slows down gets less by and by."""
     routes = fast, slow = RouteLimit("fast", recent=10), RouteLimit("slow", recent=10)
-    assert shares(routes, 1000, 0.0) == [500, 500]
+    assert shares(routes, 1000) == [500, 500]
     fast.ended.rows += 1000
     slow.ended.rows += 90
-    assert shares(routes, 1000, 1.0)[0] > 890
+    for route in routes:
+        route.count_recent(1.0)
+    assert shares(routes, 1000)[0] > 890
     slow.ended.rows += 1000
-    assert 430 < shares(routes, 1000, 120.0)[0] < 570
+    for route in routes:
+        route.count_recent(120.0)
+    assert 430 < shares(routes, 1000)[0] < 570
 
 
 def limits_of(*routes: str) -> ConcurrencyLimits:
@@ -171,7 +176,7 @@ class Server:
                 travelling = min(self.waiting, pass_rows)
                 self.waiting -= travelling
                 for _ in range(travelling):
-                    self.passes.sent(row_tokens)
+                    self.passes.record_sent(row_tokens)
                     self.limits.routes[0].ended.add(None)
                 self.now += 0.25 / self.passes_a_sample
             load = self._load()
