@@ -66,6 +66,8 @@ class ServerEngine(Spec):
     """Model directory, or a model name that SGLang can load."""
     replicas: Literal["auto"] | Annotated[int, Field(ge=1)] = 1
     """Servers, each with GPUs of its own. `auto`: one for every `tp` visible GPUs, one on a CPU."""
+    gateway: bool = False
+    """Start a Model Gateway (`smg`) too, by which other clients can use the replicas at one address."""
     nodes: Annotated[int, Field(ge=1)] = 1
     """Machines of a server, for a model that needs several; `tp` counts the GPUs of all."""
     args: dict[str, Any] = {}
