@@ -278,3 +278,26 @@ def test_what_stands_in_the_way(keyed: RealGateway, monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv(KEY_VARIABLE, "wrong")
         assert "refuses the API key" in said()
     keyed.use()
+
+
+def test_prefill_and_decode_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the gateway brings the halves together: `auto` goes through it, and one window is for both."""
+    with FakeSGLang() as prefill, FakeSGLang() as decode:
+        gateway = RealGateway(
+            *("--pd-disaggregation", "--prefill", prefill.url, "none", "--decode", decode.url),
+            *("--policy", "round_robin", "--disable-retries", "--disable-circuit-breaker"),
+        )
+        monkeypatch.setenv(KEY_VARIABLE, gateway.key)
+        try:
+            eventually(lambda: gateway.listed().keys() == {prefill.url, decode.url})
+            job = job_of(tmp_path, {"kind": "gateway", "url": gateway.url}, rows=60)
+            report = batchrunner.run(job)
+        finally:
+            gateway.end()
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, 60, 0)
+    assert rows_in(job) == list(range(60))
+    assert len(rows_at(prefill)) == len(rows_at(decode)) == 60
+    note = next(note for note in report.engine["notes"] if "rows go through" in note)
+    assert "only the gateway joins the halves" in note
+    schedulers = {signal["scheduler"] for sample in log_of(job, "sample") for signal in sample["signals"]}
+    assert schedulers <= {gateway.url}
