@@ -116,11 +116,9 @@ def refusal_of(answer: replies.WholeAnswer) -> RequestError | None:
         return EngineDownError(message)
     if code.startswith(LIMITS):
         return EngineBusyError(message, getattr(error, "retry_after_s", None))
-    if code.startswith(LOST_AT_WORKER):
-        return EngineDiedError(message)
-    if answer.status in {408, 504}:
+    if "timeout" in code or answer.status in {408, 504}:
         return AttemptFailedError(message)
-    return None
+    return EngineDiedError(message) if code.startswith(LOST_AT_WORKER) else None
 
 
 async def reason_to_go_through(url: str, headers: Mapping[str, str]) -> str | None:

@@ -43,6 +43,7 @@ def refused(status: int, code: str | int, kind: str = "server_error") -> WholeAn
         (refused(500, "call_upstream_connection_failed"), EngineDownError),
         (refused(502, "call_upstream_request_failed"), EngineDiedError),
         (refused(504, "request_timeout"), AttemptFailedError),
+        (refused(500, "call_upstream_timeout"), AttemptFailedError),
         (refused(400, "context_length_exceeded"), None),
         (refused(400, 400, "BadRequestError"), None),
         (WholeAnswer(503, b'{"error": {"message": "The request queue is full."}}'), None),
