@@ -129,6 +129,8 @@ class HttpEngine(Engine):
         self._rid_numbers = itertools.count()
         self._vocabulary: int | None = None
         self._vector_length = VectorLength()
+        self.model_to_send: str | None = None
+        """Model name that every request must have; None where servers take any."""
         self._model_names: frozenset[str] = frozenset()
         self._names_to_send: dict[str, str] = {}
         """Model name to send in a whole request, by the name that its row gives."""
@@ -250,7 +252,7 @@ class HttpEngine(Engine):
             if request.kind == "body":
                 body = with_model(request.prompt, await self._name_to_send(endpoint, request.prompt.model))
             else:
-                body = wire.bytes_of(wire.body_of(request))
+                body = wire.bytes_of(self._addressed(wire.body_of(request)))
             reply = await self._post(endpoint, wire.path_of(request), body)
         completion = replies.completion_of(request, reply)
         if request.task is not None:
@@ -360,7 +362,7 @@ class HttpEngine(Engine):
         question = liveness.question
         if question is None:
             assert self._question_session is not None
-            status = ServerStatus(self._question_session, endpoint.url)
+            status = ServerStatus(self._question_session, endpoint.address)
             question = liveness.question = asyncio.ensure_future(status.is_alive())
             question.add_done_callback(liveness.forget_question)
         alive = await asyncio.shield(question)
@@ -431,11 +433,17 @@ class HttpEngine(Engine):
             return {}
         return {"rid": f"{self._rid_prefix}-{next(self._rid_numbers):010}"}
 
+    def _addressed(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return a body with the model's name, where the address needs it to find a server."""
+        if self.model_to_send is not None:
+            body["model"] = self.model_to_send
+        return body
+
     async def _post_task(self, endpoint: Endpoint, requests: Sequence[Request]) -> list[bytes]:
         """Send requests of one task without decoding, and return the replies; raises as `_post`."""
         task = requests[0].task
         assert task is not None
-        bodies = [wire.bytes_of(body) for body in task.bodies(requests)]
+        bodies = [wire.bytes_of(self._addressed(body)) for body in task.bodies(requests)]
         return [await self._post(endpoint, task.path, body) for body in bodies]
 
     def _refusal(self, endpoint: Endpoint, answer: replies.WholeAnswer) -> RequestError:
@@ -460,7 +468,7 @@ class HttpEngine(Engine):
     async def _send_bundle(self, endpoint: Endpoint, requests: Sequence[Request], ended: RowEnded) -> None:
         """Send prompts in one body, and pass on the answer of each when it comes."""
         fields = self._added_fields(endpoint, wire.GENERATE_PATH)
-        body = wire.bytes_of(wire.bundle_body(requests) | fields)
+        body = wire.bytes_of(self._addressed(wire.bundle_body(requests) | fields))
         bundle = BundleAnswer(requests, ended, endpoint, self.guard, self._large_answers)
         # SGLang names the rows of a bundle in this way.
         rids = tuple(f"{fields['rid']}_{index}" for index in range(len(requests)))
@@ -526,8 +534,7 @@ class HttpEngine(Engine):
         """Send a body; return the status of the answer, and what was read of it."""
         sender = endpoint.senders.get(path)
         if sender is None:
-            assert self._row_session is not None
-            sender = endpoint.senders[path] = PostSender(self._row_session, URL(endpoint.url + path))
+            sender = endpoint.senders[path] = self._new_sender(endpoint, path)
         if endpoint.doubts:
             await self.guard.confirm(endpoint)
         posted = await sender.post(body)
@@ -535,6 +542,10 @@ class HttpEngine(Engine):
             return posted.status, await read(posted)
         finally:
             posted.release()
+
+    def _new_sender(self, endpoint: Endpoint, path: str) -> PostSender:
+        assert self._row_session is not None
+        return PostSender(self._row_session, URL(endpoint.address + path))
 
     async def _abandon(self, endpoint: Endpoint, request: SentRequest, why: str) -> None:
         """Abort a request that was ended without an answer; raises NoAnswerError at the limit of a proxy."""
@@ -572,7 +583,7 @@ class HttpEngine(Engine):
         self, endpoint: Endpoint, failure: Exception, request: SentRequest
     ) -> Exception:
         """Return the error of the rows of a request that failed on its way."""
-        url = endpoint.url
+        url = endpoint.address
         if isinstance(failure, (aiohttp.ClientError, OSError)):
             endpoint.doubt()
         match failure:
@@ -743,8 +754,12 @@ class AttachedServers(HttpEngine):
                     await self.guard.confirm(endpoint)
 
     async def _workers(self, gateway: str) -> list[str]:
+        """Return the addresses of a gateway's workers that speak HTTP; raises EngineDownError."""
+        from batchrunner.engines.http.gateway_workers import GatewayQuestions  # noqa: PLC0415 - for few jobs
+
         async with aiohttp.ClientSession(headers=self._headers) as session:
-            return await ServerQuestions(session, "start the gateway, or correct engine.url").workers(gateway)
+            workers = await GatewayQuestions(session, gateway).workers()
+        return [worker.url for worker in workers if not (worker.is_grpc or worker.is_leaving)]
 
     def _update_workers(self, urls: Sequence[str]) -> None:
         """Send rows to the workers that the gateway lists now, and no more to others."""
