@@ -50,7 +50,7 @@ def open_engine(
         raise JobError(f"share {share}", hint="give a file .json, and an engine that is not simulated")
     with _log_directory(log_dir) as logs, LoopThread() as loop:
         limits = LimitsSpec(request_timeout=request_timeout_s)
-        backend = make_engine(spec, log_dir=logs, limits=limits, task=task)
+        backend = loop.call(functools.partial(make_engine, spec, log_dir=logs, limits=limits, task=task))
         try:
             info = loop.call(backend.open)
             with _shared(backend, share):

@@ -182,10 +182,16 @@ def engine(
         str,
         typer.Argument(metavar="MODEL|JOB.yaml", help="A model's name or directory, or a job."),
     ],
+    replicas: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Replicas of the model: engine.replicas=N.")
+    ] = None,
+    gateway: Annotated[
+        bool, typer.Option("--gateway", help="One address for all of them: engine.gateway=true.")
+    ] = False,
     overrides: SetOption = None,
     verbose: VerboseOption = False,
 ) -> None:
-    """Start an SGLang server as a run does, and print its URL.
+    """Start SGLang servers as a run does, and print their URLs, or that of a Model Gateway before them.
 
     Jobs use the server with `--set engine=URL`; Ctrl-C stops it. It gets the same arguments and environment
     as in a run, also on a CPU. Its API key is the value of SGLANG_API_KEY, or else a new key, which is
@@ -201,13 +207,18 @@ def engine(
     log_to_stderr(verbose=verbose)
     is_job = source.endswith((".yaml", ".yml", ".json"))
     unused_parts = {"input": {"path": "-"}, "prompt": {"text": "-"}, "output": {"path": "-"}}
-    job = load_job(source if is_job else {**unused_parts, "engine": source}, overrides=overrides or ())
+    options = [] if replicas is None else [f"engine.replicas={replicas}"]
+    options += ["engine.gateway=true"] if gateway else []
+    job = load_job(
+        source if is_job else {**unused_parts, "engine": source}, overrides=[*options, *(overrides or ())]
+    )
     if launched_model(job.engine) is None:
         raise JobError(f"engine: kind {job.engine.kind} starts no server", hint="give a model")
     key = os.environ.setdefault("SGLANG_API_KEY", secrets.token_hex(24))
     with open_engine(job.engine, task=job.task) as open_server, contextlib.suppress(KeyboardInterrupt):
         tell(f"ready until Ctrl-C; its users need: export SGLANG_API_KEY={key}")
-        show(open_server.info.routes)
+        started = getattr(open_server.shared.engine, "gateway", None)
+        show(open_server.info.routes if started is None else (started.url,))
         threading.Event().wait()
 
 

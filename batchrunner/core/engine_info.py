@@ -6,7 +6,7 @@ The fields of EngineInfo, TokenizerInfo and SchedulerLoad are keys in run.json, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 
@@ -80,6 +80,10 @@ class EngineInfo:
     """Path of the engine's log, if it is on this machine."""
     one_by_one: str | None = "the engine takes one row in a request"
     """Why each row is a request of its own; None where a request can hold several rows."""
+    only_short_share: str | None = None
+    """Why only rows with short outputs share a request; None where all may."""
+    unsupported: Mapping[str, str] = field(default_factory=dict)
+    """Parts of a job that the engine cannot do, and why."""
     yields: bool | None = None
     """Whether the server schedules its users' requests before those of this background run; None if the run
     is not in the background."""
@@ -93,7 +97,7 @@ class SchedulerLoad:
 
     scheduler: str
     """URL of the replica, with `#dpN` where it has several data-parallel ranks."""
-    source: Literal["loads", "engine", "simulated"]
+    source: Literal["loads", "gateway", "engine", "simulated"]
     """Origin of the numbers."""
     running: int
     """Running requests, SGLang's `#running-req`."""

@@ -393,6 +393,8 @@ class BundleSenders:
         self._short = isinstance(most_tokens, int) and most_tokens <= SHORT_TOKENS
         # a list without decoding has one reply, so the reasons against bundles of texts do not apply
         self._one_by_one = info.one_by_one if passes is None else None
+        if passes is None and not self._short:
+            self._one_by_one = self._one_by_one or info.only_short_share
 
     def sender_to(self, url: str) -> BundleSender:
         """Return a new sender of rows to a server."""

@@ -25,6 +25,7 @@ from batchrunner.job.arrow_types import fit, kind_of_schema
 from batchrunner.job.output import CUT, PARSED, REASONING, TOOL_CALLS
 from batchrunner.job.spec import Job
 from batchrunner.output.counts import ASKED_AGAIN, AskedAgain, Rejected
+from batchrunner.sglang.flags import MAX_BLANKS_FLAG, MOST_BLANKS
 
 if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
@@ -35,6 +36,12 @@ LONGEST_SEARCH_S = 0.2
 """Seconds after which the search for a regular expression in an answer is given up."""
 KEPT_SCHEMAS = 256
 """Schemas from a column that are kept compiled."""
+BLANKS = rf"\s{{{MOST_BLANKS}}}"
+"""`stop_regex` that ends padding in a further try; its bounded length makes it cheap for SGLang."""
+PADDED = (
+    "the answer was padded with blanks: JSON allows any number of them between values; "
+    f"start the server with --{MAX_BLANKS_FLAG} {MOST_BLANKS}"
+)
 _STOPS = {"stop", "stop_token_ids", "stop_regex"}
 """Sampling parameters that may end an answer before it is a whole match of its regular expression."""
 LONGEST_COMPLAINT = 300
@@ -105,7 +112,8 @@ class AnswerChecker:
     ) -> Request | None:
         """Return the next request; None if the row ends with this answer."""
         limit = row.request.sampling.get("max_new_tokens")
-        is_cut = self._lengthens and CUT in answer.finish_reasons
+        is_padded = complaint.endswith(PADDED)  # more tokens would be more blanks
+        is_cut = self._lengthens and CUT in answer.finish_reasons and not is_padded
         if is_cut and limit and history.lengthened < MOST_LENGTHENED:
             history.lengthened += 1
             return row.request._replace(sampling={**row.request.sampling, "max_new_tokens": limit * 2})
@@ -113,9 +121,10 @@ class AnswerChecker:
         if number >= self._tries:
             return None
         unencoded = history.unencoded
-        again: Request | Outcome = _next_try(history.first, number)
+        again: Request | Outcome = _next_try(history.first, number, is_padded=is_padded)
         if self._check.feedback and unencoded is not None and unencoded.kind == "messages":
-            chat = _with_complaint(_next_try(unencoded, number), answer, complaint)
+            next_try = _next_try(unencoded, number, is_padded=is_padded)
+            chat = _with_complaint(next_try, answer, complaint)
             (again,) = await self._tokenizer.tokenize([chat])
         return again if isinstance(again, Request) else None
 
@@ -195,7 +204,10 @@ class AnswerConditions:
         has_schema = not self._by_row or request.sampling.get("json_schema") is not None
         fails_json = of_json is not None and self._wants_json and (has_schema or self._always_json)
         fails_truncated = self._fails_truncated and (has_schema or not self._only_with_schema)
-        if reason == CUT and (fails_json or fails_truncated):
+        is_cut = reason == CUT and (fails_json or fails_truncated)
+        if self._wants_json and (fails_json or is_cut) and _is_padded(request, text, reason):
+            return PADDED
+        if is_cut:
             return "the answer was truncated at max_new_tokens"
         if fails_json:
             return of_json
@@ -319,13 +331,25 @@ RISING = (0.4, 0.8)
 """Least temperatures of the second and of all further tries: at 0 the same answer would come again."""
 
 
-def _next_try(first: Request, number: int) -> Request:
-    """Return try `number` of a row, from 1 on: its first request with another seed and temperature."""
+def _is_padded(request: Request, text: str, reason: str | None) -> bool:
+    """Tell whether an answer that is to be JSON ends in blanks, or would, had BLANKS not ended it."""
+    is_stopped = reason == "stop" and BLANKS in (request.sampling.get("stop_regex") or ())
+    return is_stopped or (reason == CUT and len(text) - len(text.rstrip()) >= MOST_BLANKS)
+
+
+def _next_try(first: Request, number: int, *, is_padded: bool = False) -> Request:
+    """Return try `number` of a row, from 1 on: its first request with another seed and temperature.
+
+    After an answer that was padded with blanks, the next one ends where it is padded too.
+    """
     sampling = {**first.sampling}
     seed = sampling.get("sampling_seed") or 0
     sampling["sampling_seed"] = (seed + number * SEED_STEP) & MOST_SEED
     if "temperature" in sampling:
         sampling["temperature"] = max(sampling["temperature"], RISING[min(number, len(RISING)) - 1])
+    if is_padded:
+        stops = sampling.get("stop_regex") or []
+        sampling["stop_regex"] = [*([stops] if isinstance(stops, str) else stops), BLANKS]
     return first._replace(sampling=sampling)
 
 

@@ -42,12 +42,15 @@ class AttachEngine(RunningServers):
 
 
 class GatewayEngine(RunningServers):
-    """The workers of SGLang's Model Gateway, which already runs. Rows go to them directly."""
+    """The workers of SGLang's Model Gateway, which already runs."""
 
     kind: Literal["gateway"]
     """`gateway`: the servers already run, and a Model Gateway lists them."""
     url: Url
     """Address of the gateway."""
+    route: Literal["auto", "workers", "gateway"] = "auto"
+    """Way of the rows. `workers`: to each worker's own address. `gateway`: through the gateway. `auto`:
+    directly if all workers can be reached from here by HTTP, else through the gateway."""
 
 
 RESERVED = ("model-path", "model", "host", "port", "api-key", "device", "nnodes", "node-rank")
@@ -63,6 +66,8 @@ class ServerEngine(Spec):
     """Model directory, or a model name that SGLang can load."""
     replicas: Literal["auto"] | Annotated[int, Field(ge=1)] = 1
     """Servers, each with GPUs of its own. `auto`: one for every `tp` visible GPUs, one on a CPU."""
+    gateway: bool = False
+    """Start a Model Gateway (`smg`) too, by which other clients can use the replicas at one address."""
     nodes: Annotated[int, Field(ge=1)] = 1
     """Machines of a server, for a model that needs several; `tp` counts the GPUs of all."""
     args: dict[str, Any] = {}

@@ -92,6 +92,11 @@ class SharedEngine:
                     f"prompt.{name}: {self.info.model} takes no {kind.field}",
                     hint="choose a model for them; one whose part for them is off needs --enable-multimodal",
                 )
+        parts = {*(job.output.columns or ())}
+        if job.sampling.lora_path is not None:
+            parts.add("sampling.lora_path")
+        for part in sorted(parts.intersection(self.info.unsupported)):
+            raise EngineStartError(f"{part}: the engine cannot do it: {self.info.unsupported[part]}")
         for note in self.info.notes:
             log.info("%s", note)
 
@@ -101,7 +106,8 @@ async def open_engine_of(
 ) -> SharedEngine:
     """Open the engine of a job for a task of a model; `stack` closes it. Raises BatchrunError."""
     shape = shape_of(job, task)
-    engine = make_engine(job.engine, log_dir=log_directory, limits=job.limits, task=task, shape=shape)
+    making = make_engine(job.engine, log_dir=log_directory, limits=job.limits, task=task, shape=shape)
+    engine = await control.wait_for(making, "while the engine was starting")
     stack.push_async_callback(engine.close)
     info = await control.wait_for(engine.open(), "while the engine was starting")
     return SharedEngine(engine, info)

@@ -183,7 +183,7 @@ class TrialRunner:
         spec = self.engine.model_copy(
             update={"args": args, "env": env, "start_timeout": start_s, "heal": False}
         )
-        engine = make_engine(spec, log_dir=place, limits=self.job.limits)
+        engine = await make_engine(spec, log_dir=place, limits=self.job.limits)
         try:
             info = await engine.open()
             left_s = within_s - (time.monotonic() - start)

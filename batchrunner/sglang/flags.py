@@ -13,6 +13,10 @@ CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
 """Environment variable: most tokens that SGLang reserves for the output of a request (schedule_policy)."""
 VARIABLES = frozenset({CLIP})
 """Variables that count as flags."""
+MAX_BLANKS_FLAG = "constrained-json-max-whitespace-cnt"
+"""Flag: most blanks between two tokens of JSON that follows a schema (xgrammar); unbounded without it."""
+MOST_BLANKS = 64
+"""Its value where the run sets it: a line end and the indentation of 15 levels of four."""
 CHECK_HELP = "unknown version: these are the newest spellings, check them with --help"
 """Note below advice where the version's flags are unknown."""
 _SPELLINGS = (
@@ -127,6 +131,12 @@ def version_of(python: str | None, environ: Mapping[str, str]) -> str | None:
 
     command = [python or sys.executable, "-c", _VERSION]
     return output_of(command, HELP_TIMEOUT_S, program_environment(environ)).strip() or None
+
+
+def is_at_least(version: str | None, *least: int) -> bool:
+    """Tell whether a version of SGLang, such as 0.5.23, is known and at least another."""
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version or "")
+    return numbers is not None and tuple(map(int, numbers.groups())) >= least
 
 
 def of_arguments(version: str | None, arguments: Iterable[str]) -> Flags:

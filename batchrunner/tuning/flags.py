@@ -55,6 +55,8 @@ class Server:
     """Tokens that a decode step would yield with n-gram speculation from earlier outputs."""
     most_pool_tokens: float = 0.0
     """Tokens of the largest KV pool that a CPU's memory allows."""
+    media: bool | None = None
+    """Whether prompts have images, sounds or videos; None where it is unknown."""
     why: str = ""
     """Log line that names the cause of its death."""
 
@@ -177,7 +179,15 @@ GRAPH, LEAST_GRAPH = 64, 16
 REPEATED = 1.3
 """Tokens of a decode step from which n-grams are worth a trial: a step that checks guesses takes longer."""
 TOKENIZERS = 4
-"""`--tokenizer-worker-num` where one front process is too slow."""
+"""`--tokenizer-worker-num` and `--detokenizer-worker-num` where one process is too slow."""
+LOADERS, PROCESSORS = 16, 2
+"""`--mm-io-worker-num` and `--mm-processor-worker-num`, in threads: SGLang's own values for some models with
+many images (multimodal/processors/kimi_k3.py)."""
+_LANGUAGE_ALONE = (
+    "DeepseekV4ForCausalLM", "MuseGlimmerForConditionalGeneration", "Cosmos3ForConditionalGeneration",
+    "Cosmos3EdgeForConditionalGeneration",
+)  # fmt: skip
+"""Models that take `--language-model-only` (LANGUAGE_MODEL_ONLY_ARCHITECTURES in server_args.py)."""
 _BACKENDS: Mapping[Architecture, tuple[str, str]] = {
     "hopper": ("fa3", "flashinfer"),
     "blackwell": ("trtllm_mha", "flashinfer"),
@@ -435,6 +445,29 @@ def _interval(s: Server) -> list[int]:
 def _set(flag: str, value: Any) -> NextValues:
     """Return the only step of a flag that is either set or not."""
     return lambda s: [] if s.facts.arguments.get(flag.replace("-", "_")) == value else [value]
+
+
+def _at_least(flag: str, least: int) -> NextValues:
+    """Return the only step of a flag that is a number of threads or processes."""
+    return lambda s: [least] if (s.now(flag) or 0) < least else []
+
+
+def _for_media(flag: str, least: int) -> NextValues:
+    """Return the same where prompts have media."""
+    return lambda s: _at_least(flag, least)(s) if s.media else []
+
+
+def _language_alone(s: Server) -> list[bool]:
+    unused = s.media is False and s.facts.model in _LANGUAGE_ALONE
+    return [True] if unused and not s.facts.arguments.get("language_model_only") else []
+
+
+def _adaptive(s: Server) -> list[bool]:
+    """Return True where SGLang supports it (`adaptive_unsupported_reason`)."""
+    arguments = s.facts.arguments
+    fits = arguments.get("speculative_algorithm") in {"EAGLE", "EAGLE3"} and s.facts.attn_dp == 1
+    one_guess = arguments.get("speculative_eagle_topk") in {None, 1}
+    return [True] if fits and one_guess and not arguments.get("speculative_adaptive") else []
 
 
 def _other_layouts(s: Server) -> list[int]:
@@ -754,10 +787,83 @@ FLAGS: Mapping[str, Flag] = {
             "tokenizer-worker-num",
             moves={
                 "starved": Move(
-                    lambda s: [TOKENIZERS] if (s.now("tokenizer-worker-num") or 1) < TOKENIZERS else [],
+                    _at_least("tokenizer-worker-num", TOKENIZERS),
                     rule="up: 4",
                     source="SGLang",
                     cost="cores of the machine",
+                )
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "enable-http-worker-reuseport",
+            moves={
+                "starved": Move(
+                    lambda s: (
+                        _set("enable-http-worker-reuseport", value=True)(s)
+                        if (s.now("tokenizer-worker-num") or 1) > 1
+                        else []
+                    ),
+                    rule="on: with several tokenizer workers",
+                    source="SGLang; not tried on a GPU",
+                )
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "detokenizer-worker-num",
+            moves={
+                "starved": Move(
+                    _at_least("detokenizer-worker-num", TOKENIZERS),
+                    rule="up: 4",
+                    source="SGLang; not tried on a GPU",
+                    cost="cores of the machine",
+                )
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "mm-io-worker-num",
+            moves={
+                "starved": Move(
+                    _for_media("mm-io-worker-num", LOADERS),
+                    rule="up: 16, where prompts have images, sounds or videos",
+                    source="SGLang; not tried on a GPU",
+                    cost="cores of the machine",
+                )
+            },
+        ),
+        Flag(
+            "mm-processor-worker-num",
+            moves={
+                "starved": Move(
+                    _for_media("mm-processor-worker-num", PROCESSORS),
+                    rule="up: 2, where prompts have images, sounds or videos",
+                    source="SGLang; not tried on a GPU",
+                    cost="cores of the machine",
+                )
+            },
+        ),
+        Flag(
+            "language-model-only",
+            moves={
+                "no-media": Move(
+                    _language_alone,
+                    rule="on: for a job without images, sounds and videos",
+                    source="SGLang; not tried on a GPU",
+                    cost="the server refuses images, sounds and videos",
+                )
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "speculative-adaptive",
+            moves={
+                "speculates": Move(
+                    _adaptive,
+                    rule="on, with EAGLE or EAGLE3 and one guess at a time",
+                    source="SGLang; not tried on a GPU",
+                    cost="graphs for several numbers of guesses: memory, and seconds at the start",
                 )
             },
             needs="a GPU",

@@ -23,7 +23,7 @@ from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import LogReader
 from batchrunner.sglang.logs.series import Prefills, Series, sample_of_load
 from batchrunner.tuning.signals import has_enough
-from batchrunner.tuning.situation import ClientActivity, Situation
+from batchrunner.tuning.situation import ClientActivity, Situation, has_media
 
 MOST_PARTS = 20
 """Newest parts that are read for the lengths of outputs."""
@@ -76,6 +76,7 @@ def _client(facts: Mapping[str, Any]) -> ClientActivity:
         max_new_tokens=most if isinstance(most, int) else None,
         ignore_eos=sampling.get("ignore_eos") is True,
         order=job.get("order", "auto"),
+        media=has_media(facts["fingerprint"].get("prompt", {})),
         simulated=bool(facts["engine"].get("simulated")),
         decodes=job.get("task", GENERATE) == GENERATE,
     )

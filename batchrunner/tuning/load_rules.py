@@ -36,6 +36,13 @@ _OTHER_WAY = {
 """Remedy for a slow front process if no flag helps, keyed by whether the model runs on a CPU."""
 
 
+FRONT_LEVERS = (
+    "mm-io-worker-num", "mm-processor-worker-num", "tokenizer-worker-num", "enable-http-worker-reuseport",
+    "detokenizer-worker-num",
+)  # fmt: skip
+"""Flags for a front process that is too slow, in the order in which they are advised."""
+
+
 def conservativeness(s: Situation) -> float:
     """Return the conservativeness in effect, which differs from the flag with DP attention."""
     value = s.facts.number("schedule_conservativeness")
@@ -53,7 +60,8 @@ def queue_empty(s: Situation, flags: Flags) -> Finding | None:
     else:
         change, why = _slow_part(s.client, keep)
     slow = s.client is not None and not change
-    args = next_setting("starved", "tokenizer-worker-num", s.server, flags) if slow else {}
+    settings = (next_setting("starved", name, s.server, flags) for name in FRONT_LEVERS)
+    args = next(filter(None, settings), {}) if slow else {}
     while_rows = " while rows were left to send" if s.client else ""
     return Finding(
         f"#queue-req is 0 {s.often('empty')}{while_rows}: {why}",

@@ -78,6 +78,16 @@ def dp_attention(s: Situation, _: Flags) -> Finding:
     return Finding(f"{s.facts.model} keeps the same KV cache on each of {s.facts.tp} GPUs")
 
 
+def encoder_unused(s: Situation, _: Flags) -> Finding:
+    """Name a model whose part for images, sounds or videos a job does not need."""
+    return Finding(f"{s.facts.model} takes more than text, and the job has no more")
+
+
+def fixed_guesses(s: Situation, _: Flags) -> Finding:
+    """Name speculation with a fixed number of guesses."""
+    return Finding(f"{s.facts.arguments.get('speculative_algorithm')} guesses as many tokens in each step")
+
+
 def torch_compile(s: Situation, _: Flags) -> Finding | None:
     """Find a small model with small batches."""
     gb = (s.facts.weights_gb or 0.0) * s.facts.tp

@@ -328,6 +328,8 @@ FLAG_SIGNS = {
     "slow-backend": "the card has an attention backend of its own",
     "evicted": "prompts share prefixes, and the KV pool is full",
     "starved": "no request waits, and fewer run than may",
+    "no-media": "the model takes images, sounds or videos, and the job has none",
+    "speculates": "each step guesses a fixed number of tokens",
     "split-experts": "each expert is split over several GPUs",
     "kv-copies": "several GPUs keep the same KV cache",
     "layout": "the GPUs could hold more or fewer replicas",

@@ -107,6 +107,11 @@ def test_an_attached_server_whose_memory_is_the_cap(tmp_path: Path, asked: int, 
         ({"tokenizer_worker_num": 1}, "--tokenizer-worker-num 4"),
         ({}, "`engine.replicas`: servers with a front process each"),
         ({"tokenizer_worker_num": 1, "device": "cpu"}, "a machine with more cores"),
+        (
+            {"tokenizer_worker_num": 4, "enable_http_worker_reuseport": False},
+            "--enable-http-worker-reuseport",
+        ),
+        ({"tokenizer_worker_num": 4, "detokenizer_worker_num": 1}, "--detokenizer-worker-num 4"),
     ],
 )
 def test_the_front_process_may_be_too_slow(arguments: dict[str, Any], expected: str, own: Path) -> None:
@@ -115,6 +120,33 @@ def test_the_front_process_may_be_too_slow(arguments: dict[str, Any], expected: 
     LogWriter().started(**arguments).write(own, "engine-server.log")
     tell(own / "events.jsonl", queue=0, running=20, in_flight=400)
     assert changes(advise(str(own)))["queue-empty"].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "advised"),
+    [
+        ({"user": "$text"}, True),
+        ({"user": "$text", "images": {"columns": ["picture"]}}, False),
+        ({"messages": "chat"}, False),
+    ],
+)
+def test_a_job_without_images_needs_no_encoder(prompt: dict[str, Any], own: Path, *, advised: bool) -> None:
+    """A model that takes images can leave their part out, unless prompts have some, or may have some."""
+    change_facts(own, "fingerprint", prompt=prompt)
+    model = "Load weight end. elapsed=9 s, type=DeepseekV4ForCausalLM, avail mem=40.0 GB, mem usage=30.00 GB."
+    log = LogWriter().started(language_model_only=False).say(model)
+    log.decode(9).write(own, "engine-server.log")
+    tell(own / "events.jsonl")
+    expected = {"encoder-unused": "--language-model-only"} if advised else {}
+    assert changes(advise(str(own))) == expected
+
+
+def test_images_are_read_by_more_threads(own: Path) -> None:
+    """A front process that is too slow with images gets threads to read them first."""
+    change_facts(own, "fingerprint", prompt={"user": "$text", "images": {"columns": ["picture"]}})
+    LogWriter().started(mm_io_worker_num=0, tokenizer_worker_num=1).write(own, "engine-server.log")
+    tell(own / "events.jsonl", queue=0, running=20, in_flight=400)
+    assert changes(advise(str(own)))["queue-empty"] == "--mm-io-worker-num 16"
 
 
 def test_connections_may_be_what_limits(own: Path) -> None:

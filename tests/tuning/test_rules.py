@@ -144,6 +144,14 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         {"states-full": "--mamba-ssm-dtype bfloat16, which halves a state and changes answers a little"},
     ),
     "below the cap of a state pool": (hybrid().decode(30, r=60, u=0.95), {}),
+    "EAGLE with a fixed number of guesses": (
+        LogWriter().started(speculative_algorithm="EAGLE3", speculative_eagle_topk=1,
+                            speculative_adaptive=False).decode(30),
+        {"fixed-guesses": "--speculative-adaptive"},
+    ),
+    "an n-gram server": (
+        LogWriter().started(speculative_algorithm="NGRAM", speculative_adaptive=False).decode(30), {},
+    ),
     "at the cap of the KV pool": (
         LogWriter().started(most=98, before_ready=(POOL_CAP,)).decode(30, r=98, u=0.3), {},
     ),

@@ -224,6 +224,7 @@ class ConcurrencyLimits:
         ]
         for load in loads:
             self.schedulers[load.scheduler].polled_at = now
+        self._forget_absent_schedulers(now)
         if not self.is_background and (unsent == 0 or self.fixed is not None):
             for scheduler in self.schedulers.values():
                 scheduler.controller.stop_steering("fixed" if unsent else "tail")
@@ -233,6 +234,16 @@ class ConcurrencyLimits:
         for scheduler in self.schedulers.values():
             changes += scheduler.controller.tick(now)
         return changes
+
+    def _forget_absent_schedulers(self, now: float) -> None:
+        """Forget a silent scheduler whose route has others that report: a gateway has lost that worker."""
+        for route in self.routes:
+            reporting = [scheduler for scheduler in route.schedulers if not scheduler.is_unreachable(now)]
+            if reporting and len(reporting) < len(route.schedulers):
+                for scheduler in route.schedulers:
+                    if scheduler not in reporting:
+                        del self.schedulers[scheduler.name]
+                route.schedulers = reporting
 
     def backpressure(self, url: str, why: str, now: float) -> list[Decision]:
         """Narrow the windows of a route that refused a request or let it wait too long."""

@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 from yarl import URL
@@ -80,6 +80,16 @@ _OK = HTTPStatus.OK.value  # a lookup in an enumeration takes as long as ten oth
 Answer = TypeVar("Answer")
 
 
+class ServerDescription(NamedTuple):
+    """What a server reports of itself at the start of a run."""
+
+    url: str
+    model: dict[str, Any]
+    """Its `/model_info`."""
+    arguments: dict[str, Any]
+    """Its `/server_info`: arguments and limits."""
+
+
 class HttpEngine(Engine):
     """Sends requests to replicas of one model, each of whose URLs is a route, and polls their loads.
 
@@ -119,6 +129,8 @@ class HttpEngine(Engine):
         self._rid_numbers = itertools.count()
         self._vocabulary: int | None = None
         self._vector_length = VectorLength()
+        self.model_to_send: str | None = None
+        """Model name that every request must have; None where servers take any."""
         self._model_names: frozenset[str] = frozenset()
         self._names_to_send: dict[str, str] = {}
         """Model name to send in a whole request, by the name that its row gives."""
@@ -137,22 +149,11 @@ class HttpEngine(Engine):
         assert self._question_session is not None
         self._server_questions = ServerQuestions(self._question_session, remedy)
         descriptions = await self._describe_servers(self._server_questions, urls)
-        models = [model for _, model, _ in descriptions]
-        servers = [arguments for _, _, arguments in descriptions]
-        # servers that answer come first: `tokens_of` asks the first endpoint
-        answering = [url for url, _, _ in descriptions]
-        for url in dict.fromkeys([*answering, *urls]):
-            self.endpoints[url] = self._new_endpoint(url)
-        for url, _, arguments in descriptions:
-            self.endpoints[url].arguments = arguments
-            pool = state_pool(arguments)
-            self.endpoints[url].running_by_states = pool.most_running if pool else None
-        self.serving = [self.endpoints[url] for url in urls]
-        model = common_model([*map(model_in, models, servers)])
-        self._reports_load = await self._loads_of(answering[0]) != []
-        loads = await self.loads()
-        has_all_loads = {load.server for load in loads} >= {*answering}
-        info = describe(models, servers, loads if has_all_loads else [])
+        self._add_endpoints(descriptions, urls)
+        models = [description.model for description in descriptions]
+        arguments = [description.arguments for description in descriptions]
+        model = common_model([*map(model_in, models, arguments)])
+        info = describe(models, arguments, await self._first_loads(descriptions))
         self.guard.model = model
         for endpoint in self.serving:
             self._watch_model(endpoint)
@@ -173,6 +174,23 @@ class HttpEngine(Engine):
             notes=tuple(notes),
         )
 
+    def _add_endpoints(self, descriptions: Sequence[ServerDescription], urls: Sequence[str]) -> None:
+        """Create the endpoints; those that answer come first, as `tokens_of` asks the first one."""
+        arguments = {description.url: description.arguments for description in descriptions}
+        for url in dict.fromkeys([*arguments, *urls]):
+            endpoint = self.endpoints[url] = self._new_endpoint(url)
+            endpoint.arguments = arguments.get(url)
+            pool = None if endpoint.arguments is None else state_pool(endpoint.arguments)
+            endpoint.running_by_states = pool.most_running if pool else None
+        self.serving = [self.endpoints[url] for url in urls]
+
+    async def _first_loads(self, descriptions: Sequence[ServerDescription]) -> Sequence[SchedulerLoad]:
+        """Find out whether servers report their load; return the loads if all servers that answer do."""
+        self._reports_load = await self._loads_of(descriptions[0].url) != []
+        loads = await self.loads()
+        servers = {load.server for load in loads}
+        return loads if all(description.url in servers for description in descriptions) else []
+
     @property
     def replicas(self) -> list[str]:
         """URLs of the servers that get rows."""
@@ -190,24 +208,24 @@ class HttpEngine(Engine):
 
     async def _describe_servers(
         self, questions: ServerQuestions, urls: Sequence[str]
-    ) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-        """Return URL, model and arguments of each server that answers.
+    ) -> list[ServerDescription]:
+        """Return the description of each server that answers.
 
         A server that does not answer gets rows once it answers. Raises EngineAwayError where none answers,
         EngineStartError where one cannot do the work.
         """
-        questions_at_start = (questions.at_start(url, self._task) for url in urls)
-        descriptions: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        questions_at_start = [questions.at_start(url, self._task) for url in urls]
+        replies_at_start = await asyncio.gather(*questions_at_start, return_exceptions=True)
+        descriptions: list[ServerDescription] = []
         absences: list[EngineAwayError] = []
-        for url, answer in zip(
-            urls, await asyncio.gather(*questions_at_start, return_exceptions=True), strict=True
-        ):
-            if isinstance(answer, EngineAwayError):
-                absences.append(answer)
-            elif isinstance(answer, BaseException):
-                raise answer
+        for url, reply in zip(urls, replies_at_start, strict=True):
+            if isinstance(reply, EngineAwayError):
+                absences.append(reply)
+            elif isinstance(reply, BaseException):
+                raise reply
             else:
-                descriptions.append((url, *answer))
+                model, arguments = reply
+                descriptions.append(ServerDescription(url, model, arguments))
         if not descriptions:
             raise absences[0]
         for absence in absences:
@@ -234,7 +252,7 @@ class HttpEngine(Engine):
             if request.kind == "body":
                 body = with_model(request.prompt, await self._name_to_send(endpoint, request.prompt.model))
             else:
-                body = wire.bytes_of(wire.body_of(request))
+                body = wire.bytes_of(self._addressed(wire.body_of(request)))
             reply = await self._post(endpoint, wire.path_of(request), body)
         completion = replies.completion_of(request, reply)
         if request.task is not None:
@@ -344,7 +362,7 @@ class HttpEngine(Engine):
         question = liveness.question
         if question is None:
             assert self._question_session is not None
-            status = ServerStatus(self._question_session, endpoint.url)
+            status = ServerStatus(self._question_session, endpoint.address)
             question = liveness.question = asyncio.ensure_future(status.is_alive())
             question.add_done_callback(liveness.forget_question)
         alive = await asyncio.shield(question)
@@ -415,11 +433,17 @@ class HttpEngine(Engine):
             return {}
         return {"rid": f"{self._rid_prefix}-{next(self._rid_numbers):010}"}
 
+    def _addressed(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return a body with the model's name, where the address needs it to find a server."""
+        if self.model_to_send is not None:
+            body["model"] = self.model_to_send
+        return body
+
     async def _post_task(self, endpoint: Endpoint, requests: Sequence[Request]) -> list[bytes]:
         """Send requests of one task without decoding, and return the replies; raises as `_post`."""
         task = requests[0].task
         assert task is not None
-        bodies = [wire.bytes_of(body) for body in task.bodies(requests)]
+        bodies = [wire.bytes_of(self._addressed(body)) for body in task.bodies(requests)]
         return [await self._post(endpoint, task.path, body) for body in bodies]
 
     def _refusal(self, endpoint: Endpoint, answer: replies.WholeAnswer) -> RequestError:
@@ -444,7 +468,7 @@ class HttpEngine(Engine):
     async def _send_bundle(self, endpoint: Endpoint, requests: Sequence[Request], ended: RowEnded) -> None:
         """Send prompts in one body, and pass on the answer of each when it comes."""
         fields = self._added_fields(endpoint, wire.GENERATE_PATH)
-        body = wire.bytes_of(wire.bundle_body(requests) | fields)
+        body = wire.bytes_of(self._addressed(wire.bundle_body(requests) | fields))
         bundle = BundleAnswer(requests, ended, endpoint, self.guard, self._large_answers)
         # SGLang names the rows of a bundle in this way.
         rids = tuple(f"{fields['rid']}_{index}" for index in range(len(requests)))
@@ -510,8 +534,7 @@ class HttpEngine(Engine):
         """Send a body; return the status of the answer, and what was read of it."""
         sender = endpoint.senders.get(path)
         if sender is None:
-            assert self._row_session is not None
-            sender = endpoint.senders[path] = PostSender(self._row_session, URL(endpoint.url + path))
+            sender = endpoint.senders[path] = self._new_sender(endpoint, path)
         if endpoint.doubts:
             await self.guard.confirm(endpoint)
         posted = await sender.post(body)
@@ -519,6 +542,10 @@ class HttpEngine(Engine):
             return posted.status, await read(posted)
         finally:
             posted.release()
+
+    def _new_sender(self, endpoint: Endpoint, path: str) -> PostSender:
+        assert self._row_session is not None
+        return PostSender(self._row_session, URL(endpoint.address + path))
 
     async def _abandon(self, endpoint: Endpoint, request: SentRequest, why: str) -> None:
         """Abort a request that was ended without an answer; raises NoAnswerError at the limit of a proxy."""
@@ -556,7 +583,7 @@ class HttpEngine(Engine):
         self, endpoint: Endpoint, failure: Exception, request: SentRequest
     ) -> Exception:
         """Return the error of the rows of a request that failed on its way."""
-        url = endpoint.url
+        url = endpoint.address
         if isinstance(failure, (aiohttp.ClientError, OSError)):
             endpoint.doubt()
         match failure:
@@ -695,8 +722,8 @@ class AttachedServers(HttpEngine):
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load of each scheduler that answers now; raises AnotherModelError for a new model."""
         if self._watch_loop is not None and self._watch_loop.done():
-            ended, self._watch_loop = self._watch_loop, asyncio.create_task(self._watch())
-            ended.result()
+            failed_loop, self._watch_loop = self._watch_loop, asyncio.create_task(self._watch())
+            failed_loop.result()
         loads = await super().loads()
         for endpoint in self.serving:
             progress = progress_of(load for load in loads if load.server == endpoint.url)
@@ -727,8 +754,12 @@ class AttachedServers(HttpEngine):
                     await self.guard.confirm(endpoint)
 
     async def _workers(self, gateway: str) -> list[str]:
+        """Return the addresses of a gateway's workers that speak HTTP; raises EngineDownError."""
+        from batchrunner.engines.http.gateway_workers import GatewayQuestions  # noqa: PLC0415 - for few jobs
+
         async with aiohttp.ClientSession(headers=self._headers) as session:
-            return await ServerQuestions(session, "start the gateway, or correct engine.url").workers(gateway)
+            workers = await GatewayQuestions(session, gateway).workers()
+        return [worker.url for worker in workers if not (worker.is_grpc or worker.is_leaving)]
 
     def _update_workers(self, urls: Sequence[str]) -> None:
         """Send rows to the workers that the gateway lists now, and no more to others."""

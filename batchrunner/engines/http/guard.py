@@ -103,15 +103,19 @@ class ModelGuard:
             watch.next_question = None
             doubts = endpoint.doubts
             try:
-                model = await watch.ask()
-                for name, was in self.model.items():
-                    if model.get(name, was) != was:
-                        raise _another_model(endpoint.url, name, was, model[name])
+                refuse_another(endpoint.url, self.model, await watch.ask())
             except (BatchrunError, EngineDownError) as error:
                 return error
             if endpoint.doubts == doubts:
                 endpoint.doubts = 0
             return None
+
+
+def refuse_another(url: str, run_model: Model, model: Model) -> None:
+    """Raise AnotherModelError where a server's model is another than the run's."""
+    for name, was in run_model.items():
+        if model.get(name, was) != was:
+            raise _another_model(url, name, was, model[name])
 
 
 def _another_model(url: str, name: str, was: str, now: str) -> AnotherModelError:

@@ -316,7 +316,19 @@ def _from_chat(request: Request, reply: ChoicesReply) -> Completion:
             )
         )
     first = choices[0].meta_info
+    if first.prompt_tokens is None and reply.usage is not None:
+        _fill_counts(answers, reply.usage)
     return _completion(request, answers, first.prompt_tokens, first.cached_tokens)
+
+
+def _fill_counts(answers: Sequence[Answer], usage: Usage) -> None:
+    """Add the counts of a chat whose choices have none, as a gateway's with gRPC workers."""
+    meta = answers[0].meta
+    meta.prompt_tokens = usage.prompt_tokens
+    if usage.prompt_tokens_details is not None:
+        meta.cached_tokens = usage.prompt_tokens_details.cached_tokens
+    if len(answers) == 1:
+        meta.completion_tokens = usage.completion_tokens
 
 
 def _says_something(message: Message) -> bool:

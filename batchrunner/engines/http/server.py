@@ -82,6 +82,8 @@ class Endpoint:
 
     url: str
     hangs: HangDetector
+    address: str = ""
+    """Where its requests go; `url` where nothing else is said."""
     liveness: Liveness = field(default_factory=Liveness)
     arguments: Mapping[str, Any] | None = None
     """Its arguments at the start of the run; None where it did not answer then."""
@@ -104,6 +106,10 @@ class Endpoint:
     """None while it does not hang."""
     closed: str | None = None
     """Reason why it gets no requests now, by the two fields above; None while it gets them."""
+
+    def __post_init__(self) -> None:
+        """Send requests to the server itself, unless they go through a gateway."""
+        self.address = self.address or self.url
 
     @property
     def in_flight(self) -> int:
@@ -138,7 +144,7 @@ class Endpoint:
 
     def _update_closed(self) -> None:
         if not self.is_listed:
-            self.closed = f"the gateway lists {self.url} no more"
+            self.closed = f"the gateway sends no rows to {self.url} now"
         else:
             self.closed = None if self.hang_pause is None else self.hang_pause.why
 

@@ -32,6 +32,8 @@ MODELS = "/v1/models"
 """Path of the names that requests in OpenAI's form may ask for."""
 LOADS, METRICS = "/v1/loads?include=core,queues", "/metrics"
 """Paths of the server's load, and of its counters."""
+WORKERS = "/workers"
+"""Path of a Model Gateway's list of workers."""
 NO_SUCH_PATH = frozenset({404, 405})
 """Statuses of a path that a server does not have."""
 KEY_REFUSED = frozenset({401, 403})
@@ -214,7 +216,7 @@ def _work(load: _Scheduler) -> float | None:
     return load.total_prefill_busy_us + (load.decode_moments or [0])[0]
 
 
-def _check_does(task: TaskName, model: Mapping[str, Any], who: str) -> None:
+def check_does(task: TaskName, model: Mapping[str, Any], who: str) -> None:
     """Raise EngineStartError if a model cannot do a task; `/model_info` may leave that open.
 
     `who` names the server and its model.
@@ -240,29 +242,27 @@ def check_architecture(task: TaskName, architectures: object, who: str) -> None:
         raise EngineStartError(f"{who}, whose architecture {names} has no head for task: {task}")
 
 
+async def is_gateway(url: str, headers: Mapping[str, str]) -> bool:
+    """Tell whether a Model Gateway is at an address; what does not answer soon is none.
+
+    `/loads` is open to a key that may not read the list of workers.
+    """
+    async with aiohttp.ClientSession(headers=headers) as session:
+        status = ServerStatus(session, url)
+        with contextlib.suppress(*NOT_REACHED):
+            for path in (WORKERS, "/loads"):
+                _, reply = await status.mapping(path, TIMING.status_timeout)
+                if isinstance(reply.get("workers"), list) or str(reply.get("version")).startswith("smg"):
+                    return True
+    return False
+
+
 class ServerQuestions:
     """Questions to servers about their model and arguments: at the start, and later in the run."""
 
     def __init__(self, session: aiohttp.ClientSession, remedy: str) -> None:
         """`remedy` is the advice to a user whose server does not answer."""
         self._session, self._remedy = session, remedy
-
-    async def workers(self, gateway: str) -> list[str]:
-        """Return the URLs of a Model Gateway's workers that speak HTTP, and are not on their way out.
-
-        Raises EngineDownError where there is no list.
-        """
-        listed = (await self._ask(gateway, "/workers", TIMING.server_open)).get("workers")
-        if not isinstance(listed, list):
-            raise EngineDownError(f"{gateway}: is not SGLang's Model Gateway (no /workers)")
-        return [
-            str(worker["url"]).rstrip("/")
-            for worker in listed
-            if isinstance(worker, dict)
-            and str(worker.get("url")).startswith("http")
-            and worker.get("connection_mode") != "grpc"
-            and worker.get("status") != "draining"
-        ]
 
     async def at_start(self, url: str, task: TaskName) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what a server says of its model, and of its arguments and limits.
@@ -279,7 +279,7 @@ class ServerQuestions:
             raise EngineAwayError(str(failure), hint=hint) from None
         if not server:
             await self._refuse_gateway(url)
-        _check_does(task, model, f"{url}: serves {model['model_path']}")
+        check_does(task, model, f"{url}: serves {model['model_path']}")
         if server.get("skip_tokenizer_init"):
             raise EngineStartError(
                 f"{url}: runs with --skip-tokenizer-init and returns no text", hint="start it without"
@@ -288,8 +288,10 @@ class ServerQuestions:
 
     async def _refuse_gateway(self, url: str) -> None:
         """Raise EngineStartError where a Model Gateway is at the address of a server."""
+        reply = dict[str, Any]()
         with contextlib.suppress(EngineDownError):
-            await self.workers(url)
+            reply = await self._ask(url, WORKERS, TIMING.server_open)
+        if isinstance(reply.get("workers"), list):
             raise EngineStartError(
                 f"{url}: is a Model Gateway, not a server",
                 hint=f"write `engine: {{kind: gateway, url: {url}}}`",

@@ -3,6 +3,7 @@
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -307,13 +308,19 @@ class PostSender:
     TLS, the pool and the reading of HTTP are aiohttp's own, and so are requests by a proxy.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, url: URL) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, url: URL, *, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Take the session, the URL, and headers beside the session's."""
         assert session.connector is not None
         self._session = session
         self._connector = session.connector
         self._url = url
         # tells the connector where to connect, and has the headers that aiohttp adds
-        self._request = aiohttp.ClientRequest("POST", url, headers={**session.headers, "Content-Type": JSON})
+        self._headers = headers
+        self._request = aiohttp.ClientRequest(
+            "POST", url, headers={**session.headers, "Content-Type": JSON, **headers}
+        )
         self._head = f"POST {url.raw_path_qs} HTTP/1.1\r\n{_lines(self._request.headers)}".encode()
         is_known = tuple(int(part) for part in aiohttp.__version__.split(".")[:2]) <= _NEWEST_KNOWN
         self._proxy = proxy_of(str(url))
@@ -355,7 +362,9 @@ class PostSender:
     async def _post_by_session(self, body: bytes) -> PostedAnswer:
         payload = aiohttp.BytesPayload(body, content_type=JSON)
         options = self._proxy.options if self._proxy else {}
-        return await self._session.post(self._url, data=payload, allow_redirects=False, **options)
+        return await self._session.post(
+            self._url, data=payload, headers=self._headers, allow_redirects=False, **options
+        )
 
 
 def _lines(headers: Mapping[str, str]) -> str:

@@ -204,3 +204,16 @@ def test_the_window_neither_starves_nor_piles_up(
     assert server.starved == 0
     assert 2 * rows <= server.limits.current_window <= 10 * rows
     assert server.limits.schedulers[URL].controller.corner is None
+
+
+def test_a_worker_that_a_gateway_has_lost_holds_no_window() -> None:
+    """Its window goes once it is silent, as long as another worker of the route reports."""
+    limits = limits_of("gateway")
+    one, two = (replace(signal("gateway", 10), scheduler=f"gateway#{n}", running=64) for n in (1, 2))
+    limits.begin([one, two], 0.0, unsent=10**6)
+    limits.observe([one, two], 0.0, unsent=10**6)
+    both = windows_of(limits)["gateway"]
+    for second in range(1, 12):
+        limits.observe([replace(one, taken_at=float(second))], float(second), unsent=10**6)
+    assert [scheduler.name for scheduler in limits.routes[0].schedulers] == ["gateway#1"]
+    assert windows_of(limits)["gateway"] < both
