@@ -17,7 +17,6 @@ from batchrunner.job.engine import (
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName, pooling_args
 from batchrunner.sglang.device import MEAN_POOLING, on_cpu
-from batchrunner.sglang.flags import MAX_BLANKS_FLAG, MOST_BLANKS, is_at_least, version_of
 from batchrunner.sglang.model_files import model_identity, read_config, takes_mean
 
 
@@ -90,6 +89,13 @@ def bound_blanks(spec: ServerEngine) -> ServerEngine:
 
     A bound of the job's own stays.
     """
+    from batchrunner.sglang.flags import (  # noqa: PLC0415 - only for servers that the run starts
+        MAX_BLANKS_FLAG,
+        MOST_BLANKS,
+        is_at_least,
+        version_of,
+    )
+
     if not is_at_least(version_of(spec.python, spec.env), 0, 5, 23):  # older ones may lack the flag
         return spec
     return spec.model_copy(update={"args": {MAX_BLANKS_FLAG: MOST_BLANKS, **spec.args}})

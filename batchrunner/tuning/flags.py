@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from batchrunner.sglang.flags import CLIP, Flags
+from batchrunner.sglang.flags import CLIP, STATE_RATIO, Flags
 from batchrunner.sglang.logs.reader import (
     FP8,
-    STATE_RATIO,
     Architecture,
     Facts,
     prefill_graph_off,

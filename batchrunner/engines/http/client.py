@@ -57,7 +57,7 @@ from batchrunner.engines.http.server_info import (
     describe,
     in_words,
     pooling_note,
-    state_pool,
+    running_by_states,
 )
 from batchrunner.engines.http.wire import PostedAnswer, PostSender
 from batchrunner.input.request_bodies import with_model
@@ -143,8 +143,6 @@ class HttpEngine(Engine):
             self.endpoints[url] = self._new_endpoint(url)
         for url, _, arguments in descriptions:
             self.endpoints[url].arguments = arguments
-            pool = state_pool(arguments)
-            self.endpoints[url].running_by_states = pool.most_running if pool else None
         self.serving = [self.endpoints[url] for url in urls]
         model = common_model([*map(model_in, models, servers)])
         self._reports_load = await self._loads_of(answering[0]) != []
@@ -302,8 +300,8 @@ class HttpEngine(Engine):
         """Return the loads that a server reports: empty where it reports none, None without an answer."""
         assert self._questions is not None
         try:
-            status, by_states = ServerStatus(self._questions, url), self.endpoints[url].running_by_states
-            return await status.load(TIMING.status_timeout, by_states)
+            by_states = running_by_states(self.endpoints[url].arguments or {})
+            return await ServerStatus(self._questions, url).load(TIMING.status_timeout, by_states)
         except (*NOT_REACHED, *NOT_SGLANG) as failure:
             log.debug("the load of %s could not be read: %r", url, failure)
             return None if isinstance(failure, NOT_REACHED) else []

@@ -20,7 +20,8 @@ from batchrunner.engines.http.guard import model_in
 from batchrunner.engines.http.proxies import by_proxy, proxy_of
 from batchrunner.engines.http.server import Model
 from batchrunner.job.tasks import TASKS, TaskName
-from batchrunner.sglang.logs.reader import Facts, StatePool, number, slots_per_request
+from batchrunner.sglang.flags import slots_per_request
+from batchrunner.sglang.logs.reader import Facts
 from batchrunner.sglang.model_files import model_identity, takes_mean
 
 MODEL_INFO, SERVER_INFO = "/model_info", "/server_info"
@@ -403,12 +404,14 @@ def limit_in_effect(state: Mapping[str, Any], argument: str) -> Any:
     return limit
 
 
-def state_pool(server: Mapping[str, Any]) -> StatePool | None:
-    """Return the state pool of a server's first scheduler, by its `/server_info`; None without one."""
+def running_by_states(server: Mapping[str, Any]) -> int | None:
+    """Return how many requests' states a server's first scheduler holds, by its `/server_info`.
+
+    None without a state pool, which only a hybrid model has.
+    """
     state = next(iter(scheduler_states(server)), {})
-    slots, memory = limit_of(state.get("max_mamba_cache_size")), state.get("memory_usage")
-    kv_gb = number(memory.get("kvcache")) if isinstance(memory, dict) else None
-    return StatePool(slots, slots_per_request({**server, **state}), kv_gb=kv_gb) if slots else None
+    slots = limit_of(state.get("max_mamba_cache_size"))
+    return slots // slots_per_request({**server, **state}) if slots else None
 
 
 LEAST_DEFAULT_RUNNING = 2048
