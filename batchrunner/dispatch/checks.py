@@ -37,7 +37,8 @@ LONGEST_SEARCH_S = 0.2
 KEPT_SCHEMAS = 256
 """Schemas from a column that are kept compiled."""
 BLANKS = rf"\s{{{MOST_BLANKS}}}"
-"""`stop_regex` that ends padding in a further try; its bounded length makes it cheap for SGLang."""
+"""`stop_regex` that ends padding. Its bounded length makes it cheap for SGLang, but it costs a look at each
+output in each step, so that it is only sent once an answer was padded."""
 PADDED = (
     "the answer was padded with blanks: JSON allows any number of them between values; "
     f"start the server with --{MAX_BLANKS_FLAG} {MOST_BLANKS}"
@@ -78,8 +79,16 @@ class AnswerChecker:
         self._lengthens = plan.on_length == "longer"
         self._tokenizer = tokenizer
         self._functions = functions if functions is not None and CHECK in functions.facts else None
+        self._ends_padding = False
+        """Whether an answer was padded with blanks: then requests with a schema end where they are padded."""
         self._thread = None if self._conditions.are_quick else ThreadPoolExecutor(1, "checks")
         """Thread for checks that may take long and would block the event loop; None if all are quick."""
+
+    def to_send(self, request: Request) -> Request:
+        """Return a request as it should be sent, by the answers so far."""
+        if self._ends_padding and request.sampling.get("json_schema") is not None:
+            return _ending_padding(request)
+        return request
 
     async def check(self, row: PendingRow, completion: Completion) -> Verdict:
         """Check an answer of a row; a next request in the verdict is tokenized. Raises HookLostError."""
@@ -113,6 +122,7 @@ class AnswerChecker:
         """Return the next request; None if the row ends with this answer."""
         limit = row.request.sampling.get("max_new_tokens")
         is_padded = complaint.endswith(PADDED)  # more tokens would be more blanks
+        self._ends_padding |= is_padded
         is_cut = self._lengthens and CUT in answer.finish_reasons and not is_padded
         if is_cut and limit and history.lengthened < MOST_LENGTHENED:
             history.lengthened += 1
@@ -121,10 +131,9 @@ class AnswerChecker:
         if number >= self._tries:
             return None
         unencoded = history.unencoded
-        again: Request | Outcome = _next_try(history.first, number, is_padded=is_padded)
+        again: Request | Outcome = _next_try(history.first, number)
         if self._check.feedback and unencoded is not None and unencoded.kind == "messages":
-            next_try = _next_try(unencoded, number, is_padded=is_padded)
-            chat = _with_complaint(next_try, answer, complaint)
+            chat = _with_complaint(_next_try(unencoded, number), answer, complaint)
             (again,) = await self._tokenizer.tokenize([chat])
         return again if isinstance(again, Request) else None
 
@@ -337,19 +346,22 @@ def _is_padded(request: Request, text: str, reason: str | None) -> bool:
     return is_stopped or (reason == CUT and len(text) - len(text.rstrip()) >= MOST_BLANKS)
 
 
-def _next_try(first: Request, number: int, *, is_padded: bool = False) -> Request:
-    """Return try `number` of a row, from 1 on: its first request with another seed and temperature.
+def _ending_padding(request: Request) -> Request:
+    """Return a request whose answer ends where it is padded with blanks."""
+    stops = request.sampling.get("stop_regex") or []
+    stops = [stops] if isinstance(stops, str) else stops
+    if BLANKS in stops:
+        return request
+    return request._replace(sampling={**request.sampling, "stop_regex": [*stops, BLANKS]})
 
-    After an answer that was padded with blanks, the next one ends where it is padded too.
-    """
+
+def _next_try(first: Request, number: int) -> Request:
+    """Return try `number` of a row, from 1 on: its first request with another seed and temperature."""
     sampling = {**first.sampling}
     seed = sampling.get("sampling_seed") or 0
     sampling["sampling_seed"] = (seed + number * SEED_STEP) & MOST_SEED
     if "temperature" in sampling:
         sampling["temperature"] = max(sampling["temperature"], RISING[min(number, len(RISING)) - 1])
-    if is_padded:
-        stops = sampling.get("stop_regex") or []
-        sampling["stop_regex"] = [*([stops] if isinstance(stops, str) else stops), BLANKS]
     return first._replace(sampling=sampling)
 
 

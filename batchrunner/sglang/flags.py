@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 HELP_TIMEOUT_S = 120.0
 """Patience in seconds: `--help` imports torch, which takes 6 s, and more from a cold network disk."""
@@ -154,6 +154,39 @@ def parse_help(text: str, version: str | None = None) -> Flags:
 def spellings(name: str) -> tuple[str, ...]:
     """Return all names of a flag, the newest first."""
     return next((names for names in _SPELLINGS if name in names), (name,))
+
+
+class StatePool(NamedTuple):
+    """The pool of one scheduler for the states of a hybrid model. A state does not grow with its request."""
+
+    slots: int
+    """`max_mamba_cache_size`."""
+    per_request: int
+    """Slots that a running request takes."""
+    gb: float | None = None
+    """Memory of the pool in GB."""
+    kv_gb: float | None = None
+    """Memory of the KV pool in GB, which shares the card with it."""
+
+    @property
+    def most_running(self) -> int:
+        """Most running requests whose states it holds."""
+        return self.slots // self.per_request
+
+
+STATE_RATIO = 0.9
+"""SGLang's default of `--mamba-full-memory-ratio`: memory of the state pool by memory of the KV pool."""
+_SLOTS = {"extra_buffer": 5, "extra_buffer_lazy": 4}
+"""State slots of a running request by `--mamba-radix-cache-strategy`; 3 with any other, 1 without a prefix
+cache (`_calculate_mamba_ratio` in SGLang's kv_cache_configurator.py)."""
+
+
+def slots_per_request(arguments: Mapping[str, Any]) -> int:
+    """Return the state slots that a running request takes, by the server's resolved arguments."""
+    if arguments.get("disable_radix_cache"):
+        return 1
+    slots = _SLOTS.get(str(arguments.get("mamba_radix_cache_strategy")), 3)
+    return slots - (slots == _SLOTS["extra_buffer"] and bool(arguments.get("disable_overlap_schedule")))
 
 
 @functools.cache

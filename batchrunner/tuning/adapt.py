@@ -65,7 +65,10 @@ def steps_for(
             continue
         old = {name: situation.server.now(name) for name in args}
         name = f"{advice.rule}, {command_line(old)}"
-        gain = gains.get(name, EXPECTED * _doublings(old, args))
+        doublings = _doublings(old, args)
+        if would_run := advice.evidence.get("would_run"):
+            doublings = max(doublings, math.log2(would_run / situation.server.running))
+        gain = gains.get(name, EXPECTED * doublings)
         if gain > 0:
             steps.append((Step(name, args, advice.sign), gain))
     if not steps:

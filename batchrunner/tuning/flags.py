@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from batchrunner.sglang.flags import CLIP, Flags
+from batchrunner.sglang.flags import CLIP, STATE_RATIO, Flags
 from batchrunner.sglang.logs.reader import (
     FP8,
-    STATE_RATIO,
     Architecture,
     Facts,
     prefill_graph_off,
@@ -403,16 +402,23 @@ def _shorter_states(s: Server) -> list[str]:
     return ["bfloat16"] if s.facts.states and dtype == "float32" else []
 
 
+def slots_after(args: Mapping[str, Any], per_request: int) -> int:
+    """Return the state slots of a request after a change of flags."""
+    if args.get("disable-radix-cache"):
+        return 1
+    return LAZY_SLOTS if STATE_STRATEGY in args else per_request
+
+
 def beside(name: str, value: Any, s: Server) -> dict[str, Any]:
     """Return the flags that must change with a flag: the size of the state pool, if states change."""
     pool = s.facts.states
     if pool is None:
         return {}
-    if name == "disable-radix-cache" and value:
-        return state_args(s, 1, without_cache=True)
-    if name == STATE_STRATEGY:
-        return state_args(s, LAZY_SLOTS)
-    return state_args(s, pool.per_request, size=0.5) if name == "mamba-ssm-dtype" else {}
+    if name not in {"disable-radix-cache", STATE_STRATEGY, "mamba-ssm-dtype"}:
+        return {}
+    per_request = slots_after({name: value}, pool.per_request)
+    size = 0.5 if name == "mamba-ssm-dtype" else 1.0
+    return state_args(s, per_request, size, without_cache=per_request == 1)
 
 
 def best_backends(facts: Facts) -> Sequence[str]:

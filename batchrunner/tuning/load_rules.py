@@ -13,6 +13,8 @@ from batchrunner.tuning.flags import (
     MOST_RUNNING,
     STATE_STRATEGY,
     next_setting,
+    slots_after,
+    state_slots,
     with_memory,
     with_state_pool,
 )
@@ -179,7 +181,10 @@ def states_full(s: Situation, flags: Flags) -> Finding | None:
     pool, args = s.facts.states, dict[str, Any]()
     for lever in STATE_LEVERS:
         args = args or with_state_pool(lever, s.server, flags)
-    held, ways = "", [command_line(args)]
+    held, ways, would_run = "", [command_line(args)], 0
+    if pool and args:
+        after = slots_after(args, pool.per_request)
+        would_run = state_slots(s.server, after) // after
     if pool is None:
         ways.append("a larger --mamba-full-memory-ratio or --max-mamba-cache-size")
     else:
@@ -191,7 +196,7 @@ def states_full(s: Situation, flags: Flags) -> Finding | None:
         f"{s.load.median('usage'):.2f}: the state pool{held} is the limit, not max_running_requests",
         args,
         ", or ".join(filter(None, ways)),
-        {**s.evidence("states"), "state_slots": pool and pool.slots, "shared": s.server.shared},
+        {**s.evidence("states"), "state_slots": pool and pool.slots, "would_run": would_run},
     )
 
 

@@ -314,6 +314,17 @@ def test_json_that_is_padded_with_blanks_is_not_lengthened(tmp_path: Path, serve
     assert len(server.sent) == 4
 
 
+def test_rows_after_a_padded_answer_end_where_they_are_padded(tmp_path: Path, server: FakeSGLang) -> None:
+    """On a server that bounds no blanks, the first padded answer tells; until then no request pays for it."""
+    server.script = lambda sent: (
+        says(sent, "{" + " " * 64, "length") if len(server.sent) == 1 else says(sent, json.dumps(GOOD))
+    )
+    job = schema_job(tmp_path, server, rows=3, window=1, sampling={"stop_regex": "x"})
+    assert batchrunner.run(job).rows_ok == 2
+    stops = [sampling_of(sent)["stop_regex"] for sent in server.sent]
+    assert stops == ["x", ["x", r"\s{64}"], ["x", r"\s{64}"]]
+
+
 def test_a_row_that_is_refused_later_keeps_its_answer(tmp_path: Path, server: FakeSGLang) -> None:
     """With more tokens it may be too long for the model."""
     server.script = lambda sent: says(sent, "x", "length") if len(server.sent) == 1 else "too long"

@@ -12,9 +12,9 @@ from typing import Any
 from batchrunner.engines.simulation.replica import CostModel, Replica
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
 from batchrunner.runner.tune import TrialHistory, TuningSummary, run_search, summarize
-from batchrunner.sglang.flags import CLIP, Flags
+from batchrunner.sglang.flags import CLIP, Flags, StatePool, slots_per_request
 from batchrunner.sglang.logs.lines import ServerReady
-from batchrunner.sglang.logs.reader import Facts, StatePool, slots_per_request
+from batchrunner.sglang.logs.reader import Facts
 from batchrunner.sglang.logs.series import Prefills, Series, sample_of_load
 from batchrunner.tuning.measurement import TrialResult, TrialWatch
 from batchrunner.tuning.search import Search, TrialRequest, key_of

@@ -1,10 +1,11 @@
 """The gain of a step of flag tuning, by the rates of the servers."""
 
+import math
 from collections.abc import Sequence
 
 import pytest
 
-from batchrunner.tuning.adapt import gain_over_others, steps_for
+from batchrunner.tuning.adapt import EXPECTED, gain_over_others, steps_for
 from batchrunner.tuning.space import Args
 from tests.support.tuning_lab import FAST_GPU, ROWS, Hybrid, Lab, live
 
@@ -42,6 +43,7 @@ def test_a_full_state_pool_is_widened_at_once(strategy: str, shared: float, best
     situation, before = live(lab, args, shared)
     assert situation.facts.states is not None
     assert situation.facts.states.slots == 48
+    (_, expected), *_ = steps_for(situation, {}, lambda _: True)
     restarts = 0
     while steps := steps_for(situation, {}, lambda _: True):
         args |= steps[0][0].args
@@ -54,6 +56,8 @@ def test_a_full_state_pool_is_widened_at_once(strategy: str, shared: float, best
     )
     assert after >= 0.97 * fastest
     assert after > 1.15 * before
+    widened = situation.server.running / 8  # requests that ran at first
+    assert expected >= EXPECTED * math.log2(widened)
 
 
 def test_states_that_the_job_divides_stay() -> None:

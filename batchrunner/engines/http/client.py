@@ -57,7 +57,7 @@ from batchrunner.engines.http.server_info import (
     describe,
     in_words,
     pooling_note,
-    state_pool,
+    running_by_states,
 )
 from batchrunner.engines.http.wire import PostedAnswer, PostSender
 from batchrunner.input.request_bodies import with_model
@@ -180,8 +180,6 @@ class HttpEngine(Engine):
         for url in dict.fromkeys([*arguments, *urls]):
             endpoint = self.endpoints[url] = self._new_endpoint(url)
             endpoint.arguments = arguments.get(url)
-            pool = None if endpoint.arguments is None else state_pool(endpoint.arguments)
-            endpoint.running_by_states = pool.most_running if pool else None
         self.serving = [self.endpoints[url] for url in urls]
 
     async def _first_loads(self, descriptions: Sequence[ServerDescription]) -> Sequence[SchedulerLoad]:
@@ -324,10 +322,8 @@ class HttpEngine(Engine):
         """Return the loads that a server reports: empty where it reports none, None without an answer."""
         assert self._question_session is not None
         try:
-            status, by_states = (
-                ServerStatus(self._question_session, url),
-                self.endpoints[url].running_by_states,
-            )
+            status = ServerStatus(self._question_session, url)
+            by_states = running_by_states(self.endpoints[url].arguments or {})
             return await status.load(TIMING.status_timeout, by_states)
         except (*NOT_REACHED, *NOT_SGLANG) as failure:
             log.debug("the load of %s could not be read: %r", url, failure)

@@ -7,7 +7,7 @@ import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
@@ -20,11 +20,8 @@ from batchrunner.engines.http.guard import model_in
 from batchrunner.engines.http.proxies import by_proxy, proxy_of
 from batchrunner.engines.http.server import Model
 from batchrunner.job.tasks import TASKS, TaskName
-from batchrunner.sglang.flags import attention_ranks, number
+from batchrunner.sglang.flags import attention_ranks, slots_per_request
 from batchrunner.sglang.model_files import model_identity, takes_mean
-
-if TYPE_CHECKING:
-    from batchrunner.sglang.logs.reader import StatePool
 
 MODEL_INFO, SERVER_INFO = "/model_info", "/server_info"
 """Paths of the server's description of itself."""
@@ -408,16 +405,14 @@ def limit_in_effect(state: Mapping[str, Any], argument: str) -> Any:
     return limit
 
 
-def state_pool(server: Mapping[str, Any]) -> "StatePool | None":
-    """Return the state pool of a server's first scheduler, by its `/server_info`; None without one."""
-    state = next(iter(scheduler_states(server)), {})
-    slots, memory = limit_of(state.get("max_mamba_cache_size")), state.get("memory_usage")
-    if not slots:
-        return None
-    from batchrunner.sglang.logs.reader import StatePool, slots_per_request  # noqa: PLC0415 - hybrid models
+def running_by_states(server: Mapping[str, Any]) -> int | None:
+    """Return how many requests' states a server's first scheduler holds, by its `/server_info`.
 
-    kv_gb = number(memory.get("kvcache")) if isinstance(memory, dict) else None
-    return StatePool(slots, slots_per_request({**server, **state}), kv_gb=kv_gb)
+    None without a state pool, which only a hybrid model has.
+    """
+    state = next(iter(scheduler_states(server)), {})
+    slots = limit_of(state.get("max_mamba_cache_size"))
+    return slots // slots_per_request({**server, **state}) if slots else None
 
 
 LEAST_DEFAULT_RUNNING = 2048

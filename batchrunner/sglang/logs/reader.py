@@ -4,10 +4,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 from batchrunner.core.errors import InputError
-from batchrunner.sglang.flags import attention_ranks, number
+from batchrunner.sglang.flags import STATE_RATIO, StatePool, attention_ranks, number, slots_per_request
 from batchrunner.sglang.logs.lines import (
     STEPS_A_LINE,
     Arguments,
@@ -52,39 +52,6 @@ _MLA = re.compile(
 )
 _SPARSE = re.compile("DeepseekV32|GlmMoeDsa|Glm5Next")
 """Parts of the names of classes (0.5.23), for models whose config.json is not on this machine."""
-
-
-class StatePool(NamedTuple):
-    """The pool of one scheduler for the states of a hybrid model. A state does not grow with its request."""
-
-    slots: int
-    """`max_mamba_cache_size`."""
-    per_request: int
-    """Slots that a running request takes."""
-    gb: float | None = None
-    """Memory of the pool in GB."""
-    kv_gb: float | None = None
-    """Memory of the KV pool in GB, which shares the card with it."""
-
-    @property
-    def most_running(self) -> int:
-        """Most running requests whose states it holds."""
-        return self.slots // self.per_request
-
-
-STATE_RATIO = 0.9
-"""SGLang's default of `--mamba-full-memory-ratio`: memory of the state pool by memory of the KV pool."""
-_SLOTS = {"extra_buffer": 5, "extra_buffer_lazy": 4}
-"""State slots of a running request by `--mamba-radix-cache-strategy`; 3 with any other, 1 without a prefix
-cache (`_calculate_mamba_ratio` in SGLang's kv_cache_configurator.py)."""
-
-
-def slots_per_request(arguments: Mapping[str, Any]) -> int:
-    """Return the state slots that a running request takes, by the server's resolved arguments."""
-    if arguments.get("disable_radix_cache"):
-        return 1
-    slots = _SLOTS.get(str(arguments.get("mamba_radix_cache_strategy")), 3)
-    return slots - (slots == _SLOTS["extra_buffer"] and bool(arguments.get("disable_overlap_schedule")))
 
 
 @dataclass(slots=True)

@@ -9,9 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchrunner.runner.advise import advise
-from batchrunner.sglang.flags import Flags
+from batchrunner.sglang.flags import Flags, StatePool
 from batchrunner.sglang.logs.lines import ServerReady, origin_of, record_in
-from batchrunner.sglang.logs.reader import LogReader, StatePool
+from batchrunner.sglang.logs.reader import LogReader
 from batchrunner.tuning.rules import apply_all
 from batchrunner.tuning.signals import share
 from batchrunner.tuning.situation import Situation
