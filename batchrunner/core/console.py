@@ -165,7 +165,7 @@ def background_line(background: Mapping[str, Any]) -> str:
     our_share, users_share = background["our_share"], background["users_share"]
     line = f"engine {our_share:.0%} ours, {users_share:.0%} its users'"
     if rows := background["rows_given_back"]:
-        line += f", {counted(rows, 'row')} given back ({background['tokens_lost']:,} tokens lost)"
+        line += f", {counted(rows, 'row')} preempted ({background['tokens_lost']:,} tokens lost)"
     return line
 
 

@@ -70,7 +70,7 @@ class Dispatcher:
     load_control: LoadControl
     events: EventLog
     limits: LimitsSpec
-    """The job's."""
+    """`limits` of the job."""
     _in_flight: dict[PendingRow, None] = field(default_factory=dict, init=False)
     """Rows in flight, the oldest first."""
     _refused_since: float | None = field(default=None, init=False)
@@ -208,7 +208,7 @@ class Dispatcher:
             cause = await self._investigate_refusal(row, route, history, now)
         if kind in UNAVAILABLE:
             self._record_unavailable(kind, now)
-        fate = fate_of(self._failed_attempt(row, route, kind, cause, now))
+        fate = fate_of(self._failed_attempt(row, route, kind=kind, cause=cause, now=now))
         history.add(kind, fate, route, error)
         match fate:
             case Fate.END:
@@ -259,7 +259,7 @@ class Dispatcher:
             self._refused_since = now
 
     def _failed_attempt(
-        self, row: PendingRow, route: Route, kind: FailureKind, cause: RefusalCause, now: float
+        self, row: PendingRow, route: Route, *, kind: FailureKind, cause: RefusalCause, now: float
     ) -> FailedAttempt:
         """Collect the facts that decide the fate of a row without an answer."""
         history = row.failures

@@ -1,7 +1,7 @@
 """The order of sending: leaders first, followers when their prefix is cached, long outputs early. Pure.
 
-A tree of the prompts' prefixes says which row each row follows; the reuse distance, in prefill tokens, how
-far a row goes ahead of those that share its prefix.
+A tree of the prompts' prefixes says which row each row follows. The reuse distance, in prefill tokens, says
+how far a row is sent ahead of its followers.
 """
 
 from __future__ import annotations
@@ -307,13 +307,13 @@ class FollowerRelease:
         leader.followers = []
 
     def take(self, *, last: bool) -> OrderedRow | None:
-        """Take the next row; None if all should wait on. With `last` no more rows come: then none waits.
+        """Take the next row; None if all should wait longer. With `last` no more rows come, so none waits.
 
-        Of the followers that are due, those that lead no other row go first, one of each leader in turn: so
-        each prefix is used again before it is evicted, however many rows share it. Then the one with the
-        longest shared prefix goes, which will be used by its own followers. In the order of their times all
-        that fall due below a common prefix would go, and their prefixes be evicted before that. Where the
-        next leader is so long that a prefix would be evicted unused, its followers go before they are due.
+        Among the due followers, those that lead no other row go first, one of each leader in turn: so each
+        prefix is used again before it is evicted, however many rows share it. Then the follower with the
+        longest shared prefix goes, as its own followers will use that. In the order of their due times, all
+        followers of a common prefix would go at once, and evict each other's prefixes. If the next leader is
+        so long that it would evict a prefix before its use, the followers of that prefix go early.
         """
         if self._held:
             self._find_due()
@@ -347,9 +347,9 @@ class FollowerRelease:
         return not self._distance.keeps(self._held[0][0], self._leaders[0].prompt_bytes)
 
     def _is_near_end(self) -> bool:
-        """Tell whether the last leaders should go now, so that other rows are left to follow behind them.
+        """Tell whether the last leaders should go now, so that other rows can go between them and followers.
 
-        Until then followers wait up to three distances: where the prefix would be evicted, none waits longer.
+        Followers then wait up to three distances. So it is false if a prefix would be evicted by then.
         """
         if self._distance is None or not self._distance.has_room:
             return False

@@ -63,16 +63,16 @@ from batchrunner.output.turns import TurnKey, TurnStore
 log = logging.getLogger(__name__)
 
 CHECK_S = 0.2
-"""Pause between two checks for blocked processes. A rollout that sends no request for so long waits for
-something other than the engine."""
+"""Seconds between two checks for blocked processes. A new rollout that has sent no request by the next check
+waits for something other than the engine."""
 LONG_STEP_S = 0.05
 """A step between two awaits that takes longer keeps the other rows of its process waiting."""
 LONG_STEPS, BLOCKED_SHARE = 5, 1 / 4
 """A process counts as blocked after so many long steps, if this share of the checks met one."""
 LEAST_AHEAD, AHEAD_SHARE = 8, 1 / 8
-"""Rows are opened until so many are queued or about to be: a minimum, or a share of the slots."""
+"""Rows are opened until so many requests are queued or expected, or this share of the slots if more."""
 MOST_OPEN = 8192
-"""Rows that are open at once: those whose answers the engine's cache holds, and those that wait for tools."""
+"""Most open rows, including those that wait for tools."""
 ROWS_A_PROCESS = 16
 """Open rows of each process before another one is started."""
 
@@ -96,38 +96,45 @@ class Rollout:
     group: PrefixGroup | None = None
     """Prefix group of its requests, which all go to one replica; None before the first request."""
     result: asyncio.Future[Result] = field(init=False)
-    """What its function returns."""
+    """Result of its function; set when the function starts."""
 
 
 class RolloutProcess(HookProcess):
     """A process that runs rollouts."""
 
     def __init__(self, setup: WorkerSetup, *, is_shared: bool) -> None:
-        """Start it; it loads the function meanwhile."""
+        """Start the process, which loads the function while the run goes on."""
         with tempfile.TemporaryFile() as memory:
             memory.truncate(STEP_BYTES)
             self.step = partial(running_step, step_memory(memory.fileno()))
-            """Returns the number of the rollout whose code runs, 0 for none, and since when."""
+            """Returns the number of the rollout whose code runs (0 for none), and the start of its step."""
             super().__init__(setup, step_descriptor=memory.fileno())
         self.rollouts: dict[int, Rollout] = {}
         """Rollouts that run in it, by the numbers that the process uses."""
         self.is_shared = is_shared
-        """Whether others may run in it too."""
+        """Whether several rollouts may run in it."""
         self.kill_reason: str | None = None
-        """Why it was killed."""
+        """Why it was killed; None while it lives."""
         self._checks = self._blocked_checks = 0
         self._long_steps = set[float]()
-        """Start times of the long steps that were met; LONG_STEPS at most."""
+        """Start times of long steps; LONG_STEPS at most."""
         self.is_loaded = asyncio.Event()
         """Set once it has loaded the function."""
+        self._writer: asyncio.StreamWriter | None = None
+        """Writes to it; None until the connection is open."""
 
     async def connect(self) -> asyncio.StreamReader:
         """Open the connection to it, once its function is loaded. Raises HookLostError."""
         await asyncio.to_thread(self.facts)
         connection = socket.socket(fileno=os.dup(self.channel.socket.fileno()))
-        reader, self.writer = await asyncio.open_connection(sock=connection)
+        reader, self._writer = await asyncio.open_connection(sock=connection)
         self.is_loaded.set()
         return reader
+
+    def disconnect(self) -> None:
+        """Close the connection to it."""
+        if self._writer is not None:
+            self._writer.close()
 
     def check_step(self, limit_s: float) -> None:
         """Check whose code runs and whether others wait; a step longer than `limit_s` sets `kill_reason`."""
@@ -150,8 +157,8 @@ class RolloutProcess(HookProcess):
 
     def send(self, *values: Any) -> None:
         """Send a frame, unless the process has ended."""
-        if not self.writer.is_closing():
-            self.writer.write(frame(*values))
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(frame(*values))
 
     async def run(self, number: int, rollout: Rollout, limit_s: float) -> Result:
         """Run a function from its beginning; raises ProcessEndedError, and TimeoutError after `limit_s`."""
@@ -220,7 +227,7 @@ class Rollouts:
     async def run(self) -> None:
         """Open all rows, one after the other, and go on until cancelled.
 
-        Raises what reading raises, HookLostError, StorageError, and CannotTokenizeError.
+        Raises the errors of the source, HookLostError, StorageError, and CannotTokenizeError.
         """
         try:
             async with self._group:
@@ -357,7 +364,7 @@ class Rollouts:
             await asyncio.to_thread(process.close)
             self._processes.remove(process)
         finally:
-            process.writer.close()
+            process.disconnect()
 
     def _answer_request(
         self, process: RolloutProcess, number: int, rollout: Rollout, *, question: int, text: str

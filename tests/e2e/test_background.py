@@ -76,7 +76,7 @@ def test_users_get_back_what_they_need(
     assert 0 < background["our_share"] < 1
     assert 0 < background["users_share"] < 1
     assert "of ours, and a part of it is kept free" in ran.stderr or arguments
-    assert f"{background['rows_given_back']} rows given back" in ran.stderr
+    assert f"{background['rows_given_back']} rows preempted" in ran.stderr
 
 
 def test_an_abort_that_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

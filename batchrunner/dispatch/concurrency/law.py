@@ -18,10 +18,11 @@ without any decision. A fresh sample moves W:
   workload heavy tail, where the number of running rows keeps growing.
 - nearly full: token usage was 0.8 or more within the last life of a row, mean(running) / mean(λ), and the
   slots are not the limit. λ' = mean(λ)·0.9 / mean(usage): rows begin as fast as a well used pool takes them.
-  Rows that begin together would fill it together, be retracted, and begin together again: short/long, 3 %
-  slower. KV-starved keeps its queue, as it lengthens at that pace.
-- overfull: more than about one retraction a minute. A count that halves each minute is 3 or more. It is 12 at
-  most, so that one bad moment counts for two minutes (drifting). The other means are over a life of a row.
+  Rows that begin together would fill the pool together, be retracted, and begin together again: 3 % slower on
+  the workload short/long. The queue still grows at that pace (workload KV-starved).
+- overfull: more than about one retraction a minute: a count that halves each minute is 3 or more. The count
+  is 12 at most, so that one burst counts for two minutes (workload drifting). The other means are over a life
+  of a row.
 
 Rules of SGLang's guides that it follows. `#queue-req` 0 frequently: submit more (W doubles). 100-2000 is
 healthy (q*). Token usage over 0.9 is good, and about one retraction a minute is fine (nothing is held back
@@ -30,7 +31,7 @@ and sending more cannot help (the corner `held`).
 
 States: `start` until the queue has reached `low`, then `steady`. `pressure`: a 429, a 503 or a timeout makes
 W 0.7·W, once a second at most, and nothing grows for 5 s. `blind`: no fresh sample for a while; W stays.
-`tail`: nothing is left to send. `fixed`: the job sets W. The last two are set from outside.
+`tail`: no row remains to be sent. `fixed`: the job sets W. `stop_steering` sets the last two.
 
 Sources: integral control with dead time, K·τ ≤ 1/e; Past-Future Scheduler (ASPLOS 2025) for the pace.
 """

@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 from yarl import URL
@@ -79,6 +79,16 @@ _OK = HTTPStatus.OK.value  # a lookup in an enumeration takes as long as ten oth
 Answer = TypeVar("Answer")
 
 
+class ServerDescription(NamedTuple):
+    """What a server reports of itself at the start of a run."""
+
+    url: str
+    model: dict[str, Any]
+    """Its `/model_info`."""
+    arguments: dict[str, Any]
+    """Its `/server_info`: arguments and limits."""
+
+
 class HttpEngine(Engine):
     """Sends requests to replicas of one model, each of whose URLs is a route, and polls their loads.
 
@@ -136,20 +146,11 @@ class HttpEngine(Engine):
         assert self._question_session is not None
         self._server_questions = ServerQuestions(self._question_session, remedy)
         descriptions = await self._describe_servers(self._server_questions, urls)
-        models = [model for _, model, _ in descriptions]
-        servers = [arguments for _, _, arguments in descriptions]
-        # servers that answer come first: `tokens_of` asks the first endpoint
-        answering = [url for url, _, _ in descriptions]
-        for url in dict.fromkeys([*answering, *urls]):
-            self.endpoints[url] = self._new_endpoint(url)
-        for url, _, arguments in descriptions:
-            self.endpoints[url].arguments = arguments
-        self.serving = [self.endpoints[url] for url in urls]
-        model = common_model([*map(model_in, models, servers)])
-        self._reports_load = await self._loads_of(answering[0]) != []
-        loads = await self.loads()
-        has_all_loads = {load.server for load in loads} >= {*answering}
-        info = describe(models, servers, loads if has_all_loads else [])
+        self._add_endpoints(descriptions, urls)
+        models = [description.model for description in descriptions]
+        arguments = [description.arguments for description in descriptions]
+        model = common_model([*map(model_in, models, arguments)])
+        info = describe(models, arguments, await self._first_loads(descriptions))
         self.guard.model = model
         for endpoint in self.serving:
             self._watch_model(endpoint)
@@ -170,6 +171,21 @@ class HttpEngine(Engine):
             notes=tuple(notes),
         )
 
+    def _add_endpoints(self, descriptions: Sequence[ServerDescription], urls: Sequence[str]) -> None:
+        """Create the endpoints; those that answer come first, as `tokens_of` asks the first one."""
+        arguments = {description.url: description.arguments for description in descriptions}
+        for url in dict.fromkeys([*arguments, *urls]):
+            self.endpoints[url] = self._new_endpoint(url)
+            self.endpoints[url].arguments = arguments.get(url)
+        self.serving = [self.endpoints[url] for url in urls]
+
+    async def _first_loads(self, descriptions: Sequence[ServerDescription]) -> Sequence[SchedulerLoad]:
+        """Find out whether servers report their load; return the loads if all servers that answer do."""
+        self._reports_load = await self._loads_of(descriptions[0].url) != []
+        loads = await self.loads()
+        servers = {load.server for load in loads}
+        return loads if all(description.url in servers for description in descriptions) else []
+
     @property
     def replicas(self) -> list[str]:
         """URLs of the servers that get rows."""
@@ -187,24 +203,24 @@ class HttpEngine(Engine):
 
     async def _describe_servers(
         self, questions: ServerQuestions, urls: Sequence[str]
-    ) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-        """Return URL, model and arguments of each server that answers.
+    ) -> list[ServerDescription]:
+        """Return the description of each server that answers.
 
         A server that does not answer gets rows once it answers. Raises EngineAwayError where none answers,
         EngineStartError where one cannot do the work.
         """
-        questions_at_start = (questions.at_start(url, self._task) for url in urls)
-        descriptions: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        questions_at_start = [questions.at_start(url, self._task) for url in urls]
+        replies_at_start = await asyncio.gather(*questions_at_start, return_exceptions=True)
+        descriptions: list[ServerDescription] = []
         absences: list[EngineAwayError] = []
-        for url, answer in zip(
-            urls, await asyncio.gather(*questions_at_start, return_exceptions=True), strict=True
-        ):
-            if isinstance(answer, EngineAwayError):
-                absences.append(answer)
-            elif isinstance(answer, BaseException):
-                raise answer
+        for url, reply in zip(urls, replies_at_start, strict=True):
+            if isinstance(reply, EngineAwayError):
+                absences.append(reply)
+            elif isinstance(reply, BaseException):
+                raise reply
             else:
-                descriptions.append((url, *answer))
+                model, arguments = reply
+                descriptions.append(ServerDescription(url, model, arguments))
         if not descriptions:
             raise absences[0]
         for absence in absences:
@@ -691,8 +707,8 @@ class AttachedServers(HttpEngine):
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load of each scheduler that answers now; raises AnotherModelError for a new model."""
         if self._watch_loop is not None and self._watch_loop.done():
-            ended, self._watch_loop = self._watch_loop, asyncio.create_task(self._watch())
-            ended.result()
+            failed_loop, self._watch_loop = self._watch_loop, asyncio.create_task(self._watch())
+            failed_loop.result()
         loads = await super().loads()
         for endpoint in self.serving:
             progress = progress_of(load for load in loads if load.server == endpoint.url)

@@ -167,12 +167,12 @@ def _limits(info: dict[str, Any], state: dict[str, Any], memory: dict[str, Any])
     pool, chunk, running, context = (
         None if (limit := number(merged.get(name))) is None else int(limit) for name in names
     )
-    left = None if info.get("device") == "cpu" else number(memory.get("startup_available"))
+    free_gb = None if info.get("device") == "cpu" else number(memory.get("startup_available"))
     return ServerReady(
         max_total_num_tokens=pool,
         chunked_prefill_size=chunk,
         max_running_requests=running,
         context_len=context,
-        gpu_gb=left,
+        gpu_gb=free_gb,
         memory_caps_running=memory_caps_running(info),
     )
