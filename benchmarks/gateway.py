@@ -51,11 +51,13 @@ def workloads(rows: int, seed: int = 0) -> dict[str, tuple[list[list[int]], int,
     made = random.Random(seed)
     plain = [_ids(made, 60) for _ in range(rows)]
     short = [_ids(made, 60) for _ in range(3 * rows)]
+    steady = [_ids(made, 60) for _ in range(4 * rows)]
     heads = [_ids(made, 300) for _ in range(rows // 20)]
     grouped = [head + _ids(made, 20) for head in heads for _ in range(20)]
     made.shuffle(grouped)
     return {
         "64 tokens": (plain, 64, sum(map(len, plain))),
+        "16 tokens, a long job": (steady, 16, sum(map(len, steady))),
         "1 token": (short, 1, sum(map(len, short))),
         "prefixes": (grouped, 8, 300 * len(heads) + 20 * len(grouped)),
     }
