@@ -51,7 +51,7 @@ from batchrunner.engines.http.server_info import (
 from batchrunner.engines.http.wire import PostedAnswer, PostSender
 from batchrunner.job.output import OF_TOKENS
 from batchrunner.job.spec import LimitsSpec
-from batchrunner.job.tasks import GENERATE, TASKS, TaskName
+from batchrunner.job.tasks import EMBED, GENERATE, TaskName
 from batchrunner.sglang.model_files import vocabulary_of
 
 log = logging.getLogger(__name__)
@@ -67,8 +67,8 @@ CONFIRMATIONS = 4
 """Times that a key must lead to the same worker again before it counts."""
 MODEL_INFO, SERVER_INFO = "/get_model_info", "/get_server_info"
 """Paths under which the gateway shows what one of its HTTP workers says of itself."""
-PATHS = frozenset({"/generate", "/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
-"""Paths that a gateway passes on as this client needs them."""
+TASKS_PASSED = frozenset({GENERATE, EMBED})
+"""Tasks whose requests a gateway passes on. It has no `/encode`, and takes no lists of logprob options."""
 NO_WORKER = frozenset({"no_available_workers", "no_healthy_workers", "no_workers", "model_not_found"})
 """Error codes of a gateway that has no worker for a request now."""
 NOT_CONNECTED = "call_upstream_connection_failed"
@@ -208,10 +208,9 @@ class ThroughGateway(HttpEngine):
         self._open_sessions()
         assert self._question_session is not None
         self._gateway = GatewayQuestions(self._question_session, self.url)
-        task = TASKS.get(self._task)
-        if task is not None and task.path not in PATHS:
+        if self._task not in TASKS_PASSED:
             raise EngineStartError(
-                f"task: {self._task} needs {task.path}, which the gateway {self.url} does not have",
+                f"task: {self._task} needs requests that the gateway {self.url} does not pass on",
                 hint="set engine.route: workers, or list the workers as engine.urls",
             )
         try:
