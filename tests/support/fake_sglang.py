@@ -201,6 +201,8 @@ class FakeSGLang(ServerThread):
             app.router.add_get("/health", self._health)
             app.router.add_get("/model_info", self._model_info)
             app.router.add_get("/server_info", self._server_info)
+            app.router.add_get("/get_model_info", self._model_info)  # a gateway asks by the older names
+            app.router.add_get("/get_server_info", self._server_info)
             app.router.add_get("/v1/loads", self._loads)
             app.router.add_get("/v1/models", self._models)
             app.router.add_post("/v1/tokenize", self._tokens)
