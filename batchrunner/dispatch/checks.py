@@ -22,7 +22,7 @@ from batchrunner.input.dataset import carried_of
 from batchrunner.input.templates import AnswerExpression
 from batchrunner.job.answers import AnswerPlan, of_sample
 from batchrunner.job.arrow_types import fit, kind_of_schema
-from batchrunner.job.output import CUT, PARSED, REASONING, TOOL_CALLS
+from batchrunner.job.output import CUT, PARSED, REASONING, REPETITION, TOOL_CALLS
 from batchrunner.job.spec import Job
 from batchrunner.output.counts import ASKED_AGAIN, AskedAgain, Rejected
 
@@ -151,6 +151,7 @@ class AnswerConditions:
         """Compile the conditions for rows with these columns; raises JobError."""
         accept = job.accept
         self._fails_truncated = plan.on_length != "keep"
+        self._fails_repetition = plan.on_repetition == "fail"
         self._only_with_schema = job.on_length is None
         self._wants_json = plan.checks_json
         self._adds_parsed = PARSED in plan.columns
@@ -197,6 +198,8 @@ class AnswerConditions:
         fails_truncated = self._fails_truncated and (has_schema or not self._only_with_schema)
         if reason == CUT and (fails_json or fails_truncated):
             return "the answer was truncated at max_new_tokens"
+        if reason == REPETITION and (fails_json or self._fails_repetition):
+            return "the answer repeats itself without end"
         if fails_json:
             return of_json
         of_regex = self._regex_complaint(request, completion, number)
