@@ -17,7 +17,7 @@ from batchrunner.job.output import (
     TOOL_CALLS,
 )
 from batchrunner.job.sampling import FromColumn
-from batchrunner.job.spec import TRIES, Job, OnLength
+from batchrunner.job.spec import TRIES, Job, OnLength, OnRepetition
 
 if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
@@ -42,6 +42,8 @@ class AnswerPlan:
     """Whether each row has a schema of its own."""
     on_length: OnLength = "keep"
     """What happens to an answer that was truncated at `max_new_tokens`."""
+    on_repetition: OnRepetition = "keep"
+    """What happens to an answer that repeats itself without end."""
     tries: int = 1
     """Most answers of a row that are checked."""
     checks: bool = False
@@ -103,10 +105,12 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
         schema=schema,
         schema_by_row=schema_by_row,
         on_length=on_length,
+        on_repetition=job.on_repetition,
         tries=(job.accept.tries or TRIES) if job.has_check else 1,
         checks=checks_json
         or job.accept.has_condition
         or on_length != "keep"
+        or job.on_repetition == "fail"
         or PARSED in names
         or job.sampling.regex is not None,
         asked=frozenset({*job.output.asked, REASONING, TOOL_CALLS}) if is_rollout else None,

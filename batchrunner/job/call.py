@@ -14,7 +14,7 @@ from batchrunner.job.arrow_types import is_text, type_name
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import load_job, read_job_file
 from batchrunner.job.prompt import BatchPrompts, media_part
-from batchrunner.job.spec import Job, LimitsSpec, OnLength
+from batchrunner.job.spec import Job, LimitsSpec, OnLength, OnRepetition
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName
 
 Prompt: TypeAlias = str | Mapping[str, Any] | Callable[..., Any]
@@ -34,6 +34,7 @@ class CallOptions(TypedDict, total=False):
     answers: Sequence[str]
     accept: Mapping[str, Any] | None
     on_length: OnLength | None
+    on_repetition: OnRepetition
     limits: Mapping[str, Any] | LimitsSpec | None
     task: TaskName
     task_options: Mapping[str, Any] | None
@@ -58,6 +59,7 @@ class LibraryCall:
     answers: Sequence[str] = ()
     accept: Mapping[str, Any] | None = None
     on_length: OnLength | None = None
+    on_repetition: OnRepetition = "keep"
     own_rows: bool = False
     """Whether rows come from the program, whose files (images, audio, videos) may lie anywhere."""
 
@@ -82,6 +84,7 @@ class LibraryCall:
             "parse": self.parse,
             "accept": self.accept or {},
             "on_length": self.on_length,
+            "on_repetition": self.on_repetition,
             "output": {"path": str(output), "columns": self.answers},
             "engine": self.engine,
             "limits": self.limits or {},

@@ -46,6 +46,8 @@ ANSWER_COLUMNS = {
 PARSED = "parsed"
 CUT = "length"
 """Finish reason of an output that was truncated at `max_new_tokens`."""
+REPETITION = "repetition"
+"""Finish reason of an output that was stopped because it repeated itself (`on_repetition`)."""
 RESPONSE = "response"
 """Last column of a result whose input is a batch file: the whole answer of the endpoint, as JSON."""
 REQUEST_DIGEST = "request_digest"

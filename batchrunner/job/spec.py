@@ -42,7 +42,7 @@ from batchrunner.job.tasks import GENERATE, TASKS, ChoiceTask, RerankTask, Score
 CHOICES = "prompt.choices"
 DOCUMENTS = "prompt.documents"
 OF_GENERATING = (
-    "sampling", "parse", "accept", "on_length", "output.columns", "output.top_logprobs",
+    "sampling", "parse", "accept", "on_length", "on_repetition", "output.columns", "output.top_logprobs",
     "prompt.user", "prompt.system", "prompt.messages", "prompt.continue", "prompt.chat_template_kwargs",
     "prompt.tools", "prompt.rollout", *(f"prompt.{field}" for field in KIND_OF_FIELD),
 )  # fmt: skip
@@ -84,6 +84,7 @@ def task_faults(task: TaskName, fields: Collection[str]) -> Iterator[str]:
 
 
 OnLength: TypeAlias = Literal["keep", "fail", "longer"]
+OnRepetition: TypeAlias = Literal["keep", "stop", "fail"]
 
 
 class AcceptSpec(Spec):
@@ -238,6 +239,10 @@ class Job(Spec):
     """What happens to an answer that was truncated at `max_new_tokens`. `keep` accepts it; `fail` rejects it;
     `longer` sends the row again with twice the tokens, at most three times. Default: `fail` if a JSON Schema
     is checked, else `keep`."""
+    on_repetition: OnRepetition = "keep"
+    """What happens to an answer that repeats itself without end. `keep` lets it go on to `max_new_tokens`;
+    `stop` ends it and keeps its text up to the first repeat (`finish_reason` repetition); `fail` ends and
+    rejects it, so that `accept.tries` applies."""
     limits: LimitsSpec = LimitsSpec()
     """When a run gives up, and when it counts as failed."""
     order: Literal["auto", "input", "prefix", "longest_first"] = "auto"
@@ -287,7 +292,7 @@ class Job(Spec):
     def _rule_faults(self) -> Iterator[str]:
         """Yield a fault for each rule between sections that the job breaks."""
         prompt, sampling, accept, answer_columns = self.prompt, self.sampling, self.accept, self.output.asked
-        fails_cut = self.on_length in {"fail", "longer"}
+        fails_cut = self.on_length in {"fail", "longer"} or self.on_repetition == "fail"
         has_schema = sampling.json_schema is not None and accept.json_ is not False
         is_checked = accept.has_condition or fails_cut or has_schema or accept.json_ is False
         is_checked = is_checked or prompt.rollout is not None  # whose calls may have schemas

@@ -67,6 +67,7 @@ def _conditions(job: Job) -> dict[str, Any]:
         "expression": accept.expression,
         "python": None if accept.python is None else name_of(accept.python),
         "on_length": job.on_length,
+        "on_repetition": job.on_repetition,
     }
 
 

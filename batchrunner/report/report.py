@@ -10,6 +10,7 @@ from typing import Any
 from batchrunner.core.console import background_line, counted, duration, installed_version
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPED
+from batchrunner.job.output import REPETITION
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE
 from batchrunner.output.counts import RowCounts
@@ -159,6 +160,8 @@ class Report:
         details = []
         if self.rows_cut:
             details.append(f"{self.rows_cut:,} truncated at max_new_tokens")
+        if stopped := self.finish_reasons.get(REPETITION, 0):
+            details.append(f"{stopped:,} stopped because they repeated themselves")
         if self.rows_left_out:
             details.append(f"{self.rows_left_out:,} left out by prompt.python")
         ok = f"{self.rows_ok:,} of {counted(self.rows_total, 'row')} ok"

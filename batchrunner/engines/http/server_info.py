@@ -376,7 +376,7 @@ def describe(
         takes_images=takes_images,
         takes_audio=_in_all(models, "has_audio_understanding"),
         takes_videos=takes_images and None,  # what takes images may take videos
-        one_by_one=next(filter(None, (_runs_with(server, _IN_PIECES) for server in servers)), None),
+        one_by_one=next(filter(None, map(sends_pieces, servers)), None),
     )
 
 
@@ -460,6 +460,11 @@ def _common_to(infos: Sequence[TokenizerInfo]) -> TokenizerInfo:
     if any(info != first for info in infos):
         return TokenizerInfo(first.tokenizer, first.model, why_server="the replicas' arguments differ")
     return first
+
+
+def sends_pieces(server: Mapping[str, Any]) -> str | None:
+    """Say which argument makes a server send only the new text in each event; None where none does."""
+    return _runs_with(server, _IN_PIECES)
 
 
 def _runs_with(server: Mapping[str, Any], arguments: Iterable[str]) -> str | None:
