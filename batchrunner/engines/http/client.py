@@ -502,14 +502,15 @@ class HttpEngine(Engine):
     async def _send_watched(self, endpoint: Endpoint, request: Request) -> Completion:
         """Send one row, and stop its answer if that repeats itself; raises as `generate`."""
         fields = self._added_fields(endpoint, wire.GENERATE_PATH)
-        body = wire.bytes_of(wire.watched_body(request) | fields)
+        body = wire.bytes_of(self._addressed(wire.watched_body(request) | fields))
         results: list[Completion | RequestError] = []
         rids = (str(fields["rid"]),)
         stream = BundleAnswer(
-            [request],
+            requests=[request],
             ended=lambda _, result: results.append(result),
             endpoint=endpoint,
             guard=self.guard,
+            large_answers=self._large_answers,
             rids=rids,
             abort=self._abort,
         )
