@@ -1,4 +1,4 @@
-"""Answers that repeat themselves without end: found in the text so far, in linear time. Pure.
+"""Finds answers that repeat themselves without end, by their text so far, in linear time. Pure.
 
 A model that falls into a loop writes the same characters again and again until its limit. A text repeats
 itself if its end has a period: each character equals the one a period before it. Tables, logs and poems
@@ -10,17 +10,19 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 LEAST_CHARACTERS = 2048
-"""Fewest characters of an end that repeats itself: about 500 tokens of English."""
+"""Minimum length, in characters, of an end that counts as repeating itself: about 500 tokens of English."""
 LEAST_PERIODS = 6
-"""Fewest periods in such an end, the first one included."""
+"""Minimum number of periods in such an end, the first one included."""
 LONGEST_PERIOD = 2048
-"""Longest period that is looked for, in characters."""
+"""Maximum length, in characters, of a period that is searched for."""
 TAIL = LEAST_CHARACTERS - LEAST_CHARACTERS // LEAST_PERIODS
-"""Characters at the end that recur one period before: an end of n periods has n - 1 of them that do."""
+"""Number of characters at the end that must also stand one period earlier. In an end of n periods, the last n
+- 1 periods do."""
 WINDOW = LONGEST_PERIOD * LEAST_PERIODS
-"""Characters at the end of a text that are looked at."""
+"""Number of characters at the end of a text that are examined."""
 LEAST_IN_PROMPT = 64
-"""Fewest characters, or token ids, of a repetition in a prompt. Shorter ones are lines and indents."""
+"""Minimum length of a repetition in a prompt, in characters or token ids. Shorter repetitions are lines and
+indents."""
 
 
 class Repetition(NamedTuple):
@@ -29,16 +31,16 @@ class Repetition(NamedTuple):
     start: int
     """Index at which the first period begins."""
     period: int
-    """Characters of a period."""
+    """Number of characters in a period."""
 
     @property
     def sense(self) -> int:
-        """Characters of the text up to the end of the first period: what follows only repeats it."""
+        """Number of characters up to the end of the first period. The rest of the text only repeats it."""
         return self.start + self.period
 
 
 def find_repetition(text: str) -> Repetition | None:
-    """Return the repetition at the end of a text; None if there is none, or if it has not lasted yet."""
+    """Return the repetition at the end of a text; None if there is none, or it is still too short."""
     window = text[-WINDOW:]
     period = _period(window, TAIL)
     if period is None or period > LONGEST_PERIOD:
@@ -64,7 +66,7 @@ def _period(text: str, tail: int) -> int | None:
 
 
 def repeats_in_prompt(prompt: str | Sequence[int], output: str | Sequence[int]) -> bool:
-    """Tell whether a prompt has the repetition at the end of an output too: the model may be asked for it.
+    """Tell whether a prompt also has the repetition at the end of an output: it may have asked for it.
 
     Both are texts, or both are token ids.
     """

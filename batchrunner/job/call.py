@@ -46,8 +46,8 @@ class LibraryCall:
 
     engine: EngineSpec
     prompt: Prompt | None = None
-    """A text is the template of the user message; for a task without decoding it is the template of the text,
-    or the text's column. None means the only text column."""
+    """A string is a template for the user message. For a task without decoding it is a template for the whole
+    prompt, or the name of a column. None uses the only text column."""
     columns: Sequence[str] = ()
     limits: Mapping[str, Any] | LimitsSpec | None = None
     task: TaskName = GENERATE
@@ -61,10 +61,13 @@ class LibraryCall:
     on_length: OnLength | None = None
     on_repetition: OnRepetition = "keep"
     own_rows: bool = False
-    """Whether rows come from the program, whose files (images, audio, videos) may lie anywhere."""
+    """Whether the program passes the rows itself. Their files (images, audio, videos) may then lie
+    anywhere."""
 
     def job(self, schema: pa.Schema, paths: Sequence[str], output: Path) -> Job:
-        """Return the job that reads `paths` and writes to the directory `output`; `schema` has its columns.
+        """Return the job that reads `paths` and writes to the directory `output`.
+
+        `schema` has the columns of the input.
 
         Raises JobError, and InputError if the call has no prompt.
         """

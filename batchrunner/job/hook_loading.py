@@ -97,7 +97,8 @@ def code_digest(function: Any) -> str | None:
     """Return a digest of the module that a function comes from, without comments and layout.
 
     So a change of a helper or a constant beside the function counts. A script or a notebook also has code
-    that makes no results: of a function of `__main__` only its own code counts. Return None without source.
+    that makes no results. So for a function of `__main__` only the function's own code counts. Return None if
+    there is no source.
     """
     inner = getattr(function, "func", function)  # of a functools.partial
     inner = inspect.unwrap(inner) if hasattr(inner, "__qualname__") else type(inner)

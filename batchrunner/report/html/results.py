@@ -29,9 +29,9 @@ MEMORY = "256MB"
 """Memory that duckdb may use."""
 THREADS = 1
 ANSWERS = 5
-"""Rows on the page with their answers."""
+"""Number of rows that the page shows with their answers."""
 SHOWN = 400
-"""Most characters of a text on the page."""
+"""Maximum number of characters of a text on the page."""
 _LEFT_OUT = {"finish_reason", "prompt_tokens", "completion_tokens", "latency_s", "attempts"}
 """Columns that the page does not show beside answers."""
 _SENT = "FROM results WHERE attempts > 0"
