@@ -450,7 +450,8 @@ class EmbedTask(ForwardTask):
         items = sorted(parsed.data, key=lambda item: item.index or 0)
         if [item.index or 0 for item in items] != list(range(len(requests))):
             raise AttemptFailedError(
-                f"the server returned {len(items)} vectors for {len(requests)} rows, or did not number them from 0"
+                f"the server returned {len(items)} vectors for {len(requests)} rows, "
+                "or did not number them from 0"
             )
         tokens = _tokens_of(requests, parsed.usage.prompt_tokens)
         return [self._answer(item, count) for item, count in zip(items, tokens, strict=True)]
@@ -562,7 +563,9 @@ def check_embeddings(reply: bytes, rows: int | None) -> int | None:
     task = EmbedTask()
     lengths = {len(task.stored(_numbers(item))) // NUMBER_BYTES[task.dtype] for item in parsed.data}
     if len(lengths) > 1:
-        raise AttemptFailedError(f"the server returned vectors of different lengths ({min(lengths)} and {max(lengths)})")
+        raise AttemptFailedError(
+            f"the server returned vectors of different lengths ({min(lengths)} and {max(lengths)})"
+        )
     return parsed.usage.prompt_tokens
 
 

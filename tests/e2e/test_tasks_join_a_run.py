@@ -191,7 +191,8 @@ def test_a_part_that_is_moved_away_from_a_running_worker(
         rows = pq.read_table(part)["row"].to_pylist()
         part.rename(tmp_path / "moved")
         server.answer_held()
-        worker.wait_for_line(f"{len(rows)} rows of the run are missing from all parts: run the same command again")
+        missing = f"{len(rows)} rows of the run are missing from all parts"
+        worker.wait_for_line(f"{missing}: run the same command again")
         assert worker.end() == 1
     server.forget()
     monkeypatch.setattr(TIMING, "parts_appear", 0.0)  # nobody waits for another host's parts to be seen
