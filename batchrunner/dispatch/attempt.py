@@ -1,13 +1,14 @@
-"""The fate of a row whose attempt failed: one table, by the kind of the failure. Pure: no clock, no loop.
+"""What happens to a row whose attempt failed, decided by one table of rules. Pure: no clock, no loop.
 
-`RULES` is the table; a `FailedAttempt` holds the facts that the rules read. The rest of this file weighs the
-evidence that the row itself makes the engine refuse it for now (429, 502 to 504, 401).
+`RULES` is the table, and a `FailedAttempt` holds the facts that the rules read. The rest of this file treats
+temporary refusals (429, 502 to 504, 401). It weighs the evidence that the row itself is their cause.
 
 An engine that is down or has no room refuses every row, so its refusals alone are no evidence. A refusal
 counts against a row only if the same route has meanwhile answered a request that was sent after the row's
-previous refusal. A route may also refuse rows at random: a load balancer with a dead half does. So a row is
-given up only if chance can hardly explain that it was refused so often. If no other row is in flight, a
-control decides: the run sends a cheap form of the request that the route answered last.
+previous refusal. A route may also refuse rows at random, for example a load balancer half of whose servers
+are dead. So a row is given up only if chance can hardly explain so many refusals. If no other row is in
+flight that could bring evidence, the run sends a *control*: a cheap form of the request that the route
+answered last.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from batchrunner.core.types import CHAT_PATH, EMBEDDINGS_PATH, Request
 from batchrunner.dispatch.route import Route, RouteRecord
 
 MOST_DEATHS = 4
-"""Engine deaths after which a row is given up: at the last one it was the only suspect in flight."""
+"""A row is given up at this number of engine deaths. See `PoisonRows` for why it must then be the cause."""
 
 
 class FailureKind(Enum):
@@ -66,18 +67,18 @@ KINDS: tuple[tuple[type[RequestError], FailureKind], ...] = (
     (NoAnswerError, FailureKind.NO_ANSWER),
     (AttemptFailedError, FailureKind.FAILED),
 )
-"""Kinds of errors; a subclass stands before its base."""
+"""Types of errors with their kinds. The first match counts, so a subclass stands before its base."""
 
 REJECTED = {FailureKind.INVALID, FailureKind.REFUSED}
 """The row is at fault: another attempt at the same server would end in the same way."""
 FAILED = {FailureKind.FAILED, FailureKind.NO_ANSWER}
-"""The row may be at fault: it has `limits.max_attempts` of these."""
+"""The row may be at fault. After `limits.max_attempts` failures of these kinds it is given up."""
 UNAVAILABLE = {FailureKind.BUSY, FailureKind.DOWN, FailureKind.DIED}
-"""The server took no row: the row is not at fault, unless there is evidence."""
+"""The server could not serve the row. The row is not at fault, unless there is evidence against it."""
 REFUSED_FOR_NOW = {FailureKind.BUSY, FailureKind.DOWN}
-"""The row is not at fault, unless it is refused again and again while others are answered."""
+"""The row is not at fault, unless it is refused again and again while other rows are answered."""
 CONGESTED = {FailureKind.BUSY, FailureKind.NO_ANSWER}
-"""The server may have too much to do: its window shrinks."""
+"""The server may be overloaded, so the windows of its route shrink."""
 
 
 def kind_of(error: RequestError) -> FailureKind:
@@ -92,19 +93,19 @@ class Fate(Enum):
     """What becomes of a row after a failed attempt."""
 
     REQUEUE = auto()
-    """It is sent again at once; the attempt does not count."""
+    """The row is sent again at once; the attempt does not count."""
     ASK_ANOTHER = auto()
-    """Another route gets it at once."""
+    """The row is sent at once to another route."""
     RETRY = auto()
-    """It is sent again after a pause."""
+    """The row is sent again after a pause."""
     END = auto()
-    """It ends with the error of this attempt."""
+    """The row ends with the error of this attempt."""
     END_REFUSED = auto()
-    """It ends with an earlier refusal by another server: no server is available to confirm it."""
+    """The row ends with the error of an earlier refusal, since no other server is available to confirm it."""
     BLAME = auto()
-    """It ends with an error: the row itself made the engine die or refuse it."""
+    """The row ends with an error that says: the row itself made the engine die or refuse it."""
     LOSE_ENGINE = auto()
-    """The run ends: the engine is lost."""
+    """The run ends, because the engine is lost."""
 
 
 class FailedAttempt(NamedTuple):
@@ -112,25 +113,25 @@ class FailedAttempt(NamedTuple):
 
     kind: FailureKind
     has_other_route: bool = False
-    """Whether another route is open that has not yet failed the row in this way."""
+    """Whether there is a route, not suspended, on which the row has not yet failed in this way."""
     is_confirmed: bool = False
-    """Whether the row has failed in this way more than once, and one of the routes is in order."""
+    """Whether the row has failed in this way before, and at least one route where it failed is in order."""
     was_refused: bool = False
     """Whether a route that is in order refused the row in an earlier attempt."""
     failures: int = 1
-    """Attempts that failed possibly because of the row, this one included."""
+    """Number of failed attempts that may be the row's fault, including this one."""
     max_attempts: int = 5
     """`limits.max_attempts`."""
     deaths: int = 0
-    """Engine deaths while the engine had the row, this one included."""
+    """Number of engine deaths while the engine had the row, including this one."""
     is_culprit: bool = False
-    """Whether the row was refused so often while others were answered that it must be the cause."""
+    """Whether the row was refused so often, while other rows were answered, that it must be the cause."""
     is_engine_lost: bool = False
-    """Whether the engine took no row for longer than `limits.engine_wait`."""
+    """Whether the engine has accepted no row for longer than `limits.engine_wait`."""
 
 
 class FateRule(NamedTuple):
-    """A line of the table."""
+    """A line of the table RULES: a fate, and the failed attempts to which it applies."""
 
     kinds: set[FailureKind]
     applies: Callable[[FailedAttempt], bool]
@@ -167,11 +168,12 @@ def fate_of(attempt: FailedAttempt) -> Fate:
 
 
 def pause_before_retry(error: RequestError, *, attempts: int, jitter: float) -> float:
-    """Return the pause in seconds after the last of `attempts` attempts; `jitter` is uniform in [0, 1).
+    """Return the pause, in seconds, before a row is sent again after `attempts` attempts.
 
-    The pause doubles with each attempt and is then drawn from its upper half ("equal jitter" in Amazon's
-    *Exponential backoff and jitter*, 2015), so that rows refused together do not return together. A server's
-    Retry-After is a lower bound, but at most the longest pause, so that a server that recovers early is used.
+    A ceiling doubles with each attempt, up to a maximum. The pause is drawn from the upper half below the
+    ceiling ("equal jitter" in Amazon's *Exponential backoff and jitter*, 2015), so that rows refused together
+    are not sent again together. `jitter` is uniform in [0, 1). The pause is at least the server's
+    Retry-After, but never more than the maximum, so that a server that recovers early gets rows again soon.
     """
     ceiling = min(TIMING.longest_retry, TIMING.first_retry * 2.0 ** min(attempts - 1, 10))
     pause_s = ceiling * (0.5 + 0.5 * jitter)
@@ -181,12 +183,12 @@ def pause_before_retry(error: RequestError, *, attempts: int, jitter: float) -> 
 
 
 class RouteTally(msgspec.Struct):
-    """Counts of a route at its first refusal of a row, and its later refusals of this row."""
+    """The counts that a route had when it first refused a row, and its later refusals of this row."""
 
     answered: int
     refused: int
     refusals: int = 0
-    """Later refusals while the route answered other requests."""
+    """Number of later refusals that came while the route answered other requests."""
 
 
 class Refusals(msgspec.Struct):
@@ -195,20 +197,20 @@ class Refusals(msgspec.Struct):
     last: float
     """Time of the last refusal; initially the time when the refused attempt was sent."""
     total: int = 0
-    """All refusals."""
+    """Number of all refusals."""
     count: int = 1
-    """The first refusal, plus each later one while the route answered other requests."""
+    """Number of refusals that count: the first, and later ones while the route answered other requests."""
     answers_others: bool = False
     """Whether the route answered other requests between the last two refusals."""
     by_route: dict[RouteRecord, RouteTally] = {}
 
     def record(self, record: RouteRecord, now: float) -> None:
-        """Record a refusal by a route, here and among the route's own counts."""
+        """Record a refusal by a route. A route's first refusal of this row also counts in its record."""
         self.total += 1
         self.answers_others = record.newest >= self.last
         self.last = now
         tally = self.by_route.get(record)
-        if tally is None:  # no evidence yet: the route may have just failed
+        if tally is None:  # no evidence yet: the route may just have gone down
             self.by_route[record] = RouteTally(record.answered, record.refused)
             record.record_refusal()
         elif self.answers_others:
@@ -217,7 +219,7 @@ class Refusals(msgspec.Struct):
 
 
 BY_CHANCE = 1e-6
-"""A row is given up if the probability that chance explains its refusals is lower than this."""
+"""A row is given up only if the probability of so many refusals by chance is lower than this."""
 
 
 class RefusalCause(Enum):
@@ -228,13 +230,13 @@ class RefusalCause(Enum):
     OPEN = auto()
     """Unknown: later refusals, or answers to other rows, will tell."""
     NEEDS_CONTROL = auto()
-    """Unknown, and no other row in flight can tell: a control must."""
+    """Unknown, and no other row is in flight that could tell. So a control must be sent."""
 
 
 def cause_of(
     refusals: Refusals, record: RouteRecord, *, others_in_flight: bool, max_attempts: int
 ) -> RefusalCause:
-    """Judge the temporary refusals of a row; the last one is by the route of `record`."""
+    """Return the cause of a row's temporary refusals; `record` is that of the route that refused it last."""
     if is_culprit(refusals, max_attempts):
         return RefusalCause.ROW
     is_first = refusals.total == 1  # the engine may just have had no room
@@ -258,9 +260,10 @@ class FailureHistory(msgspec.Struct):
     """The failed attempts of a row."""
 
     failures: int = 0
-    """Attempts that failed possibly because of the row."""
+    """Number of failed attempts that may be the row's fault. An attempt after which another route was asked
+    does not count."""
     deaths: int = 0
-    """Engine deaths while the engine had the row."""
+    """Number of engine deaths while the engine had the row."""
     refused_by: tuple[Route, ...] = ()
     """Routes whose servers refused the row as faulty, before another route was asked."""
     refusal: RequestError | None = None
@@ -268,11 +271,11 @@ class FailureHistory(msgspec.Struct):
     failed_on: tuple[Route, ...] = ()
     """Routes on which an attempt failed, because of the row or of the server."""
     refusals: Refusals | None = None
-    """Refusals for now; None if there were none."""
+    """Temporary refusals of the row; None if there were none."""
 
     @property
     def avoided(self) -> tuple[Route, ...]:
-        """Routes that get the row only where there is no other one."""
+        """Routes that get the row only if no other route is open."""
         return (*self.refused_by, *self.failed_on)
 
     @property
@@ -285,12 +288,12 @@ class FailureHistory(msgspec.Struct):
         return self.failed_on if kind in FAILED else self.refused_by
 
     def routes_with(self, kind: FailureKind, route: Route) -> tuple[Route, ...]:
-        """Return these routes, and the one that failed the row now."""
+        """Return `routes_before(kind)`, and the route on which the row has failed now."""
         before = self.routes_before(kind)
         return before if route in before else (*before, route)
 
     def record_refusal(self, record: RouteRecord, *, sent_at: float, now: float) -> Refusals:
-        """Record a temporary refusal of an attempt that was sent at `sent_at`; return all of them."""
+        """Record that an attempt, sent at `sent_at`, was refused for now; return all refusals of the row."""
         if self.refusals is None:
             self.refusals = Refusals(sent_at)
         self.refusals.record(record, now)
@@ -307,7 +310,7 @@ class FailureHistory(msgspec.Struct):
             self.refused_by, self.refusal = self.routes_with(kind, route), error
 
     def blame(self, kind: FailureKind, error: RequestError) -> RowRefusedError:
-        """Return the error of a row that is itself why the engine died or refuses it."""
+        """Return the error for a row that itself made the engine die or refuse it."""
         if kind is FailureKind.DIED:
             return RowRefusedError(f"the engine died {self.deaths} times while it had this row: {error}")
         count = self.refusals.count if self.refusals else 0
@@ -317,14 +320,15 @@ class FailureHistory(msgspec.Struct):
 
 
 FEW_TOKENS = {"max_new_tokens": 8, "temperature": 0}
-"""Sampling of a control. A single token may have no text yet, which counts as no answer."""
+"""Sampling parameters of a control. It requests several tokens: a single token may have no text yet, and an
+empty text would not count as an answer."""
 _WORD = [{"role": "user", "content": "1"}]
 _PROMPTS: dict[str, tuple[str, Any]] = {CHAT_PATH: ("messages", _WORD), EMBEDDINGS_PATH: ("input", "1")}
 """Prompt field of a control's body and its value, by endpoint; other endpoints have a `prompt`."""
 
 
 def control_for(record: RouteRecord, refused: Request) -> Request:
-    """Return a cheap form of the request that was answered last, or else of the refused one."""
+    """Return a cheap form of the route's last answered request, or of the refused one if there is none."""
     request = record.last or refused
     prompt: Any = request.prompt
     if request.kind == "body":

@@ -29,21 +29,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class BundleTotals:
-    """Counts of this attempt, retries included."""
+    """Counts of the requests that this attempt sent, retries included."""
 
     requests: int = 0
-    """Requests, those with one row included."""
+    """Number of requests, including those with one row."""
     rows: int = 0
-    """Rows in them."""
+    """Number of rows in these requests."""
     bundles: int = 0
-    """Requests with several rows."""
+    """Number of requests with several rows."""
     most_rows: int = 0
-    """Most rows of a request."""
+    """Largest number of rows in one request."""
     rows_resent: int = 0
-    """Rows that were sent again because the engine refused their bundle, or did not answer them in it."""
+    """Number of rows sent again because the engine refused their bundle or did not answer them in it."""
 
     def add(self, rows: int) -> None:
-        """Count a request with so many rows."""
+        """Count a request with this number of rows."""
         self.requests += 1
         self.rows += rows
         if rows > 1:
@@ -72,7 +72,8 @@ def prompt_tokens(request: Request) -> int:
 
 
 USUAL_TOKENS = 8192
-"""Prompt tokens of a pass if the server reports none: SGLang's chunk on GPUs of 80 GB."""
+"""Assumed prompt tokens of a forward pass if the server does not report them: SGLang's prefill chunk on GPUs
+of 80 GB."""
 FIRST_ROW_TOKENS = 256
 """Expected prompt tokens of a row before any row was sent."""
 MEMORY_ROWS = 2000
@@ -80,16 +81,20 @@ MEMORY_ROWS = 2000
 DEEPEST = 8
 """Longest useful queue, in forward passes: more rows would only wait."""
 FIRST_PASSES = 4
-"""Passes in flight at first: one is computed, one waits, and one travels in each direction."""
+"""First window, in forward passes: one pass is computed, one waits, and one is on its way in each
+direction."""
 
 
 class ForwardPasses:
-    """How many rows fill a forward pass of a scheduler without decoding, by the mean prompt of sent rows."""
+    """Computes how many rows fill a scheduler's forward pass in a task without decoding.
+
+    The number follows from the mean prompt length of the rows that were sent.
+    """
 
     def __init__(self, tokens: int | None) -> None:
-        """`tokens` is the most prompt tokens of a pass; None if the server does not report it."""
+        """`tokens` is the maximum of prompt tokens in a pass; None if the server does not report it."""
         self.tokens = tokens or USUAL_TOKENS
-        """Most prompt tokens of a pass."""
+        """Maximum number of prompt tokens in a pass."""
         self._row_tokens = float(FIRST_ROW_TOKENS)
         self._rows = 0
 
@@ -99,7 +104,7 @@ class ForwardPasses:
         self._row_tokens += (tokens - self._row_tokens) / min(self._rows, MEMORY_ROWS)
 
     def rows(self, max_running: int | None) -> int:
-        """Return the rows of a pass, for a scheduler that runs so many requests at once; 1 at least."""
+        """Return the number of rows in a pass, from 1 to `max_running`, the scheduler's limit of requests."""
         rows = max(1, round(self.tokens / max(1.0, self._row_tokens)))
         return rows if max_running is None else min(rows, max_running)
 
@@ -108,7 +113,7 @@ class ForwardPasses:
         return max(LEAST_LOW, FIRST_PASSES * self.rows(max_running))
 
     def band(self, max_running: int | None) -> QueueBand:
-        """Return the healthy `#queue-req` of a scheduler: from the rows of one pass to those of several."""
+        """Return the healthy range of `#queue-req`: from the rows of one pass to those of DEEPEST passes."""
         rows = self.rows(max_running)
         return QueueBand(
             max(LEAST_LOW, rows), DEEPEST * max(LEAST_LOW, rows), f"a forward pass takes about {rows} rows"
@@ -116,23 +121,25 @@ class ForwardPasses:
 
 
 MOST_ROWS = 64
-"""Most rows of a bundle. SGLang's front process wakes all waiting rows of a request at each event, so its
-cost grows with the square of their number; from 16 rows on, more save little."""
+"""Maximum number of rows in a bundle. At each event of a request, SGLang's front process wakes all waiting
+rows of this request, so its work grows with the square of their number. More than 16 rows save little."""
 MOST_LIST_ROWS = 256
-"""Most rows of a list, a bundle without decoding: one reply holds the vectors of all its rows."""
+"""Maximum number of rows in a list, which is a bundle of a task without decoding. One reply holds the vectors
+of all its rows."""
 MOST_TOKENS = 1 << 15
-"""Prompt tokens at which a bundle is full: the server does nothing else while it parses the JSON."""
+"""A bundle is full at this number of prompt tokens. The server does nothing else while it parses the JSON of
+a bundle, so that must not take long."""
 LEAST_ROWS_S = 25.0
-"""Rows per second below which no bundles are sent: the front process then has little to do."""
+"""No bundles are sent if fewer rows than this end per second: the front process then has little to do."""
 FIRST_ROWS = 16
 """Bundle size in the first period if answers are short; otherwise 1."""
 SHORT_TOKENS = 16
-"""Most tokens of a short answer."""
+"""Answers count as short if the job's `max_new_tokens` is at most this."""
 PERIOD_S = 0.25
-"""Seconds over which the rows that end are counted."""
+"""Minimum length, in seconds, of a period after which the bundle size is computed from the ended rows."""
 SHARE = 4
-"""A bundle has at most 1/4 of a replica's rows in flight. A larger bundle would wait for rows that have just
-begun. And while a list travels, the server computes the other rows."""
+"""A bundle has at most 1/SHARE of the outstanding rows of its route. A larger bundle would have to wait until
+rows end that have just begun. And while a list is on its way, the server can compute the other rows."""
 
 
 class BundleSize:
@@ -141,7 +148,7 @@ class BundleSize:
     An engine ends many rows in one step and then none for a while. So rows are counted in bursts, each as
     long as a bundle may wait. The size is that of the burst in which the average row ended.
 
-    Without decoding, rows fill the engine's forward passes, and the rate at which they end does not matter.
+    In a task without decoding, a bundle is as large as a forward pass, however quickly rows end.
     """
 
     def __init__(
@@ -152,19 +159,19 @@ class BundleSize:
         short: bool = False,
         passes: ForwardPasses | None = None,
     ) -> None:
-        """Send bundles that wait at most `fill_s` seconds; `fixed` overrides the size.
+        """Let a bundle wait at most `fill_s` seconds until it is sent; `fixed` overrides its size.
 
         `short` says that answers are known to be short. Only tasks without decoding have `passes`.
         """
         self.most_tokens = MOST_TOKENS if passes is None else passes.tokens
-        """Prompt tokens that a bundle holds at most, unless one row has more."""
+        """Maximum prompt tokens of a bundle. A single row may have more."""
         self._fill_s, self._fixed, self._passes = fill_s, fixed, passes
         self._rows = MOST_LIST_ROWS if passes is not None else FIRST_ROWS if short else 1
         self._since: float | None = None  # begin of the period
         self._burst_began = 0.0
         self._burst = 0
-        self._ended = 0  # rows of the bursts in this period that are over
-        self._squares = 0  # sum of the squares of these bursts
+        self._ended = 0  # rows in the finished bursts of this period
+        self._squares = 0  # sum of the squared sizes of these bursts
 
     def record_sent(self, request: Request) -> None:
         """Count a row that is sent."""
@@ -185,7 +192,7 @@ class BundleSize:
         self._burst += 1
 
     def rows(self, outstanding: int) -> int:
-        """Return the size; `outstanding` rows are in flight or wait in a bundle. 0 and 1 mean one row."""
+        """Return the bundle size; `outstanding` rows are in flight or wait in a bundle. 0 means 1 too."""
         if self._fixed is not None:
             return self._fixed
         return min(self._rows, outstanding // SHARE)
@@ -198,7 +205,7 @@ class BundleSize:
 
 
 MOST_REFUSALS = 32
-"""Bundles that an engine may refuse before it has answered any; then it gets no more."""
+"""If an engine refuses this many bundles before it has answered one, it gets no more bundles."""
 
 
 class BundledRow(NamedTuple):
@@ -209,14 +216,14 @@ class BundledRow(NamedTuple):
 
 
 class Bundle:
-    """Rows that are sent in one request, or wait until it is full."""
+    """Rows that are sent in one request, or that wait until their bundle is full."""
 
     def __init__(self, rows: Iterable[BundledRow] = ()) -> None:
         self.rows = [*rows]
         self.tokens = 0
-        """Prompt tokens of its rows, while it is filled."""
+        """Prompt tokens of the rows; counted only while the bundle is being filled."""
         self.answers = 0
-        """Rows that have received an answer or a refusal of their own."""
+        """Number of rows that have received an answer or a refusal of their own."""
 
     @property
     def unanswered(self) -> list[BundledRow]:
@@ -224,7 +231,7 @@ class Bundle:
         return [row for row in self.rows if not row.answer.done()]
 
     def end_row(self, index: int, result: Completion | RequestError) -> None:
-        """Give a row its answer; the first one counts."""
+        """Give a row its answer or its error; only the first one counts."""
         answer = self.rows[index].answer
         if answer.done():
             return
@@ -250,7 +257,7 @@ class BundleSender:
     totals: BundleTotals
     events: EventLog
     one_by_one: str | None
-    """Why rows share no requests; None if they may."""
+    """Reason why rows must not share requests; None if they may."""
     _logged: set[str] = field(default_factory=set)
     """Reasons for sending rows one by one that are already in the log."""
     _works: bool = False
@@ -278,7 +285,7 @@ class BundleSender:
             self._send_if_nothing_else_comes()
 
     async def close(self) -> None:
-        """End the requests that are not answered."""
+        """Cancel the bundles that are not answered yet."""
         for task in self._sending:
             task.cancel()
         await asyncio.gather(*self._sending, return_exceptions=True)
@@ -310,13 +317,13 @@ class BundleSender:
         return await row.answer
 
     def _send_filled(self, filling: Bundle) -> None:
-        """Send a bundle that was begun, if it is not sent yet."""
+        """Send this bundle, unless it was sent before."""
         if self._filling is filling:
             self._filling = None
             self._send_rows(filling.unanswered)
 
     def _send_if_nothing_else_comes(self) -> None:
-        """Send the bundle soon if all outstanding rows wait in it; rows taken right now still join."""
+        """Send the bundle soon if all outstanding rows wait in it. Rows that are sent now still join."""
         filling = self._filling
         if filling is not None and len(filling.rows) == self._outstanding:
             asyncio.get_running_loop().call_soon(self._send_filled, filling)
@@ -364,13 +371,13 @@ class BundleSender:
             for row in unanswered:
                 row.answer.set_result(None)
             return
-        half = len(unanswered) // 2  # one row may be the reason
+        half = len(unanswered) // 2  # a single row may be the reason for the refusal
         self._send_rows(unanswered[:half])
         self._send_rows(unanswered[half:])
 
 
 class BundleSenders:
-    """Creates the senders of an engine's routes, as the job's `bundle` says."""
+    """Creates the senders of an engine's routes, according to the job's `bundle`."""
 
     def __init__(
         self,
@@ -381,13 +388,13 @@ class BundleSenders:
         totals: BundleTotals,
         events: EventLog,
     ) -> None:
-        """Take the `passes` of a task without decoding; None for generation."""
+        """Prepare senders; `passes` are those of a task without decoding, and None for generation."""
         self._engine = engine
         self._totals = totals
         self._events = events
         self._passes = passes
         self._fixed = {"auto": None, "off": 1}[job.bundle] if isinstance(job.bundle, str) else job.bundle
-        if info.simulated:  # it has no front process
+        if info.simulated:  # a simulated engine has no front process that bundles could relieve
             self._fixed = 1
         most_tokens = job.sampling.max_new_tokens
         self._short = isinstance(most_tokens, int) and most_tokens <= SHORT_TOKENS
@@ -418,5 +425,6 @@ def why_alone(request: Request) -> str | None:
     sampling = request.sampling
     if (sampling.get("n") or 1) > 1:
         return "sampling.n is more than 1"
-    # SGLang holds back the beginning of a stop text until it knows what follows, but not of a pattern
+    # While streaming, SGLang holds back text that may begin a stop string, but not text that may begin a
+    # match of stop_regex.
     return "sampling.stop_regex" if sampling.get("stop_regex") else None

@@ -31,14 +31,15 @@ if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
 
 MOST_LENGTHENED = 3
-"""Most retries of a truncated answer with more tokens; each retry doubles max_new_tokens."""
+"""Maximum number of retries of a truncated answer; each retry doubles max_new_tokens."""
 LONGEST_SEARCH_S = 0.2
 """Seconds after which the search for a regular expression in an answer is given up."""
 KEPT_SCHEMAS = 256
-"""Schemas from a column that are kept compiled."""
+"""Maximum number of compiled schemas that are kept if each row brings its own schema."""
 BLANKS = rf"\s{{{MOST_BLANKS}}}"
-"""`stop_regex` that ends padding. Its bounded length makes it cheap for SGLang, but it costs a look at each
-output in each step, so that it is only sent once an answer was padded."""
+"""`stop_regex` that ends an answer once it is padded with blanks. It is cheap to match, because the length of
+a match is bounded. But SGLang matches it against each output in each step, so it is sent only after an answer
+of the run was padded."""
 PADDED = (
     "the answer was padded with blanks: JSON allows any number of them between values; "
     f"start the server with --{MAX_BLANKS_FLAG} {MOST_BLANKS}"
@@ -46,7 +47,7 @@ PADDED = (
 _STOPS = {"stop", "stop_token_ids", "stop_regex"}
 """Sampling parameters that may end an answer before it is a whole match of its regular expression."""
 LONGEST_COMPLAINT = 300
-"""Most characters of a complaint about a value."""
+"""Maximum characters of an error about a JSON value or a schema; longer ones are shortened."""
 SEED_STEP, MOST_SEED = 1_000_003, (1 << 31) - 1
 """Difference between the seeds of two tries of a row, and the largest seed."""
 
@@ -56,13 +57,13 @@ class Verdict(NamedTuple):
 
     completion: Completion
     error: str | None
-    """Why the row failed; None where it succeeded."""
+    """Why the row failed; None if the answer is good, or if there is a next request."""
     again: Request | None = None
-    """The next request; None if the row ends."""
+    """The next request of the row; None if the row ends with this answer."""
 
 
 class AnswerChecker:
-    """Checks the answers of a run, and requests rejected ones again."""
+    """Checks the answers of a run, and builds the next request of a row whose answer was rejected."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class AnswerChecker:
         tokenizer: RowTokenizer,
         functions: HookPool | None,
     ) -> None:
-        """Compile the conditions for rows with these columns; `functions` has the job's `accept.python`."""
+        """Compile the conditions for rows with these columns; `functions` runs the job's `accept.python`."""
         self._conditions = AnswerConditions(job, plan, columns)
         self._check = job.accept
         self._tries = plan.tries
@@ -80,18 +81,22 @@ class AnswerChecker:
         self._tokenizer = tokenizer
         self._functions = functions if functions is not None and CHECK in functions.facts else None
         self._ends_padding = False
-        """Whether an answer was padded with blanks: then requests with a schema end where they are padded."""
+        """Whether an answer was padded with blanks. From then on, BLANKS is sent with requests that have a
+        schema."""
         self._thread = None if self._conditions.are_quick else ThreadPoolExecutor(1, "checks")
         """Thread for checks that may take long and would block the event loop; None if all are quick."""
 
     def to_send(self, request: Request) -> Request:
-        """Return a request as it should be sent, by the answers so far."""
+        """Return the request to send: with BLANKS if an answer was padded and the request has a schema."""
         if self._ends_padding and request.sampling.get("json_schema") is not None:
             return _ending_padding(request)
         return request
 
     async def check(self, row: PendingRow, completion: Completion) -> Verdict:
-        """Check an answer of a row; a next request in the verdict is tokenized. Raises HookLostError."""
+        """Check an answer of a row; raises HookLostError.
+
+        If the verdict has a next request, that request is ready to be sent.
+        """
         history = row.answers = row.answers or AnswerHistory(row.request)
         if self._thread is None:
             answer, complaint = self._conditions.check(row.request, completion)
@@ -139,9 +144,10 @@ class AnswerChecker:
 
 
 def _with_history(history: AnswerHistory, *, is_good: bool | None) -> Completion:
-    """Return the last answer of a row; unless the first was good, add a summary of all answers."""
+    """Return the last answer of a row. Unless the first answer was good, add a summary of all answers."""
     assert history.last is not None
-    asks = len(history.rejected) + (is_good is not False)  # no request followed the last rejected answer
+    # one request for each rejected answer, and one more if the last answer was not rejected
+    asks = len(history.rejected) + (is_good is not False)
     if asks == 1 and is_good:
         return history.last
     totals = AskedAgain(asks, tuple(history.rejected), is_good, history.last.prompt_tokens or 0)
@@ -149,7 +155,7 @@ def _with_history(history: AnswerHistory, *, is_good: bool | None) -> Completion
 
 
 async def _python_complaint(functions: HookPool, request: Request, completion: Completion) -> str | None:
-    """Return the complaint of the job's function about an answer, or the error of the function."""
+    """Return the complaint of the job's function about an answer, or the function's error; else None."""
     facts = functions.facts[CHECK]
     row = (carried_of(request.ref),) if facts.takes_row else ()
     for number, text in enumerate(completion.texts):
@@ -186,12 +192,12 @@ class AnswerConditions:
         self._pattern = accept.regex
         conditions = (self._expression, self._pattern, plan.schema, job.sampling.regex)
         self.are_quick = not self._by_row and all(condition is None for condition in conditions)
-        """Whether a check of any answer takes no longer than reading it."""
+        """Whether every check is quick. False if there is an expression, a regular expression or a schema."""
 
     def check(self, request: Request, completion: Completion) -> tuple[Completion, str | None]:
-        """Return an answer, with its column `parsed` where the run has one, and what is wrong with it.
+        """Return the answer, with a column `parsed` if the run has one, and a complaint or None.
 
-        Each of several completions must be good; the first complaint is returned.
+        If the answer has several completions, all of them must be good; the first complaint is returned.
         """
         first: str | None = None
         fitted: list[Any] = []
@@ -210,7 +216,7 @@ class AnswerConditions:
     def _complaint(
         self, request: Request, completion: Completion, number: int, *, value: Any, of_json: str | None
     ) -> str | None:
-        """Say what is wrong with an answer; None for nothing. `of_json` is wrong with its JSON `value`."""
+        """Return a complaint about an answer, or None; `of_json` is the complaint about its JSON `value`."""
         return (
             self._ending_complaint(request, completion, number, of_json=of_json)
             or self._regex_complaint(request, completion, number)
@@ -220,7 +226,7 @@ class AnswerConditions:
     def _ending_complaint(
         self, request: Request, completion: Completion, number: int, *, of_json: str | None
     ) -> str | None:
-        """Say what is wrong with the JSON of an answer, or with the way in which it ended."""
+        """Return a complaint about the JSON of an answer or about the way it ended, or None."""
         reason = completion.finish_reasons[number]
         has_schema = not self._by_row or request.sampling.get("json_schema") is not None
         fails_json = of_json is not None and self._wants_json and (has_schema or self._always_json)
@@ -238,7 +244,7 @@ class AnswerConditions:
     def _expression_complaint(
         self, request: Request, completion: Completion, number: int, *, value: Any
     ) -> str | None:
-        """Say that an answer fails `accept.expression`; None if it does not."""
+        """Return a complaint if an answer fails `accept.expression`, else None."""
         if self._expression is None:
             return None
         thoughts = completion.columns.get(REASONING)
@@ -251,7 +257,7 @@ class AnswerConditions:
         return self._expression.complaint({**(request.row or {}), **answer})
 
     def _regex_complaint(self, request: Request, completion: Completion, number: int) -> str | None:
-        """Say which regular expression an answer does not match; None for none."""
+        """Return a complaint if the answer does not match a regular expression of the job, else None."""
         pattern = request.sampling.get("regex")
         if pattern and not _may_follow(pattern, request, completion, number):
             return f"the answer does not match sampling.regex {pattern!r}: the server ignores it, it seems"
@@ -294,9 +300,10 @@ class AnswerConditions:
 def _may_follow(pattern: str, request: Request, completion: Completion, number: int) -> bool:
     """Tell whether an answer may match the regular expression of its request.
 
-    Engines have dialects of their own. So a dot may match a line end, word characters may or may not include
-    all scripts, and an expression that cannot be parsed allows any answer. A truncated answer is the
-    beginning of a match, and a tokenizer may drop the space that an answer begins with.
+    The engine may read a regular expression differently than Python. So the check is lenient: a dot matches a
+    line end too, word characters are either ASCII or of all scripts, and an expression that Python cannot
+    parse allows any answer. The answer may lack a space at its beginning, which a tokenizer may drop. If the
+    answer was truncated, or a stop parameter may have ended it, the beginning of a match is enough.
     """
     calls = completion.columns.get(TOOL_CALLS)
     if calls and calls[number]:
@@ -316,9 +323,9 @@ def _may_follow(pattern: str, request: Request, completion: Completion, number: 
 
 
 def _validator(schema: dict[str, Any], where: str) -> Any:
-    """Return the validator of a schema; raises JobError, naming `where`, for a schema that is none.
+    """Return the validator of a schema; raises JobError, which names `where`, if the schema is invalid.
 
-    Its patterns are bounded by a limit on backtracking, and nothing is fetched.
+    The validator limits backtracking in the schema's patterns, and fetches no other schemas.
     """
     import jsonschema_rs  # noqa: PLC0415 - only for jobs with a schema
 
@@ -353,17 +360,18 @@ def _short(text: str) -> str:
 
 
 RISING = (0.4, 0.8)
-"""Least temperatures of the second and of all further tries: at 0 the same answer would come again."""
+"""Minimum temperature of the second try, and of all later tries. At temperature 0 the model would give the
+same answer again."""
 
 
 def _is_padded(request: Request, text: str, reason: str | None) -> bool:
-    """Tell whether an answer that is to be JSON ends in blanks, or would, had BLANKS not ended it."""
+    """Tell whether an answer that should be JSON was truncated in padding, or was stopped by BLANKS."""
     is_stopped = reason == "stop" and BLANKS in (request.sampling.get("stop_regex") or ())
     return is_stopped or (reason == CUT and len(text) - len(text.rstrip()) >= MOST_BLANKS)
 
 
 def _ending_padding(request: Request) -> Request:
-    """Return a request whose answer ends where it is padded with blanks."""
+    """Return a request with the stop expression BLANKS, which ends its answer once that is padded."""
     stops = request.sampling.get("stop_regex") or []
     stops = [stops] if isinstance(stops, str) else stops
     if BLANKS in stops:
@@ -372,7 +380,7 @@ def _ending_padding(request: Request) -> Request:
 
 
 def _next_try(first: Request, number: int) -> Request:
-    """Return try `number` of a row, from 1 on: its first request with another seed and temperature."""
+    """Return retry `number` (from 1) of a row: its first request with another seed and temperature."""
     sampling = {**first.sampling}
     seed = sampling.get("sampling_seed") or 0
     sampling["sampling_seed"] = (seed + number * SEED_STEP) & MOST_SEED

@@ -1,6 +1,6 @@
-"""The loop that sends rows: a free slot → a row of the backlog → the engine → its outcome, or a new attempt.
+"""The loop that sends a row of the backlog for each free slot, and then stores its outcome or retries it.
 
-`attempt.py` decides the fate of a row without an answer.
+If a row gets no answer, `attempt.py` decides what happens to it.
 """
 
 from __future__ import annotations
@@ -50,11 +50,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ACCEPTED_RATIO, ACCEPTED_S = 2.0, 1.0
-"""A request in flight for more than 2 times as long as a refusal takes, and over 1 s, counts as accepted."""
+"""A request counts as accepted once it has been in flight for more than ACCEPTED_S seconds, and for more than
+ACCEPTED_RATIO times as long as a refusal takes."""
 MOST_CONTRADICTED = 3
-"""A route is suspended after this many rows that failed on it and that other routes answered."""
+"""A route is suspended once this many rows have failed on it and were then answered by other routes."""
 MOST_BODY_BYTES = 1 << 16
-"""Longest error body that a row of a batch file keeps, in bytes: it may contain a stack trace."""
+"""Maximum size, in bytes, of a server's error body that is stored with a row of a batch file. A larger body,
+for example with a stack trace, is dropped."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,7 +67,7 @@ class Dispatcher:
     routes: Routes
     senders: BundleSenders
     checker: AnswerChecker | None
-    """None where answers are not checked."""
+    """Checks the answers; None if answers are not checked."""
     reorderer: Reorderer
     load_control: LoadControl
     events: EventLog
@@ -74,10 +76,10 @@ class Dispatcher:
     _in_flight: dict[PendingRow, None] = field(default_factory=dict, init=False)
     """Rows in flight, the oldest first."""
     _refused_since: float | None = field(default=None, init=False)
-    """Time since which the engine has accepted no row; None if it accepts rows or gets none."""
+    """Time since when the engine has refused every row; None if it accepts rows, or if none are sent."""
 
     async def run(self, feeder: Feeder | Rollouts) -> None:
-        """Send all rows that the feeder brings.
+        """Send all rows that the feeder adds to the backlog.
 
         Raises EngineLostError, StorageError, or an error of the feeder. An error or a cancellation cancels
         the requests in flight; a later attempt sends their rows again.
@@ -103,7 +105,7 @@ class Dispatcher:
                     await route.sender.close()
 
     async def _use_slot(self, row: PendingRow | None, route: Route) -> None:
-        """Send a row, then further ones in the same slot: a job of the loop for each would cost more."""
+        """Send a row, then further rows in the same slot. An asyncio task for each row would cost more."""
         try:
             while row is not None:
                 await self._attempt(row, route)
@@ -115,7 +117,7 @@ class Dispatcher:
     async def _attempt(self, row: PendingRow, route: Route) -> None:
         """Send a row once. Then store its outcome, or requeue it.
 
-        The row holds its slot until its outcome is stored: so a slow disk slows the run down.
+        The row holds its slot until its outcome is stored, so that a slow disk slows down the sending.
         """
         row.attempts += 1
         row.route = route
@@ -158,7 +160,8 @@ class Dispatcher:
             attempts=row.attempts,
         )
         await self.backlog.end(row, outcome)
-        self._refused_since = None  # while the outcome waited to be stored, nobody asked the engine
+        # While the outcome waited to be stored, its slot sent nothing. That time must not count as refusal.
+        self._refused_since = None
 
     def _record_answer(self, row: PendingRow, route: Route, completion: Completion, now: float) -> None:
         """Record an answer: clear the doubt about its route, and update counts and output lengths."""
@@ -181,7 +184,7 @@ class Dispatcher:
         row.prefix_ready_at = min(row.prefix_ready_at, now)
 
     def _contradict(self, route: Route, now: float) -> None:
-        """Record that another route answered a row that failed on this one; a few such rows suspend it."""
+        """Record that another route answered a row that failed on `route`; suspend `route` after a few."""
         doubt = route.doubt
         if doubt is None:
             return
@@ -197,9 +200,10 @@ class Dispatcher:
     async def _handle_failure(
         self, row: PendingRow, route: Route, error: RequestError, now: float
     ) -> RequestError | None:
-        """Find and apply the fate of a row; return the error with which it ends, or None if it is requeued.
+        """Decide what happens to a row whose attempt failed, and do it.
 
-        Raises EngineLostError where the engine has taken no row for too long.
+        Return the error with which the row ends, or None if it is sent again. Raises EngineLostError if the
+        engine has accepted no row for too long.
         """
         kind = kind_of(error)
         history = row.failures = row.failures or FailureHistory()
@@ -228,7 +232,7 @@ class Dispatcher:
         return None
 
     def _requeue(self, row: PendingRow, route: Route, fate: Fate, error: RequestError) -> None:
-        """Send a row again: at once, or after a pause if the same routes may get it."""
+        """Send a row again: at once if it was preempted or another route gets it, otherwise after a pause."""
         pause_s = 0.0
         if isinstance(error, PreemptedError):
             row.attempts -= 1
@@ -243,7 +247,10 @@ class Dispatcher:
     async def _investigate_refusal(
         self, row: PendingRow, route: Route, history: FailureHistory, now: float
     ) -> RefusalCause:
-        """Record a temporary refusal and judge the row; send a control if nothing else can tell the cause."""
+        """Record a temporary refusal of a row, and return its cause as far as it is known.
+
+        If nothing else can tell the cause, send a control: a request that the route should answer.
+        """
         refusals = history.record_refusal(route.record, sent_at=row.sent_at, now=now)
         cause = cause_of(
             refusals,
@@ -256,7 +263,7 @@ class Dispatcher:
         return cause
 
     def _record_unavailable(self, kind: FailureKind, now: float) -> None:
-        """Record that the engine took no row: the time without rows begins, and begins anew with a death."""
+        """Record that the engine accepted no row: set `_refused_since`; a death sets it anew."""
         if self._refused_since is None or kind is FailureKind.DIED:
             self._refused_since = now
 
@@ -288,7 +295,7 @@ class Dispatcher:
             self.load_control.narrow(route.url, str(error), now)
 
     async def _send_control(self, row: PendingRow, route: Route) -> None:
-        """Send a request that the route should answer, in the slot of a row that it refused."""
+        """Send a control, which is a request that the route should answer, in the slot of the refused row."""
         record = route.record
         record.has_control = True
         self._in_flight[row] = None
@@ -308,9 +315,10 @@ class Dispatcher:
         route.end_cooldown()
 
     def _is_engine_lost(self, row: PendingRow, now: float) -> bool:
-        """Tell whether the engine took no row for `limits.engine_wait` seconds.
+        """Tell whether the engine has accepted no row for `limits.engine_wait` seconds.
 
-        A request that has been in flight for long was accepted: the engine is not lost before it ends.
+        A request that has been in flight for long counts as accepted, see ACCEPTED_S. The engine does not
+        count as lost while there is such a request.
         """
         if self._refused_since is None:
             return False
@@ -336,7 +344,7 @@ class Dispatcher:
 def _server_error(request: Request, error: RequestError) -> Completion | None:
     """Return a completion without text for a row of a batch file; its `response` is the server's error.
 
-    Return None for any other row, and if the error is too long or no JSON object.
+    Return None for any other row, or if the error's body is too long or is not a JSON object.
     """
     body = error.body
     if request.kind != "body" or body is None or len(body) > MOST_BODY_BYTES:
@@ -344,7 +352,7 @@ def _server_error(request: Request, error: RequestError) -> Completion | None:
     try:
         content = orjson.loads(body)
         response = hidden(orjson.dumps(content).decode())
-        orjson.loads(response)  # hiding a password may have cut the JSON
+        orjson.loads(response)  # raises if the hiding of a password has broken the JSON
     except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         return None
     if not isinstance(content, dict):

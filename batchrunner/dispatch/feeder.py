@@ -1,4 +1,4 @@
-"""Rows from their source → order → tokens → the backlog. The source is read in a thread."""
+"""Reads rows in a thread, orders and tokenizes them, and adds them to the backlog."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.engines.base import Engine
 
 LONGEST_PRIMING_S = 30.0
-"""Longest wait for a round of primes, in seconds; priming saves one prefill pass (`PrimeTask`)."""
+"""Maximum seconds to wait for a round of `PrimeTask`s. A round saves only about one prefill pass, so a longer
+wait would not pay."""
 ONE_TOKEN = {"max_new_tokens": 1, "temperature": 0}
 
 
 @dataclass(slots=True, kw_only=True)
 class Feeder:
-    """Fills the backlog and pauses while it is full. Rows pass through its parts in this order."""
+    """Fills the backlog, and pauses while the backlog is full.
+
+    A row passes through `source`, `reorderer`, `tokenizer` and `backlog`, in this order.
+    """
 
     source: RowSource
     reorderer: Reorderer
@@ -32,11 +36,11 @@ class Feeder:
     results: ResultSink
     engine: Engine
     urls: Sequence[str]
-    """Servers of the engine, on which shared prefixes are computed first."""
+    """URLs of the engine's servers. Shared prefixes are computed there before the rows are sent."""
     keeps_prompts: bool
-    """Whether rows keep their prompts as they were before they were tokenised."""
+    """Whether each row also keeps its prompt in the form before tokenization (`AnswerHistory.unencoded`)."""
     primes: bool
-    """Whether shared prefixes are computed first: not where the engine serves others."""
+    """Whether shared prefixes are computed before the rows are sent. False if the engine has other users."""
 
     async def run(self) -> None:
         """Read until the source ends or the run stops; raises the errors of the source, and StorageError."""
@@ -59,7 +63,7 @@ class Feeder:
             await self._prime([item for item in batch if isinstance(item, PrimeTask)])
         requests = await self.tokenizer.tokenize([row.request for row in rows])
         for row, request in zip(rows, requests, strict=True):
-            if isinstance(request, Outcome):  # it cannot be tokenised, or is too long
+            if isinstance(request, Outcome):  # the prompt cannot be tokenized, or is too long
                 await self.backlog.end(row, request)
             else:
                 if self.keeps_prompts:
@@ -71,9 +75,9 @@ class Feeder:
         await self.backlog.wait_for_room()
 
     async def _prime(self, tasks: Sequence[PrimeTask]) -> None:
-        """Compute prefixes on an empty engine, round by round, by rows with one output token.
+        """Compute shared prefixes on an empty engine, round by round: request one output token per prefix.
 
-        Errors are ignored, since the rows themselves will show them.
+        Errors are ignored. The rows of these tasks are sent again later, and will show the same errors.
         """
         by_round = attrgetter("round")
         for _, round_tasks in groupby(sorted(tasks, key=by_round), key=by_round):
@@ -93,7 +97,7 @@ class Feeder:
                 task.row.prefix_ready_at = time.monotonic()
 
     def _caches_for(self, task: PrimeTask) -> Iterator[str]:
-        """Yield the server of each cache that needs the prefix."""
+        """Yield the URL of a server for each prefix cache that needs the prefix."""
         group = task.row.group
         if task.on_every_replica or group is None:
             for copy in range(max(self.reorderer.caches, len(self.urls))):

@@ -1,6 +1,6 @@
-"""Polls the engine's load four times a second → the windows of the runs that use the engine.
+"""Polls the engine's load four times a second, and resizes the windows of the runs that use the engine.
 
-Each change of a window is written with its reason as an event.
+Each change of a window is written to the event log, with its reason.
 """
 
 import asyncio
@@ -25,14 +25,15 @@ log = logging.getLogger(__name__)
 
 
 SPARE = 8
-"""Slots that a run keeps beyond its ready rows. Other runs cannot use them meanwhile."""
+"""Number of slots that a run gets beyond its ready rows, for rows that become ready soon. Other runs cannot
+use these slots meanwhile."""
 
 
 def fair_shares(whole: int, wanted: Sequence[int]) -> list[int]:
-    """Divide `whole` slots among runs: equally, but no run gets more than it wants.
+    """Divide `whole` slots among runs: equally, but no run gets more slots than it wants.
 
-    `wanted` has the slots that each run wants, the oldest run's first. The oldest run also gets the slots
-    that nobody wants.
+    `wanted` has the number of slots that each run wants; the oldest run comes first. Slots that no run wants
+    go to the oldest run.
     """
     parts, remaining = [0] * len(wanted), whole
     by_wish = sorted(range(len(wanted)), key=wanted.__getitem__)
@@ -57,28 +58,29 @@ class SendingRun:
 class LoadControl:
     """Polls the engine's load while rows are sent, and resizes the windows of its routes.
 
-    Runs that use the engine at the same time share one control and its windows: the law sees one run.
+    Runs that use the engine at the same time share one LoadControl and its windows. For the concurrency law
+    they are one run.
     """
 
     _engine: Engine
     concurrency: ConcurrencyLimits
     _runs: list[SendingRun] = field(default_factory=list)
-    """The oldest first."""
+    """Runs that send rows now; the oldest run comes first."""
     _poll: asyncio.Task[tuple[Sequence[SchedulerLoad], float]] | None = None
-    """The poll that the runs wait for."""
+    """The current or last poll, which all runs wait for together; None before the first."""
 
     @property
     def in_use(self) -> bool:
-        """Whether a run sends rows."""
+        """Whether any run sends rows."""
         return bool(self._runs)
 
     def join(self, run: SendingRun) -> None:
-        """Give a run its share of the slots, as the other runs free them."""
+        """Add a run. It gets its share of the slots as the other runs free them."""
         self._runs.append(run)
         self._apply(())
 
     def leave(self, run: SendingRun) -> None:
-        """Give the slots of a run that has ended to the others."""
+        """Remove a run that has ended; the other runs get its slots."""
         self._runs.remove(run)
         if self._runs:
             self._apply(())
@@ -86,10 +88,10 @@ class LoadControl:
             self._poll.cancel()
 
     async def run(self, polled: Callable[[Sequence[SchedulerLoad], float], None]) -> None:
-        """Poll until cancelled; call `polled` with each sample once the windows are resized. It may raise.
+        """Poll until cancelled. After each poll, resize the windows and call `polled` with the load sample.
 
-        A sample is empty where the load is unknown; its time is in seconds of the monotonic clock. Runs that
-        share the engine wait for the same polls.
+        The sample is empty if the load is unknown. Its time is in seconds of the monotonic clock. An error
+        that `polled` raises ends the polling. Runs that share the engine wait for the same polls.
         """
         while True:
             if self._poll is None or self._poll.done():
@@ -111,11 +113,11 @@ class LoadControl:
         return loads, now
 
     def narrow(self, url: str, why: str, now: float) -> None:
-        """Narrow the windows of a route that took no request, or let one wait too long."""
+        """Narrow the windows of a route that refused a request or let one wait too long."""
         self._apply(self.concurrency.backpressure(url, why, now))
 
     def _apply(self, changes: Iterable[Decision | CornerChange]) -> None:
-        """Resize the windows: together the runs have no more requests in flight than the law allows."""
+        """Resize the windows so that all runs together have at most as many requests as the law allows."""
         changes = [*changes]
         ready = [min(run.backlog.unsent, run.backlog.ready + SPARE) for run in self._runs]
         for limit in self.concurrency.routes:
@@ -134,7 +136,7 @@ class LoadControl:
 
 
 def write_changes(events: EventLog, changes: Iterable[Decision | CornerChange]) -> None:
-    """Write changes of windows and corners to the event log."""
+    """Write changes of windows and of load states (corners) to the event log."""
     for change in changes:
         events.write("window" if isinstance(change, Decision) else "corner", **asdict(change))
         if isinstance(change, CornerChange) and change.corner == Corner.HELD:

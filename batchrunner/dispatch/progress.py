@@ -1,4 +1,4 @@
-"""The state of a run, by the load samples and the answers: for the display, the event log and report.json."""
+"""Computes the state of a run from load samples and answers, for the display, events and report.json."""
 
 from __future__ import annotations
 
@@ -28,17 +28,20 @@ if TYPE_CHECKING:
 REPORTED = frozenset({"recalled", "died", "hangs", "healed", "lost", "adapts", "adapted"})
 """Kinds of incidents that report.json lists; changes of a gateway's workers are in the event log only."""
 SPAN_S = 30.0
-"""Seconds over which a rate is taken."""
+"""Seconds over which a rate is averaged."""
 PACE_ROWS, PACE_ROUNDS, PACE_SHARE = 32, 4, 0.25
-"""Half-life of an ended row in the pace, in rows that end after it. It is the maximum of a number of rows, of
-so many times the rows in flight, and of a share of the rows that had ended, so that long runs are smooth."""
+"""The pace is an average in which recent rows count more: after as many further rows as the half-life, a row
+counts half. The half-life is the largest of PACE_ROWS rows, PACE_ROUNDS times the rows in flight, and
+PACE_SHARE of the rows that have ended before. The last makes the pace smooth in long runs."""
 
 
 CONTRADICTION, LATE_SHARE = 0.5, 0.05
-"""An estimate is dropped if the time of a row differs from it by the first share, and the run is late or
-early by the second share of its estimated time. One deviation alone is normal: a run begins slowly."""
+"""An estimate is dropped if two things hold. The mean time of a row differs from the estimate by at least the
+fraction CONTRADICTION, and the run is late or early by more than the fraction LATE_SHARE of its estimate. One
+of these alone is normal, since a run begins slowly."""
 CHANCE = 3.0
-"""Chance explains so many standard errors of the mean row time; a row's deviation is taken as that mean."""
+"""A deviation of the mean row time by up to this many standard errors counts as chance. The standard
+deviation of a single row's time is assumed to equal the mean."""
 
 
 class Rates:
@@ -59,10 +62,10 @@ class Rates:
 
 
 class TimeLeft:
-    """Remaining time of an attempt, by the pace of the rows that ended last.
+    """Remaining time of an attempt, by the pace of the rows that ended recently.
 
-    Until enough rows have ended, the time comes from an estimate, if there is one. An estimate that rows
-    contradict is dropped at once.
+    Until enough rows have ended, the time comes from an estimate of the run, if there is one. The estimate is
+    dropped as soon as the rows contradict it.
     """
 
     def __init__(self, now: float, row_s: float | None = None) -> None:
@@ -74,10 +77,11 @@ class TimeLeft:
     def update(self, now: float, done: int, in_flight: int, remaining: int) -> float | None:
         """Record the rows that ended so far; return the seconds until the remaining rows have ended.
 
-        Without an estimate the time is None until as many rows have ended as are in flight: quick rows end
-        first. Between two ends the time counts down. It is None once it would be negative.
+        Without an estimate the time is None until as many rows have ended as are in flight, because the first
+        rows to end are the quick ones. While no further row ends, the time counts down. It is None once it
+        would be negative.
         """
-        if not done and not in_flight:  # input is still read or sorted
+        if not done and not in_flight:  # the input is still being read or sorted
             self._began = self._ended = now
         if ended := done - self._done:
             half_life = max(PACE_ROWS, PACE_ROUNDS * in_flight, PACE_SHARE * self._done)
@@ -98,9 +102,9 @@ class TimeLeft:
         return round(left_s, 1) if left_s >= 0 else None
 
     def _contradicts_estimate(self, elapsed_s: float, done: int, in_flight: int, total: int) -> bool:
-        """Tell whether rows are slower or quicker than the estimate, by more than chance and by much."""
+        """Tell whether rows are much slower or quicker than estimated, and by more than chance explains."""
         material_s = LATE_SHARE * total * self._expected_s
-        # Even if all rows in flight ended now, they would have been expected by this time.
+        # By the estimate, all ended rows and all rows in flight would have ended by this time.
         latest_s = (done + in_flight) * self._expected_s
         is_late = elapsed_s > max(latest_s * _tolerance(done + in_flight), latest_s + material_s)
         if done < max(1, in_flight):  # the first rows to end are the quick ones
@@ -113,7 +117,7 @@ class TimeLeft:
 def _tolerance(done: int, in_flight: int = 0) -> float:
     """Return the factor by which the mean time of the rows that ended may differ from the true mean.
 
-    Rows that are in flight make it differ too: they were begun and have not ended.
+    Rows in flight add to the difference: time was spent on them, and they are not among the ended rows.
     """
     done = max(1, done)
     return 1 + max(CONTRADICTION, CHANCE / math.sqrt(done), in_flight / done)
@@ -122,13 +126,13 @@ def _tolerance(done: int, in_flight: int = 0) -> float:
 class LoadSummary:
     """How healthy the queues were during the run.
 
-    Steady time begins for a scheduler when its window leaves the state `start`, and ends with the tail.
+    A scheduler's steady time begins when its window leaves the state `start`, and ends with the state `tail`.
     """
 
     def __init__(self, concurrency: ConcurrencyLimits) -> None:
         self._concurrency = concurrency
         self._last: float | None = None
-        self._sums: defaultdict[str, float] = defaultdict(float)  # of values, each times its seconds
+        self._sums: defaultdict[str, float] = defaultdict(float)  # sums of values times seconds
 
     def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
         """Add a load sample, weighted by the time since the last one."""
@@ -159,7 +163,10 @@ class LoadSummary:
 
     @property
     def background(self) -> dict[str, Any]:
-        """Our share and the users' share of a live server's time, and the preempted rows; else empty."""
+        """Our share and the users' share of a live server's time, and the preempted rows.
+
+        Empty if the run is not a background run.
+        """
         whole = self._sums["served"]
         if not whole:
             return {}
@@ -192,13 +199,13 @@ class LoadSummary:
 
 @dataclass
 class AttemptProgress:
-    """Progress of an attempt: samples of its state, and the load and incidents of report.json."""
+    """Progress of an attempt: builds samples of its state, and report.json's `load` and `incidents`."""
 
     rows: RowSource
     done: DoneRows
-    """Rows of earlier attempts."""
+    """Rows that ended in earlier attempts."""
     counts: RowCounts
-    """Counts of this attempt."""
+    """Counts of the rows and tokens of this attempt."""
     routes: Routes
     concurrency: ConcurrencyLimits
     backlog: Backlog
@@ -209,7 +216,7 @@ class AttemptProgress:
     task: str
     """Task of the job."""
     rollouts: Rollouts | None = None
-    """Its rollouts; None where rows are requests."""
+    """Rollouts of the attempt; None if each row is one request."""
     row_s: float | None = None
     """Estimated seconds per row; None without an estimate of the run."""
 
@@ -279,7 +286,10 @@ class AttemptProgress:
         )
 
     def _signals(self, loads: Sequence[SchedulerLoad], now: float) -> list[SchedulerSample]:
-        """Return each scheduler's load, window and load state; token rate too if its route is its own."""
+        """Return each scheduler's load, window and load state.
+
+        If the route of a scheduler has no other scheduler, its token rate and retractions are included.
+        """
         concurrency = self.concurrency
         samples = {load.scheduler: SchedulerSample.of(load) for load in loads}
         for name, scheduler in concurrency.schedulers.items():

@@ -16,7 +16,7 @@ from batchrunner.output.counts import Rejected
 
 
 class AnswerHistory(msgspec.Struct):
-    """The answers of a row whose answers are checked."""
+    """The earlier answers of a row whose answers are checked, and what its next request needs."""
 
     first: Request
     """Its first request, as it was sent."""
@@ -25,26 +25,26 @@ class AnswerHistory(msgspec.Struct):
     rejected: list[Rejected] = []
     """Answers that failed the checks."""
     lengthened: int = 0
-    """Rejected answers that were truncated and requested again with more tokens."""
+    """Number of rejected answers that were truncated and requested again with more tokens."""
     last: Completion | None = None
     """The last answer, which the row keeps if it fails."""
 
 
 class PrefixGroup(msgspec.Struct, eq=False):
-    """Rows with a common prefix. They go to one route, whose prefix cache holds it."""
+    """Rows with a common prefix. They all go to one route, whose prefix cache holds the prefix."""
 
     first: PendingRow
     home: Route | None = None
-    """The route; None until it is chosen."""
+    """The route of the group; None until it is chosen."""
     to_come: int = 0
-    """Rows of the group that are not in the queue yet, as far as they were counted."""
+    """Number of rows of the group that are known and not in the queue yet."""
 
 
 class Turn(msgspec.Struct, eq=False):
     """A request of a multi-turn rollout."""
 
     outcome: asyncio.Future[Outcome]
-    """Receives the outcome; it is already done if the rollout no longer waits."""
+    """Future that receives the outcome. It is done before that if the rollout no longer waits for it."""
     is_first: bool
     """Whether it is the first request of its rollout; later turns are sent before new rows."""
 
@@ -54,11 +54,12 @@ class PendingRow(msgspec.Struct, eq=False):
 
     request: Request
     prompt_bytes: int = 0
-    """Length of the prompt as bytes (`input.prompt_bytes`), with bytes for the tokens of its images."""
+    """Length of the prompt in bytes (`input.prompt_bytes`), including filler bytes for the tokens of its
+    images."""
     duplicates: list[RowRef] = []
     """Rows with the same request, which get this row's answer."""
     group: PrefixGroup | None = None
-    """The prefix group, whose home the row prefers; None if any route will do."""
+    """The prefix group, whose route the row prefers; None if any route will do."""
 
     route: Route | None = None
     """Route of the last attempt."""
@@ -68,25 +69,25 @@ class PendingRow(msgspec.Struct, eq=False):
     """Time from which on the row's prompt is known to be computed, in seconds of the same clock."""
     attempts: int = 0
     failures: FailureHistory | None = None
-    """Its failed attempts; None if no attempt failed."""
+    """The row's failed attempts; None if no attempt failed."""
     answers: AnswerHistory | None = None
-    """Its answers, where they are checked."""
+    """The row's earlier answers; None if answers are not checked, or before the first answer."""
     turn: Turn | None = None
     """The turn of a rollout that this request belongs to; None for a row of the input."""
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody waits for its outcome."""
+        """Whether somebody waits for the outcome of the row."""
         return self.turn is None or not self.turn.outcome.done()
 
     @property
     def deaths(self) -> int:
-        """Engine deaths while the engine had the row."""
+        """Number of engine deaths while the engine had the row."""
         return 0 if self.failures is None else self.failures.deaths
 
     @property
     def avoided(self) -> tuple[Route, ...]:
-        """Routes that get the row only where there is no other one."""
+        """Routes that get the row only if no other route is open."""
         return () if self.failures is None else self.failures.avoided
 
     @property
@@ -115,11 +116,11 @@ class RowSource(Protocol):
         """Read and render rows, a bounded batch at a time; blocks.
 
         A row that cannot be rendered comes as an Outcome with its error. An empty batch asks the
-        feeder to send the rows that were read so far: the next batch may take a while.
+        feeder to send the rows that were read so far, because the next batch may take a while.
         """
 
     def stop(self) -> None:
-        """Read no more rows: `batches` ends soon, also while it waits."""
+        """Read no more rows. `batches` then ends soon, even if it is waiting for rows."""
 
 
 class ResultSink(Protocol):
@@ -130,16 +131,17 @@ class ResultSink(Protocol):
 
 
 FEWER = 16
-"""Factor by which each further death reduces the suspects in flight at once."""
+"""Each further death divides the number of suspects that may be in flight at once by this."""
 
 
 class PoisonRows:
     """Suspects: rows that were in flight when the engine died or hung, and wait for a retry. Pure.
 
     Thousands of rows are in flight at a death, and nearly all are harmless. They are sent again a few at a
-    time, beside rows that are not suspected, so that the next death leaves fewer suspects: after one death
-    1/16 of the window is in flight at once, after two 1/256, from three on one row alone. A row that is in
-    flight at a fourth death was the only suspect of its degree, and is given up.
+    time, beside rows that are not suspected, so that the next death leaves fewer suspects. Rows that have
+    seen one death may fill 1/16 of the window at once, and rows that have seen two may fill 1/256. Of the
+    rows that have seen three, only one is in flight at a time. If the engine dies again, that row is given
+    up.
     """
 
     def __init__(self, routes: Routes) -> None:
@@ -148,12 +150,12 @@ class PoisonRows:
         self._in_flight: Counter[int] = Counter()
 
     def add(self, row: PendingRow) -> None:
-        """Add a row that has seen deaths."""
+        """Add a row that was in flight at one or more deaths."""
         self._waiting[row.deaths].append(row)
 
     def next(self, route: Route) -> deque[PendingRow] | None:
         """Return suspects whose first one may be sent to a route now; None if none may."""
-        if not self._waiting:  # asked for every row, and nearly always so
+        if not self._waiting:  # the usual case, decided quickly because every row asks
             return None
         for deaths, rows in sorted(self._waiting.items(), reverse=True):
             limit = 1 if deaths >= MOST_DEATHS - 1 else max(1, self._routes.window // FEWER**deaths)
@@ -162,7 +164,7 @@ class PoisonRows:
         return None
 
     def take(self, suspects: deque[PendingRow]) -> PendingRow:
-        """Take the first of some suspects, which counts as in flight from now on."""
+        """Take the first of these suspects. It counts as in flight from now on."""
         row = suspects.popleft()
         self._in_flight[row.deaths] += 1
         return row
@@ -173,13 +175,13 @@ class PoisonRows:
 
 
 READ_AHEAD_ROWS, READ_AHEAD_BYTES = 512, 64 << 20
-"""Length of the dispatch queue, in rows and in bytes of their prompts, above which the feeder pauses.
-At this number of rows any route may take rows that are kept for another."""
+"""The feeder pauses while the dispatch queue has at least this many rows, or this many bytes of their
+prompts. From this number of rows on, any route may take rows that are kept for another route."""
 
 
 MOST_MEDIA_BYTES = 128 << 20
-"""Bytes of the files of rows in flight above which no more rows are sent. The request body holds each file
-once more, and is a third larger (base64)."""
+"""No more rows are sent while the files of the rows in flight have at least this many bytes in all. A request
+body holds each file once more, and a third larger (base64)."""
 
 
 class DispatchQueue:
@@ -188,18 +190,19 @@ class DispatchQueue:
     A prefix group goes to the route with the least to do, and its rows wait for that route. The pending rows
     of a route's groups count as its work. A row that failed on one route waits for another one.
 
-    A route with little to do takes rows that are kept for another route: an idle replica costs more than the
-    cache saves. But their prefixes must be computed again. So a route takes whole groups where possible, and
-    only under two conditions. It has fewer than half as many requests in flight as the other route has rows,
-    in flight or kept. And the kept rows are at least a quarter of the other route's requests in flight.
+    A route with little to do takes rows that are kept for another route, because an idle replica costs more
+    than the cache saves. But the prefixes of these rows must be computed again. So the route takes whole
+    groups if possible, and only under two conditions. It has fewer than half as many requests in flight as
+    the other route has rows, in flight or kept. And the other route keeps at least a quarter as many rows as
+    it has requests in flight.
     """
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
         self._for_any_route: deque[PendingRow] = deque()
-        self._turns: deque[PendingRow] = deque()  # of rollouts, before those
+        self._turns: deque[PendingRow] = deque()  # later requests of rollouts, sent first
         self._avoiding = defaultdict[tuple[Route, ...], deque[PendingRow]](deque)  # by the routes they avoid
-        self._count = 0  # read for every row, however many routes there are
+        self._count = 0  # of all rows; summing over routes for each row is slow
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -224,7 +227,8 @@ class DispatchQueue:
     def has_for(self, route: Route) -> bool:
         """Tell whether `take` may return a row for a route.
 
-        True may be wrong once: `take` may find that all rows belong to other routes, and keep them there.
+        True may turn out to be wrong: `take` may find that all rows belong to other routes. It then keeps the
+        rows for these routes.
         """
         return bool(
             self._for_any_route
@@ -271,7 +275,7 @@ class DispatchQueue:
         return group.home
 
     def _route_to_relieve(self, in_flight: int) -> Route | None:
-        """Return the route whose kept rows a route with `in_flight` requests may take; None for none."""
+        """Return the route whose kept rows a route with `in_flight` requests may take, or None."""
         busiest = max(self._routes, key=lambda route: len(route.kept))
         waiting = len(busiest.kept)
         if not waiting:
@@ -297,8 +301,9 @@ def _keep(row: PendingRow, route: Route) -> None:
 def _relieve(busiest: Route, route: Route) -> PendingRow:
     """Move half of the rows that are kept for one route to another; return the first of these rows.
 
-    Groups move whole, except the last one; new and large groups move first. The rows keep their order, in
-    which groups alternate: two rows of one group in the same pass would both compute the prefix.
+    Groups move whole, except the last one. Groups of which no row was sent yet move first, then large groups.
+    The rows keep their order, in which groups alternate, because two rows of one group in the same pass would
+    both compute the prefix.
     """
     rows_to_move, remaining = deque[PendingRow](), deque[PendingRow]()
     rows_of = Counter[PrefixGroup](row.group for row in busiest.kept)
@@ -324,7 +329,7 @@ def _relieve(busiest: Route, route: Route) -> PendingRow:
 class Backlog:
     """Rows in the dispatch queue, rows that wait for another attempt, and suspects of engine deaths.
 
-    Its feeder waits for room in it, its dispatcher for rows to send.
+    The feeder waits for room in the backlog, and the dispatcher waits for rows to send.
     """
 
     def __init__(self, routes: Routes, results: ResultSink, to_come: Callable[[], int]) -> None:
@@ -336,7 +341,7 @@ class Backlog:
         self._poison = PoisonRows(routes)
         self._media_bytes = 0  # of rows in flight
         self.waiting = 0
-        """Rows that wait for another attempt and hold no slot."""
+        """Number of rows that wait for another attempt and hold no slot."""
         self._unended = 0
         self._all_read = False
         self.is_stopping = False
@@ -346,9 +351,9 @@ class Backlog:
 
     @property
     def unsent(self) -> int:
-        """Remaining rows that are not in flight; an estimate with leases.
+        """Number of remaining rows that are not in flight; an estimate with leases.
 
-        At least the rows in the queue: a rollout may send many requests at once.
+        It is at least the number of rows in the queue, since a rollout may send many requests at once.
         """
         if self.is_stopping:
             return 0
@@ -357,7 +362,7 @@ class Backlog:
 
     @property
     def ready(self) -> int:
-        """Rows in the dispatch queue."""
+        """Number of rows in the dispatch queue."""
         return len(self._queue)
 
     @property
@@ -366,7 +371,7 @@ class Backlog:
         return self.is_stopping or (self._all_read and self._unended == 0)
 
     def stop(self) -> None:
-        """Send no row any more."""
+        """Stop sending rows."""
         self.is_stopping = True
         self.wake()
 
@@ -376,7 +381,7 @@ class Backlog:
         self.wake()
 
     def expect(self, rows: int) -> None:
-        """Count rows that will be added or ended."""
+        """Count rows that will soon be added to the backlog, or ended."""
         self._unended += rows
 
     def add(self, row: PendingRow) -> None:
@@ -433,7 +438,7 @@ class Backlog:
                 row.turn.outcome.set_result(outcome)
             return
         await self._results.put(outcome)
-        if row.request.media:  # other rows may refer to this one for long
+        if row.request.media:  # free the files, since other rows may refer to this row for long
             row.request = row.request._replace(media=())
             row.answers = None
         for ref in row.duplicates:
@@ -443,20 +448,20 @@ class Backlog:
             self.wake()
 
     def wake(self) -> None:
-        """Let dispatcher and feeder look again: there may be rows to send, free slots, or room."""
+        """Wake the dispatcher and the feeder: there may be rows to send, free slots, or room for rows."""
         self._sendable.set()
         self._room.set()
 
     async def wait_for_rows(self) -> None:
-        """Wait until the dispatcher should look again."""
+        """Wait until `wake` is called: there may be rows to send, or free slots."""
         self._sendable.clear()
         await self._sendable.wait()
 
     async def wait_for_room(self, may_read: Callable[[], bool] = lambda: True) -> None:
-        """Wait until the queue has room, and the feeder `may_read` on.
+        """Wait until the queue has room and `may_read` returns true, or until the run is stopping.
 
-        The feeder also pauses while as many rows wait for another attempt as there are slots: an engine that
-        accepts no rows must not fill the memory with waiting rows.
+        The feeder also pauses while as many rows wait for another attempt as there are slots (at least
+        READ_AHEAD_ROWS). Otherwise an engine that accepts no rows would fill the memory with waiting rows.
         """
         while not self.is_stopping and (
             self._queue.is_full or self.waiting >= max(self._routes.window, READ_AHEAD_ROWS) or not may_read()

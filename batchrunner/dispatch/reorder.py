@@ -1,7 +1,8 @@
-"""The order of sending: leaders first, followers when their prefix is cached, long outputs early. Pure.
+"""The order in which rows are sent: followers after their prefix is cached, and long outputs early. Pure.
 
-A tree of the prompts' prefixes says which row each row follows. The reuse distance, in prefill tokens, says
-how far a row is sent ahead of its followers.
+A row *follows* another one, its leader, if both begin with a long common prefix. A tree of the prompts'
+prefixes gives the leader of each row. The reuse distance, in prefill tokens, is how far a leader is sent
+ahead of its followers.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from batchrunner.dispatch.queue import PendingRow, PrefixGroup, RowSource
 from batchrunner.input.prompt_bytes import RequestDigests, common_length, is_repeatable, prompt_bytes
 
 LEAST_SHARED_BYTES = 256
-"""Length of the shortest prefix that is worth an order: about 64 tokens."""
+"""Minimum length, in bytes, of a shared prefix for which rows are reordered: about 64 tokens."""
 LEAST_NODE_BYTES = 64
-"""Length that a node's prefix must have beyond that of the node above; a few bytes are shared by chance."""
+"""Minimum number of bytes by which a node's prefix must exceed that of its parent. Prompts may share a few
+more bytes by chance."""
 
 
 class TreePlace(NamedTuple):
@@ -45,7 +47,10 @@ class _Branch(NamedTuple):
 
 
 def find_leaders(prefixes: Sequence[bytes], sent: int = 0) -> dict[int, TreePlace]:
-    """Return the place of each row that follows another one; the first `sent` rows were sent before."""
+    """Return the leader of each row that follows another one, by the row's index.
+
+    The first `sent` of the prefixes belong to rows that were sent before.
+    """
     order = sorted(range(len(prefixes)), key=prefixes.__getitem__)
     depths = [_depth(prefixes[first], prefixes[second]) for first, second in pairwise(order)]
     if not any(depths):
@@ -57,14 +62,17 @@ def find_leaders(prefixes: Sequence[bytes], sent: int = 0) -> dict[int, TreePlac
 
 
 def _depth(first: bytes, second: bytes) -> int:
-    if first[:LEAST_SHARED_BYTES] != second[:LEAST_SHARED_BYTES]:  # most rows
+    if first[:LEAST_SHARED_BYTES] != second[:LEAST_SHARED_BYTES]:  # true for most rows
         return 0
     shared = common_length(first, second)
     return shared if shared >= LEAST_SHARED_BYTES else 0
 
 
 class _Tree:
-    """The nodes between the root and the row that was added last; nodes left of them are closed."""
+    """A prefix tree, to which rows are added in sorted order.
+
+    Only the nodes on the path from the root to the last row are open. All other nodes are closed.
+    """
 
     def __init__(self, prefixes: Sequence[bytes], sent: int) -> None:
         self._prefixes = prefixes
@@ -99,8 +107,8 @@ class _Tree:
 class OrderedRow(PendingRow, eq=False):
     """A pending row, and its place in the order.
 
-    A row *follows* another one, its `leader`, where both begin with the same bytes: the engine computes the
-    shared prefix with the leader, and the follower finds it in the prefix cache.
+    A row *follows* another one, its `leader`, if both begin with the same bytes. The engine computes the
+    shared prefix for the leader, and finds it in the prefix cache for the follower.
     """
 
     prefix: bytes = b""
@@ -112,39 +120,41 @@ class OrderedRow(PendingRow, eq=False):
     """Length of the prefix that the row shares with its leader."""
     followers: list[OrderedRow] = msgspec.field(default_factory=list)
     new_tokens: float = 0.0
-    """Prompt tokens (estimated) that the engine computes if the shared prefix is cached."""
+    """Estimated prompt tokens that the engine computes for the row if the shared prefix is cached."""
     sent_clock: float = 0.0
     """Sum of `new_tokens` over all rows sent so far, this one included."""
     used_clock: float = 0.0
-    """Value of this sum when the row or one of its followers was last sent."""
+    """Value of the sum in `sent_clock` when the row or one of its followers was last sent."""
     longest_output: float = 0.0
     """Expected output tokens of the row or of its longest follower; 0 where lengths do not matter."""
 
 
 PASS_TOKENS = 8192
-"""Prefill tokens of one pass, for an engine that does not say: SGLang's chunk on GPUs of 80 GB."""
+"""Assumed tokens of a prefill pass if the engine does not report them: SGLang's chunk on GPUs of 80 GB."""
 PASSES = 1.1
 """Initial reuse distance in prefill passes: above 1 because token counts are estimated."""
 POOL_SHARE, MOST_POOL_SHARE = 0.15, 0.3
-"""Largest initial and largest later distance, as a share of the KV pool. What was used within the largest is
-still cached."""
+"""Maximum initial distance and maximum later distance, as fractions of the KV pool. A prefix that was last
+used within the later maximum counts as still cached."""
 LEAST_PASSES = 1 / 8
-"""Smallest distance, in prefill passes."""
+"""Minimum distance, in prefill passes."""
 MOST_BYTES_A_TOKEN = 6
-"""Bytes of a prompt token before the first answer: high, as too short a distance costs more than too long."""
+"""Assumed bytes per prompt token before the first answer. The value is high, because too short a distance
+costs more than too long a distance."""
 FOLLOWERS_A_CHECK = 32
-"""Answered followers between two corrections."""
+"""Number of answered followers after which the distance is checked."""
 NEARER, WIDER = 0.7, 1.5
-"""Factors of a correction."""
+"""Factors by which a correction shortens or lengthens the distance."""
 MISS_SHARE = 0.1
-"""Share of followers without their prefix in the cache above which the distance is corrected."""
+"""The distance is corrected if more than this fraction of followers did not find their prefix in the
+cache."""
 LEAST_EXPECTED_TOKENS = 64
-"""Shared prefix, in tokens, below which a follower is not counted."""
+"""A follower does not count in a check if its shared prefix has fewer tokens than this."""
 
 
 @dataclass(frozen=True, slots=True)
 class DistanceChange:
-    """A correction of the distance, in tokens, and its reason."""
+    """A correction of the reuse distance: the old and the new number of tokens, and the reason."""
 
     old: int
     new: int
@@ -152,10 +162,10 @@ class DistanceChange:
 
 
 class ReuseDistance:
-    """The distance in prefill tokens, over all schedulers."""
+    """The reuse distance: the prefill tokens, over all schedulers, between a leader and its followers."""
 
     def __init__(self, info: EngineInfo, schedulers: int) -> None:
-        """`schedulers` is their number: they share the rows and the engine's KV pool."""
+        """`schedulers` is the number of schedulers, which share the rows and the engine's KV pool."""
         pass_tokens = info.prefill_tokens or PASS_TOKENS
         pool = info.max_total_tokens / schedulers if info.max_total_tokens else pass_tokens / POOL_SHARE
         self._schedulers = schedulers
@@ -174,12 +184,12 @@ class ReuseDistance:
 
     @property
     def tokens(self) -> int:
-        """Prefill tokens between a row and its followers."""
+        """Prefill tokens between a leader and its followers."""
         return round(self._tokens * self._schedulers)
 
     @property
     def has_room(self) -> bool:
-        """Whether a prefix outlives even three distances: the KV pool is that much larger."""
+        """Whether the KV pool is so large that a prefix stays cached over three distances."""
         return 3 * self._tokens <= self._most
 
     @property
@@ -196,21 +206,21 @@ class ReuseDistance:
             row.leader.used_clock = self._clock
 
     def is_reached(self, leader: OrderedRow) -> bool:
-        """Tell whether a sent row is far enough ahead of its followers."""
+        """Tell whether a sent leader is far enough ahead of its followers."""
         in_pass = leader.new_tokens % self._pass_tokens
         return self._clock - leader.sent_clock >= (self._tokens - in_pass) * self._schedulers
 
     def keeps(self, clock: float, more_bytes: int = 0) -> bool:
-        """Tell whether a prefix last used at a clock stays cached while so many bytes of prompts are sent."""
+        """Tell whether a prefix last used at `clock` is still cached after `more_bytes` of prompts."""
         ahead = self._clock - clock + more_bytes / self.bytes_a_token
         return ahead <= self._most * self._schedulers
 
     def is_first_pass(self, row: OrderedRow) -> bool:
-        """Tell whether a row may be in the first prefill pass, of all that an empty engine admits."""
+        """Tell whether a row may be in the first prefill pass of an empty engine."""
         return row.sent_clock <= self._first * self._schedulers
 
     def record(self, row: OrderedRow, completion: Completion) -> DistanceChange | None:
-        """Record the cached tokens of an answer; return the correction, if it makes one."""
+        """Record the cached tokens of an answer; return the correction of the distance, or None."""
         if not completion.prompt_tokens or not row.prompt_bytes:
             return None
         self._bytes += row.prompt_bytes
@@ -224,7 +234,7 @@ class ReuseDistance:
         self._expected_tokens += expected
         self._found_tokens += min(expected, cached)
         if not self._knows_scheduler or leader.route != row.route or row.sent_clock < self._changed_at:
-            return None  # the prefix may be in another cache, or the row went with another distance
+            return None  # the prefix may be in another cache, or the row was sent before the last correction
         self._followers += 1
         if cached < expected / 2:
             self._missed += 1
@@ -242,11 +252,12 @@ class ReuseDistance:
     def _correct(self) -> DistanceChange | None:
         """Change the distance if too many followers did not find their prefix in the cache.
 
-        The last check and the mean over the checks at this distance must both say so, since the misses of one
-        check may be chance; the last check has half the weight in the mean. The prefix was evicted if it had
-        been computed before they were sent, or if they were more than a pass behind: then the distance
-        shrinks. Otherwise the reason is unknown: the last kind of change is tried again, and reversed if it
-        made matters worse.
+        The share of misses must be too high in the last check and also in the mean over the checks at this
+        distance, since the misses of one check may be chance. In the mean the last check has half the weight.
+
+        The distance shrinks if the missing prefixes were evicted: most of them had been computed before their
+        followers were sent, or the distance exceeds a prefill pass. Otherwise the reason is unknown. Then the
+        last kind of change is repeated, or reversed if the share of misses has grown.
         """
         rows, missed, evicted, old = self._followers, self._missed, self._evicted, self.tokens
         self._followers = self._missed = self._evicted = 0
@@ -266,20 +277,22 @@ class ReuseDistance:
 
 
 MOST_HELD_ROWS, MOST_HELD_BYTES = 1024, 32 << 20
-"""Followers held back while more rows can come, and the bytes of their prompts."""
+"""Maximum number of followers that are held back while more rows may come, and maximum bytes of their
+prompts."""
 BEHIND = 1 << 60
-"""Place behind all followers that lead no other row."""
+"""Sort key that puts a follower behind all followers that lead no other row."""
 
 
 class FollowerRelease:
     """Rows not sent yet: leaders in order, and followers until their leader is far enough ahead."""
 
     def __init__(self, distance: ReuseDistance | None) -> None:
-        """Without a `distance` all rows go as they come."""
+        """Without a `distance`, all rows are sent in the order in which they are added."""
         self._distance = distance
         self._leaders: deque[OrderedRow] = deque()
         self._leaders_bytes = 0
-        # heaps: leader's clock, serial, place among those that are due, follower; and the last three of these
+        # Two heaps of followers: `_held` is sorted by the leader's clock, and `_due` by the place among due
+        # rows.
         self._held: list[tuple[float, int, int, OrderedRow]] = []
         self._held_bytes = 0
         self._due: list[tuple[int, int, OrderedRow]] = []
@@ -290,13 +303,17 @@ class FollowerRelease:
         return len(self._leaders) + len(self._held) + len(self._due)
 
     def add(self, leaders: Iterable[OrderedRow]) -> None:
-        """Add rows that follow no other; their followers come with them."""
+        """Add rows that follow no other row. Their followers are added when these rows are taken."""
         for row in leaders:
             self._leaders.append(row)
             self._leaders_bytes += row.prompt_bytes
 
     def hold_followers(self, leader: OrderedRow) -> None:
-        """Hold back the followers of a sent row: those that lead others go first, then long prefixes."""
+        """Hold back the followers of a sent row.
+
+        If they must go before they are due, those that lead other rows go first, then those with a long
+        prefix.
+        """
         if not leader.followers:
             return
         leader.followers.sort(key=lambda row: (not row.followers, -row.shared_bytes, -row.longest_output))
@@ -307,13 +324,14 @@ class FollowerRelease:
         leader.followers = []
 
     def take(self, *, last: bool) -> OrderedRow | None:
-        """Take the next row; None if all should wait longer. With `last` no more rows come, so none waits.
+        """Take the next row; None if all rows should wait. With `last` no more rows come, so none waits.
 
-        Among the due followers, those that lead no other row go first, one of each leader in turn: so each
-        prefix is used again before it is evicted, however many rows share it. Then the follower with the
-        longest shared prefix goes, as its own followers will use that. In the order of their due times, all
-        followers of a common prefix would go at once, and evict each other's prefixes. If the next leader is
-        so long that it would evict a prefix before its use, the followers of that prefix go early.
+        Of the due followers, those that lead no other row go first, one of each leader in turn. So each
+        prefix is used again before it is evicted, however many rows share it. Then those that lead other rows
+        go, the one with the longest shared prefix first, since its own followers use that prefix too. In the
+        order in which they become due, all followers of a common prefix would go at once, and evict each
+        other's prefixes. If the next leader is so long that it would evict a prefix before its use, the
+        followers of that prefix go early.
         """
         if self._held:
             self._find_due()
@@ -341,15 +359,16 @@ class FollowerRelease:
         return place, serial, row
 
     def _is_crowded(self) -> bool:
-        """Tell whether the next leader would evict the prefix that was sent first and is still needed."""
+        """Tell whether the next leader would evict the oldest prefix that held followers still need."""
         if self._distance is None or not self._leaders:
             return False
         return not self._distance.keeps(self._held[0][0], self._leaders[0].prompt_bytes)
 
     def _is_near_end(self) -> bool:
-        """Tell whether the last leaders should go now, so that other rows can go between them and followers.
+        """Tell whether the last leaders should go before due followers.
 
-        Followers then wait up to three distances. So it is false if a prefix would be evicted by then.
+        Otherwise no rows would be left to send between these leaders and their followers. The due followers
+        then wait up to three distances, so this is false if their prefix would be evicted by then.
         """
         if self._distance is None or not self._distance.has_room:
             return False
@@ -365,16 +384,16 @@ class FollowerRelease:
 
 
 MOST_TEMPLATES = 1024
-"""Templates whose averages are kept."""
+"""Maximum number of templates whose averages are kept."""
 FEWEST_ROWS = 8
-"""Rows that an average needs before it is used."""
+"""Minimum number of rows in an average before it is used."""
 
 
 class OutputLengths:
     """A running average of the output tokens of each template's rows."""
 
     def __init__(self) -> None:
-        self._sums: dict[int, tuple[int, int]] = {}  # rows and tokens
+        self._sums: dict[int, tuple[int, int]] = {}  # number of rows and of their output tokens, by template
 
     def record(self, row: OrderedRow, tokens: int) -> None:
         """Add the output tokens of an answered row."""
@@ -392,31 +411,34 @@ class OutputLengths:
 
 
 WINDOW_ROWS, WINDOW_BYTES = 2048, 32 << 20
-"""Rows that are ordered together, and the bytes of their prompts."""
+"""Rows are ordered together once there are this many of them, or this many bytes of their prompts."""
 LAST_ROWS = 8192
-"""Last rows of the input, ordered together: the longest go first, so that the run does not end with them."""
+"""Number of rows at the end of the input that are ordered together. Those with the longest outputs go first,
+so that the run does not end with them."""
 SHARED_ROWS = 512
-"""Rows that are ordered together in a joined run: rows that one worker holds, the others cannot take."""
+"""Number of rows that are ordered together in a joined run. It is small, because other workers cannot take
+the rows that one worker holds."""
 PIECE_ROWS, PIECE_BYTES = 256, 64 << 20
-"""Rows that are handed on together, and the bytes, about, that they take when they are tokenised and their
-files are read."""
+"""Maximum number of rows that are handed on together, and about the maximum bytes that they occupy once they
+are tokenized and their files are read."""
 IDS_BYTES = 16
-"""Bytes that the token ids of a byte of a prompt take."""
+"""Memory for token ids, in bytes per byte of a prompt."""
 TEMPLATE_BYTES = 256
 """Bytes at the start of a prompt by which templates are distinguished."""
 SENT_ROWS, SENT_BYTES = 32, 8 << 20
-"""Sent rows that later rows may still follow, and the bytes of their prompts."""
+"""Maximum number of sent rows that later rows may still follow, and maximum bytes of their prompts."""
 COMMON_SHARE = 0.25
-"""Share of a replica's rows in the window above which a prefix is computed on every replica."""
+"""A prefix is computed on every replica if more rows share it than this fraction of the rows that a replica
+gets of the window."""
 
 
 class PrimeTask(NamedTuple):
-    """A prefix to compute before any other row goes.
+    """A shared prefix that is computed (primed) before any row is sent: the prompt of `row`.
 
     An empty engine admits many rows in its first prefill pass, and would compute the prefix for each of them.
-    So priming saves up to one pass a start, which matters to short runs. In virtual time (an 8B model), 500
-    few-shot rows compute 20,534 prompt tokens with priming and 27,733 without. 200 nested rows compute 7,877
-    in rounds, 14,877 in a single round, and 17,867 without priming.
+    So priming saves up to one pass per start, which matters for short runs. In virtual time (an 8B model),
+    500 few-shot rows compute 20,534 prompt tokens with priming and 27,733 without. 200 rows with nested
+    prefixes compute 7,877 tokens in several rounds, 14,877 in a single round, and 17,867 without priming.
     """
 
     row: OrderedRow
@@ -437,10 +459,11 @@ class Reorderer:
         caches: int = 1,
         by_length: bool = False,
     ) -> None:
-        """Without a `distance` prefixes do not matter; without `lengths` long outputs do not.
+        """Order rows by shared prefixes if a `distance` is given, and by output length if `lengths` are.
 
-        With `by_length` the longest prompts of the window go first: rows of about one length share a pass.
-        `caches` is the number of prefix caches: each of the engine's schedulers has one.
+        With `by_length` the longest prompts of the window go first, so that rows of similar length share a
+        pass. With `dedupe` equal requests are sent once. `caches` is the number of prefix caches, of which
+        each scheduler of the engine has one.
         """
         self._distance = distance
         self._lengths = lengths
@@ -456,7 +479,7 @@ class Reorderer:
 
     @property
     def held(self) -> int:
-        """Rows that came and were not handed on yet."""
+        """Number of rows that were read and not yet handed on."""
         return len(self._window) + len(self._release)
 
     def sharing(self) -> dict[str, Any]:
@@ -472,7 +495,7 @@ class Reorderer:
         return self._distance.record(row, completion) if self._distance is not None else None
 
     def reorder(self, source: RowSource) -> Iterator[list[OrderedRow | PrimeTask | Outcome]]:
-        """Read a source and yield its rows as they are to be sent; outcomes in it are yielded at once."""
+        """Read a source and yield its rows in the order of sending; outcomes in it are yielded at once."""
         for batch in source.batches():
             outcomes: list[OrderedRow | PrimeTask | Outcome] = []
             for item in batch:
@@ -489,7 +512,7 @@ class Reorderer:
     def _add(self, request: Request) -> None:
         row = OrderedRow(request)
         prefix = prompt_bytes(request)
-        row.prompt_bytes = len(prefix)  # bounds the read-ahead, in any order
+        row.prompt_bytes = len(prefix)  # needed even without reordering: it bounds the read-ahead
         self._digests.write(request, prefix)
         if self._distance is not None or self._lengths is not None or self._dedupe:
             row.prefix, row.template = prefix, crc32(prefix[:TEMPLATE_BYTES])
@@ -509,7 +532,7 @@ class Reorderer:
     def _ordered(self, *, last: bool) -> Iterator[list[OrderedRow | PrimeTask | Outcome]]:
         """Order the rows of the window and yield, piece by piece, those that may be sent by now.
 
-        Later pieces use the distance and output lengths that the first answers have shown.
+        Later pieces use the reuse distance and the output lengths that were learned from the first answers.
         """
         window, self._window, self._window_bytes = self._window, [], 0
         if self._dedupe:
@@ -552,8 +575,9 @@ class Reorderer:
         ]
         rows = [*sent_rows, *window]
         places = find_leaders([row.prefix for row in rows], len(sent_rows))
-        # in the order in which they came: neighbours in sorted order would be admitted in one pass, and
-        # compute again the little more that they share
+        # Followers are added in input order, not in sorted order. Neighbours in sorted order share a little
+        # more than the leader's prefix. If they were admitted in one pass, each of them would compute this
+        # rest.
         for index, place in sorted(places.items()):
             if index < len(sent_rows):
                 continue
@@ -569,27 +593,27 @@ class Reorderer:
             for group, count in rows_of.items():
                 first = group.first
                 assert isinstance(first, OrderedRow)
-                if count == 1 and first.sent_clock == 0:  # alone in it: any route will do
+                if count == 1 and first.sent_clock == 0:  # alone in its group: any route will do
                     first.group = None
                 elif group.home is None:
                     group.to_come += count
 
     def _without_duplicates(self, window: list[OrderedRow]) -> list[OrderedRow]:
-        """Return the rows without duplicates, which are added to the first row that is like them."""
+        """Return the rows without duplicates. A duplicate is added to the first row with the same request."""
         first: dict[bytes, OrderedRow] = {}
         originals = []
         for row in window:
             original = row
             if is_repeatable(row.request):
                 original = first.setdefault(self._digests.of(row.request, row.prefix), row)
-            if original is not row and original.request[1:] == row.request[1:]:  # all but their ordinals
+            if original is not row and original.request[1:] == row.request[1:]:  # all except the ordinals
                 original.duplicates.append(row.request.ref)
             else:
                 originals.append(row)
         return originals
 
     def _prime_leader_of(self, row: OrderedRow, primes: dict[OrderedRow, PrimeTask]) -> None:
-        """Have the prefix of a row's leader computed first, if both may be in the engine's first pass."""
+        """Add a prime task for the leader of a row, if both may be in the engine's first prefill pass."""
         leader, distance = row.leader, self._distance
         if leader and distance and distance.is_first_pass(row) and leader.request.kind != "body":
             round_ = primes[leader.leader].round + 1 if leader.leader in primes else 0
@@ -599,7 +623,7 @@ class Reorderer:
 
 
 def _find_longest_outputs(window: Iterable[OrderedRow], lengths: OutputLengths) -> None:
-    """Estimate output lengths; a leader counts as long as its longest follower, which waits for it."""
+    """Estimate output lengths. A leader counts as long as its longest follower, since that waits for it."""
     for row in window:
         longest = lengths.expected(row)
         ahead: OrderedRow | None = row
@@ -608,7 +632,10 @@ def _find_longest_outputs(window: Iterable[OrderedRow], lengths: OutputLengths) 
 
 
 def _find_group(row: OrderedRow, common: set[OrderedRow]) -> PrefixGroup:
-    """Set and return the prefix group of a row; a prefix in `common` makes no group."""
+    """Set and return the prefix group of a row: that of its leader, or a new one for a row in `common`.
+
+    A row in `common` shares with its leader a prefix that every replica computes.
+    """
     if row.group is None:
         leader = row.leader
         row.group = PrefixGroup(row) if leader is None or row in common else _find_group(leader, common)

@@ -63,18 +63,21 @@ from batchrunner.output.turns import TurnKey, TurnStore
 log = logging.getLogger(__name__)
 
 CHECK_S = 0.2
-"""Seconds between two checks for blocked processes. A new rollout that has sent no request by the next check
-waits for something other than the engine."""
+"""Seconds between two checks of the processes. If a new rollout has sent no request by the next check, it is
+assumed to wait for something other than the engine."""
 LONG_STEP_S = 0.05
-"""A step between two awaits that takes longer keeps the other rows of its process waiting."""
+"""A step is the code between two awaits. A step of more than this many seconds counts as long: it keeps the
+other rows of its process waiting."""
 LONG_STEPS, BLOCKED_SHARE = 5, 1 / 4
-"""A process counts as blocked after so many long steps, if this share of the checks met one."""
+"""A process counts as blocked once it has had at least LONG_STEPS long steps, and at least the fraction
+BLOCKED_SHARE of the checks found a long step in progress."""
 LEAST_AHEAD, AHEAD_SHARE = 8, 1 / 8
-"""Rows are opened until so many requests are queued or expected, or this share of the slots if more."""
+"""No more rows are opened while at least LEAST_AHEAD requests are queued or expected soon, or the fraction
+AHEAD_SHARE of the slots if that is more."""
 MOST_OPEN = 8192
-"""Most open rows, including those that wait for tools."""
+"""Maximum number of open rows, including those that wait for tools."""
 ROWS_A_PROCESS = 16
-"""Open rows of each process before another one is started."""
+"""Another process is started only if each process has at least this many open rows."""
 
 
 Result: TypeAlias = tuple[list[dict[str, Any]], str | None]
@@ -83,16 +86,16 @@ Result: TypeAlias = tuple[list[dict[str, Any]], str | None]
 
 @dataclass(slots=True, eq=False)
 class Rollout:
-    """An open row."""
+    """An open row: its function was started and has not ended."""
 
     request: Request
     """Request of the row; its prompt holds the row itself."""
     answers: dict[TurnKey, asyncio.Future[Outcome]] = field(default_factory=dict)
-    """Answers to its requests, including those of earlier runs of its function."""
+    """Answers to its requests, including answers from earlier runs of its function."""
     sent_counts: Counter[str] = field(default_factory=Counter)
     """How often its function has sent each request since its last start."""
     last_request: str = ""
-    """Its last request, as JSON."""
+    """The last request of its function, as JSON."""
     group: PrefixGroup | None = None
     """Prefix group of its requests, which all go to one replica; None before the first request."""
     result: asyncio.Future[Result] = field(init=False)
@@ -110,21 +113,21 @@ class RolloutProcess(HookProcess):
             """Returns the number of the rollout whose code runs (0 for none), and the start of its step."""
             super().__init__(setup, step_descriptor=memory.fileno())
         self.rollouts: dict[int, Rollout] = {}
-        """Rollouts that run in it, by the numbers that the process uses."""
+        """Rollouts that run in the process, by the number under which the process knows them."""
         self.is_shared = is_shared
-        """Whether several rollouts may run in it."""
+        """Whether several rollouts may run in the process."""
         self.kill_reason: str | None = None
-        """Why it was killed; None while it lives."""
+        """Reason for killing the process; None if there is none."""
         self._checks = self._blocked_checks = 0
         self._long_steps = set[float]()
-        """Start times of long steps; LONG_STEPS at most."""
+        """Start times of long steps. At most LONG_STEPS are kept."""
         self.is_loaded = asyncio.Event()
-        """Set once it has loaded the function."""
+        """Set once the process has loaded the function."""
         self._writer: asyncio.StreamWriter | None = None
-        """Writes to it; None until the connection is open."""
+        """Writer of the connection to the process; None until the connection is open."""
 
     async def connect(self) -> asyncio.StreamReader:
-        """Open the connection to it, once its function is loaded. Raises HookLostError."""
+        """Open the connection to the process once its function is loaded. Raises HookLostError."""
         await asyncio.to_thread(self.facts)
         connection = socket.socket(fileno=os.dup(self.channel.socket.fileno()))
         reader, self._writer = await asyncio.open_connection(sock=connection)
@@ -132,7 +135,7 @@ class RolloutProcess(HookProcess):
         return reader
 
     def disconnect(self) -> None:
-        """Close the connection to it."""
+        """Close the connection to the process."""
         if self._writer is not None:
             self._writer.close()
 
@@ -171,7 +174,7 @@ class RolloutProcess(HookProcess):
             async with asyncio.timeout(limit_s):
                 return await rollout.result
         except TimeoutError:
-            self.send(number, None, None)  # it is at work still
+            self.send(number, None, None)  # cancels the function, which still runs
             raise
         finally:
             del self.rollouts[number]
@@ -225,7 +228,7 @@ class Rollouts:
         }
 
     async def run(self) -> None:
-        """Open all rows, one after the other, and go on until cancelled.
+        """Open all rows, one after the other, and answer their requests until cancelled.
 
         Raises the errors of the source, HookLostError, StorageError, and CannotTokenizeError.
         """
@@ -278,7 +281,7 @@ class Rollouts:
         self.backlog.wake()
 
     async def _drop_answers(self, rollout: Rollout, *, is_done: bool = False) -> None:
-        """Drop the answers of a rollout and its pending requests; if it is not done, stored answers too."""
+        """Drop a rollout's answers and pending requests. If it is not done, drop its stored answers too."""
         for answer in rollout.answers.values():
             answer.cancel()
         rollout.answers.clear()
@@ -289,8 +292,8 @@ class Rollouts:
     async def _result_of(self, rollout: Rollout) -> Result:
         """Return the result of a row's function.
 
-        The function is run again if its process ends, or if a repeated run sends different requests. A row
-        that ended a process, or may have ended one twice, is run in a process of its own.
+        The function is run again if its process ends, or if a repeated run sends different requests. If the
+        row ended a process, or twice may have ended one, its function is run in a process of its own.
         """
         suspicion = 0
         while True:
@@ -314,7 +317,7 @@ class Rollouts:
             if rollout.sent_counts.total() < len(rollout.answers):
                 row = rollout.request.ref.row
                 log.warning(
-                    "row %d: %s asked otherwise when it was run again: it starts anew", row, self._label
+                    "row %d: %s sent other requests when run again, so it starts anew", row, self._label
                 )
                 await self._drop_answers(rollout)
                 continue
@@ -369,7 +372,7 @@ class Rollouts:
     def _answer_request(
         self, process: RolloutProcess, number: int, rollout: Rollout, *, question: int, text: str
     ) -> None:
-        """Answer a request of a rollout: with the answer that it already has, or by sending it."""
+        """Answer a request of a rollout: with an answer of an earlier run, or by sending the request."""
         rollout.last_request = text
         digest = xxh3_128_hexdigest(text.encode())
         rollout.sent_counts[digest] += 1
@@ -393,7 +396,7 @@ class Rollouts:
             (ready,) = await self.tokenizer.tokenize([request])
         except (RowRefusedError, RecursionError) as refusal:
             return Outcome(ref=ref, completion=None, error=str(refusal), latency_s=None, attempts=0)
-        if isinstance(ready, Outcome):  # it cannot be tokenised, or is too long
+        if isinstance(ready, Outcome):  # the prompt cannot be tokenized, or is too long
             return ready
         turn = Turn(asyncio.get_running_loop().create_future(), is_first=rollout.group is None)
         answers = AnswerHistory(ready, unencoded=request)
@@ -409,7 +412,7 @@ class Rollouts:
         return outcome
 
     async def _watch(self) -> None:
-        """Kill processes whose step takes too long and leftovers of ended ones; update `_starting`."""
+        """Kill processes whose step takes too long, and the remains of ended ones; update `_starting`."""
         limit_s = self._limits.python
         while True:
             await asyncio.sleep(CHECK_S)
@@ -465,7 +468,7 @@ def _request_of(base: Request, prompt: Any, tools: Any, sampling: dict[str, Any]
 
 
 def _answer_of(outcome: Outcome) -> RolloutAnswer | str:
-    """Return what `generate` returns, or why it raises."""
+    """Return the answer that `generate` returns to the function, or the text of the error that it raises."""
     answer = outcome.completion
     if answer is None or outcome.error is not None:
         return str(outcome.error)

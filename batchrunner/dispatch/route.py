@@ -15,9 +15,11 @@ from batchrunner.core.types import Completion, Request
 from batchrunner.dispatch.bundles import BundleSender
 
 FIRST_COOLDOWN_S, LONGEST_COOLDOWN_S = 0.5, 30.0
-"""Cooldown of a route that fails requests, in seconds: it doubles until the route answers again."""
+"""First and longest cooldown of a route that fails requests, in seconds. Each further cooldown is twice as
+long, until the route answers again."""
 FIRST_SUSPENSION_S, LONGEST_SUSPENSION_S = 30.0, 600.0
-"""How long a suspended route gets no rows, in seconds: it doubles until the route answers again."""
+"""First and longest suspension, in seconds: a suspended route gets no rows. Each further suspension is twice
+as long, until the route answers again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +29,7 @@ class EndedRows:
     rows: int = 0
     output_tokens: int = 0
     retractions: int = 0
-    """Times that the engine retracted these rows."""
+    """Number of times that the engine retracted these rows."""
 
     def add(self, answer: Completion | None) -> None:
         """Count a row; `answer` is None if the server refused the row."""
@@ -41,8 +43,8 @@ class EndedRows:
 class RouteRecord:
     """Counts of a route's answers and refusals.
 
-    An answer counts if it replies to a first attempt or to a control. A refusal counts once for each row and
-    once for each control.
+    An answer counts if it replies to the first attempt of a row or to a control (see attempt.py). A refusal
+    counts once for each row and once for each control.
     """
 
     answered: int = 0
@@ -55,12 +57,12 @@ class RouteRecord:
     """Whether a control is in flight."""
 
     def record_answer(self, sent_at: float, *, is_counted: bool = True) -> None:
-        """Record a reply to a request that was sent at `sent_at`; see above for those that are counted."""
+        """Record a reply to a request that was sent at `sent_at`; add it to `answered` if `is_counted`."""
         self.newest = max(self.newest, sent_at)
         self.answered += is_counted
 
     def record_refusal(self) -> None:
-        """Count a refusal for now."""
+        """Count a temporary refusal."""
         self.refused += 1
 
 
@@ -81,18 +83,18 @@ class Route:
     url: str
     ended: EndedRows = field(default_factory=EndedRows)
     window: int = 0
-    """Concurrency limit. A smaller window cancels no request: those in flight end first."""
+    """Concurrency limit of the route. If it shrinks, no request in flight is cancelled."""
     in_flight: int = 0
     speed: float = 1.0
-    """Its speed relative to the other routes: the rows that it ended recently."""
+    """Speed of the route relative to the others: a count of the rows that ended on it recently."""
     kept: deque[Any] = field(default_factory=deque)
-    """Rows (`PendingRow`) that wait for this route, where their prefix is cached."""
+    """Rows (`PendingRow`) that wait for this route because their prefix is cached there."""
     promised: int = 0
-    """Rows in `kept`, plus the rows of its prefix groups that are not in the queue yet."""
+    """Number of rows in `kept`, plus the rows of the route's prefix groups that are not in the queue yet."""
     record: RouteRecord = field(default_factory=RouteRecord)
     doubt: Doubt | None = None
     sender: BundleSender | None = None
-    """Sends its rows; None before the first one."""
+    """Sender of the route's rows; None before the first row."""
     cools_until: float = 0.0
     """End of the cooldown or suspension; 0 if none has begun since the route's last answer."""
     _cooldown_s: float = FIRST_COOLDOWN_S
@@ -101,12 +103,12 @@ class Route:
 
     @property
     def is_suspended(self) -> bool:
-        """Whether it was suspended, and has not answered since."""
+        """Whether the route was suspended and has not answered since."""
         return self._suspension_s > 0
 
     @property
     def is_in_order(self) -> bool:
-        """Whether it has answered a row, and nothing has put it in doubt since then."""
+        """Whether the route has answered a row, and nothing has put it in doubt since then."""
         return self.record.last is not None and self.doubt is None
 
     def has_slot(self, now: float) -> bool:
@@ -165,7 +167,7 @@ class Routes:
         return sum(route.window for route in self)
 
     def least_used(self) -> Route:
-        """Return the route with the fewest requests for its speed, in flight or promised to it.
+        """Return the route with the fewest requests, in flight or promised, in relation to its speed.
 
         A route that started a cooldown and has not answered since is the last choice.
         """
@@ -178,8 +180,8 @@ class Routes:
     def acquire_slot(self, now: float, wants: Callable[[Route], bool] = lambda _: True) -> Route | None:
         """Take a slot on the route with the most free slots; None if no slot is free.
 
-        Only routes for which `wants` is true count. A route in its cooldown gets no slot, even if all routes
-        are in theirs: then nothing is sent before the first cooldown ends.
+        Only routes for which `wants` is true count. A route in a cooldown gives no slot. If all routes are in
+        a cooldown, nothing is sent until the first cooldown ends.
         """
         best, most_free = None, 0
         for route in self:
@@ -199,8 +201,8 @@ class Routes:
     def cool_down(self, route: Route, now: float) -> float:
         """Start the cooldown of a route that failed a request; return its remaining seconds.
 
-        Without it a route that fails at once always has the most free slots and would draw all rows. The only
-        route has no cooldown: there each row has its own pause.
+        Without a cooldown, a route that fails every request at once would always have the most free slots and
+        get all rows. A route that is the only one has no cooldown, since each row has its own pause there.
         """
         if len(self._by_url) > 1:
             route.cool_down(now)

@@ -36,11 +36,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ROWS_COMPARED = 4
-"""Rows of the first batch whose tokens are compared with the engine's."""
+"""Maximum number of rows of the first batch whose tokens are compared with the engine's."""
 ATTEMPTS = 7
-"""Times that the engine is asked for the tokens of a prompt, with 16 s of pauses between them."""
+"""Maximum number of requests to the engine for the tokens of one prompt. The pauses between them last 16 s in
+all."""
 CHARACTERS_COMPARED = 65_536
-"""Length of the longest row that is compared: its tokens come back as JSON, and shorter rows say as much."""
+"""Prompts with at least this many characters are not compared. The engine would return their tokens as JSON,
+and shorter prompts show as much."""
 PROBE = (
     "  Zürich, naïve Ελληνικά РУССКИЙ 日本語テスト 한국어 עברית العربية हिन्दी ไทย"
     " 👩\u200d👩\u200d👧 🇨🇭 e\u0301 \ufb01 \u00a0\u200b\ufeff … “quotes” --- ___ \\u0041 &amp; %20"
@@ -54,13 +56,13 @@ _SAMPLING = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 
 
 def _field_needing_client(job: Job, kind: PromptKind, info: EngineInfo) -> str | None:
-    """Return the field that makes the client tokenize; None if the engine may do it."""
+    """Return the field of the job for which the client must tokenize; None if the engine may do it."""
     if job.tokenize == "client":
         return "tokenize"
     if job.prompt.truncate is not None:
         return "prompt.truncate"
     if kind == "messages" and "prompt_logprobs" in job.output.asked and not info.simulated:
-        return "output.columns: prompt_logprobs"  # the chat endpoint has none
+        return "output.columns: prompt_logprobs"  # the chat endpoint returns none
     return None
 
 
@@ -119,14 +121,17 @@ def _why_server_chat(job: Job, tokenizer: TokenizerInfo) -> str | None:
 
 
 def _chat_sampling(tokenizer: TokenizerInfo) -> dict[str, Any]:
-    """Return the sampling parameters that the chat endpoint adds: no limit, and the model's defaults."""
+    """Return the sampling parameters that the chat endpoint adds: unlimited output, the model's defaults."""
     config = read_json(Path(tokenizer.model) / "generation_config.json") if tokenizer.model_sampling else {}
     defaults = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
     return {"max_new_tokens": None, **defaults}
 
 
 async def _compare_tokens(engine: Engine, encoder: Encoder, requests: Sequence[Request]) -> int:
-    """Return how many prompts were compared; raises CannotTokenizeError if none was, or tokens differ."""
+    """Compare the client's tokens of some prompts with the engine's; return how many were compared.
+
+    Raises CannotTokenizeError if tokens differ, or if no prompt could be compared.
+    """
     rows = [request for request in requests if len(repr(request.prompt)) < CHARACTERS_COMPARED][
         :ROWS_COMPARED
     ]
@@ -141,24 +146,23 @@ async def _compare_tokens(engine: Engine, encoder: Encoder, requests: Sequence[R
         theirs = await engine_tokens(engine, request)
         refusals = [str(tokens) for tokens in (ids, theirs) if isinstance(tokens, RowRefusedError)]
         if len(refusals) == 1:
-            raise CannotTokenizeError(f"only one of the engine and us makes tokens of {name}: {refusals[0]}")
+            raise CannotTokenizeError(f"only one of engine and client can tokenize {name}: {refusals[0]}")
         if not refusals:
             if ids != theirs:
-                raise CannotTokenizeError(
-                    f"the engine's tokenizer is another: it makes other tokens of {name}"
-                )
+                raise CannotTokenizeError(f"the engine's tokenizer differs: it makes other tokens of {name}")
             compared += 1
     if not compared:
-        raise CannotTokenizeError(f"there was nothing to compare: {ours[0]}")
+        raise CannotTokenizeError(f"no tokens could be compared: {ours[0]}")
     return compared
 
 
 async def engine_tokens(
     engine: Engine, request: Request, *, special: bool = True
 ) -> list[int] | RowRefusedError:
-    """Ask the engine for the tokens of a prompt; raises CannotTokenizeError if it does not tell.
+    """Ask the engine for the tokens of a prompt; raises CannotTokenizeError if it does not return them.
 
-    With `special` the tokens that begin and end a prompt are there too.
+    Return the engine's error if it refuses the prompt. With `special` the tokens include those that begin and
+    end a prompt.
     """
 
     def is_transient(failure: BaseException) -> bool:
@@ -181,13 +185,13 @@ async def engine_tokens(
 
 
 ASKED_AT_ONCE = 16
-"""Most `/v1/tokenize` requests at the same time, where only the engine can tokenize."""
+"""Maximum number of simultaneous `/v1/tokenize` requests for texts that only the engine can tokenize."""
 SIMULATED_TOKEN = 4
-"""Characters of a token of the simulated engine."""
+"""Number of characters per token of the simulated engine."""
 
 
 class RowTokenizer:
-    """Prepares requests: their files, and the tokens of prompts, labels and choices that the client makes."""
+    """Prepares requests: reads their files, and tokenizes prompts, labels and choices where needed."""
 
     def __init__(
         self,
@@ -198,9 +202,9 @@ class RowTokenizer:
         events: EventLog,
         functions: HookPool | None,
     ) -> None:
-        """Without a `kind` prompts may be of any kind; `functions` prepare the files of the job's rows.
+        """Prepare prompts of one `kind`, or of any kind if it is None; `functions` prepare the rows' files.
 
-        Raises CannotTokenizeError if prompts must be tokenised here and cannot be.
+        Raises CannotTokenizeError if the client must tokenize the prompts but cannot do so.
         """
         self._functions = functions if job.prompt.media else None
         self._job, self._engine, self._info, self._events = job, engine, info, events
@@ -216,7 +220,7 @@ class RowTokenizer:
             self._choose_place(kind)
 
     async def tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
-        """Return the requests as they are sent; a prompt or a file that cannot be sent makes an Outcome.
+        """Return the requests, ready to be sent; an Outcome replaces a request that cannot be sent.
 
         Raises HookLostError; the first call may raise JobError and CannotTokenizeError.
         """
@@ -250,11 +254,11 @@ class RowTokenizer:
         return items
 
     async def _tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
-        if isinstance(self._task, RerankTask):  # query and document are tokenised as a pair
+        if isinstance(self._task, RerankTask):  # the engine tokenizes a query and a document as a pair
             return [*requests]
         if isinstance(self._task, ChoiceTask):
             return await self._with_choices(requests)
-        has_tokens = not self._info.simulated  # unlike an invented model
+        has_tokens = not self._info.simulated  # a simulated model has no vocabulary for the labels
         if isinstance(self._task, ScoreTask) and requests and has_tokens and not self._task.label_ids:
             self._task = await self._with_labels(self._task, requests[0])
         done = await self._prompts(requests)
@@ -263,7 +267,7 @@ class RowTokenizer:
         return [item if isinstance(item, Outcome) else item._replace(task=self._task) for item in done]
 
     async def _prompts(self, requests: list[Request]) -> list[Request | Outcome]:
-        """Tokenise each prompt by its kind."""
+        """Tokenize the prompts, those of each kind with the encoder of that kind."""
         items: list[Request | Outcome] = [*requests]
         for kind in {request.kind for request in requests}:
             places = [at for at, request in enumerate(requests) if request.kind == kind]
@@ -271,7 +275,7 @@ class RowTokenizer:
         return items
 
     def _choose_place(self, kind: PromptKind) -> None:
-        """Choose where prompts of a kind are tokenised."""
+        """Choose whether the client or the engine tokenizes prompts of a kind."""
         self._encoders[kind] = None
         is_asked = self._job.tokenize == "auto" and kind != "input_ids" and not self._info.simulated
         if is_asked or _field_needing_client(self._job, kind, self._info) is not None:
@@ -281,7 +285,7 @@ class RowTokenizer:
                 self._leave_to_engine(kind, why)
 
     async def _encode(self, requests: list[Request]) -> list[Request | Outcome]:
-        """Tokenise requests of one kind in a thread (`Encoder.encode`), or return them as they are."""
+        """Tokenize requests of one kind in a thread; return them unchanged if the engine tokenizes them."""
         kind = requests[0].kind
         async with self._choosing:
             if kind not in self._encoders:
@@ -295,7 +299,10 @@ class RowTokenizer:
         return await asyncio.to_thread(encoder.encode, requests)
 
     async def _compare(self, kind: PromptKind, encoder: Encoder, requests: Sequence[Request]) -> None:
-        """Compare our tokens of the first rows, and of a test text, with the engine's."""
+        """Compare the client's tokens of the first rows, and of a test text, with the engine's.
+
+        If they differ, or cannot be compared, leave the tokenization of this kind to the engine.
+        """
         encodable = [request for request in requests if encoder.can_encode(request)]
         if not encodable:
             return
@@ -331,7 +338,7 @@ class RowTokenizer:
         return [_split_choices(request, ids) for request, ids in zip(requests, ids_of_rows, strict=True)]
 
     async def _ids_of_text(self, item: Request | Outcome) -> list[int] | str:
-        """Return the token ids of a text, or why it has none."""
+        """Return the token ids of a text, or the reason why it has none."""
         if isinstance(item, Outcome):
             return item.error or ""
         if item.kind == "input_ids":
@@ -348,7 +355,7 @@ class RowTokenizer:
         return str(tokens) if isinstance(tokens, RowRefusedError) else tokens
 
     async def _with_labels(self, task: ScoreTask, request: Request) -> ScoreTask:
-        """Return the task with the token ids of its labels; raises JobError where these cannot be."""
+        """Return the task with the token ids of its labels; raises JobError if a label is not usable."""
         ids = [await self._id_of(label, request) for label in task.labels]
         vocabulary = vocabulary_of(self._info.model)
         for place, (label, number) in enumerate(zip(task.labels, ids, strict=True)):
@@ -391,10 +398,11 @@ async def _replaced(
 
 
 def _split_choices(request: Request, token_ids: Sequence[list[int] | str]) -> Request | Outcome:
-    """Return a request with the tokens that all choices share as its prompt, and the rest of each choice.
+    """Split tokenized texts (the prompt, then the prompt with each choice) into a prompt and choices.
 
-    A token in which the end of the prompt and the beginning of a choice have become one belongs to the
-    choice; so that choices can be compared, the others then begin there too.
+    The new prompt has the tokens with which all these texts begin, and each choice has its other tokens. A
+    tokenizer may merge the end of the prompt and the beginning of a choice into one token. This token belongs
+    to the choice, and all other choices then begin at the same place, so that they can be compared.
     """
     error = next((ids for ids in token_ids if isinstance(ids, str)), None)
     encoded = [ids for ids in token_ids if not isinstance(ids, str)]

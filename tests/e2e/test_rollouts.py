@@ -513,7 +513,7 @@ def test_a_function_that_asks_otherwise_when_it_is_run_again(tmp_path: Path, ser
     assert done.exit_code == 0
     told = [line for line in done.stderr.splitlines() if "starts anew" in line]
     assert len(told) == 2
-    assert all("hooks:solve asked otherwise when it was run again" in line for line in told)
+    assert all("hooks:solve sent other requests when run again" in line for line in told)
     for row in results_of(job):
         texts = json.loads(row["returned"])["both"]
         assert all(f"row {row['row']} {os.getpid()}" in text for text in texts)

@@ -112,9 +112,9 @@ def test_a_tokenizer_that_differs_is_found_out(
     server.tokenize = lambda _: [1, 2, 3]
     job = job_of(tmp_path, server, prompt={kind: "{{ text }}!"})
     assert batchrunner.run(job).rows_ok == 10
-    assert "the engine's tokenizer is another: it makes other tokens of row 0" in caplog.text
+    assert "the engine's tokenizer differs: it makes other tokens of row 0" in caplog.text
     assert not any("input_ids" in sent.body for sent in server.sent)
-    with pytest.raises(EngineStartError, match="the engine's tokenizer is another"):
+    with pytest.raises(EngineStartError, match="the engine's tokenizer differs"):
         batchrunner.run({**job, "tokenize": "client"}, fresh=True)
 
 

@@ -1,5 +1,5 @@
 """How many requests each route may have in flight.
 
-Others import `ConcurrencyLimits` (limits.py: all schedulers of an engine) and `Decision` (law.py: a change
-of a window). A `Controller` moves one scheduler's window, by the law.
+Other packages import `ConcurrencyLimits` (limits.py: all schedulers of an engine) and `Decision` (law.py: a
+change of a window). A `Controller` (law.py) resizes the window of one scheduler by the concurrency law.
 """

@@ -1,31 +1,37 @@
 """The background law: the window of one scheduler that serves its users first. Pure.
 
-What runs or waits there beyond our rows belongs to its users. A fresh sample sets the window W:
+All requests that run or wait at the scheduler, except our rows, belong to its users. A fresh sample sets the
+window W:
 
     W ← 0                       while users wait; and between two rounds of sending while users are there
     W ← slots + ahead           while there are no users, if the server lets users go first
     W ← slots - spare - users   otherwise
     W ≤ full·fits - users
 
-- slots: `max_running_requests`. ahead: the rows that end within a forward pass.
-- fits: the requests that the KV pool holds, by those that run now; at first by their expected lengths.
-- spare: room for the next users. With a server that lets users go first, it is the largest recent rise of
-  users between two samples. With any other server it is twice that rise, and at least an eighth of the slots.
-- full: 0.9 with a server that lets users go first, and 0.75 with any other: a user who finds no room there
-  waits for the next sample, which is up to 15 forward passes late.
+- slots: `max_running_requests`. ahead: the number of rows that end within a forward pass.
+- fits: how many requests the KV pool holds, judged by the requests that run now, and at first by their
+  expected lengths.
+- spare: slots that are kept free for the next users. With a server that lets users go first, it is the
+  largest recent rise of users between two samples. With any other server it is twice that rise, and at least
+  an eighth of the slots.
+- full: the token usage up to which the pool is filled. It is 0.9 with a server that lets users go first. With
+  any other server it is 0.75, because a user who finds no room there has to wait for our next sample, which
+  is up to 15 forward passes late.
 
 Rows of ours are preempted in three cases:
 
-- Rows wait sample after sample though slots are free: the server's admission takes no more. The waiting rows
-  are preempted, and the server counts as full with what it runs now.
-- Users wait: as many rows as users that wait, twice as many at the next sample, and so on. Nothing else makes
-  room in the KV pool, as SGLang's own preemption looks at slots alone. Where that is on and all slots are
-  taken, it does the work: its victims keep their tokens and wait for a slot.
-- A server that does not let users go first has less than half of `spare` free: before any user has to wait.
+- Rows wait sample after sample although slots are free, because the server's admission accepts no more. The
+  waiting rows are preempted, and the server counts as full with the requests that it runs now.
+- Users wait. As many rows are preempted as users wait, twice as many at the next sample, and so on. Nothing
+  else makes room in the KV pool, because SGLang's own preemption looks at slots only. If that preemption is
+  on and all slots are taken, it does the work instead of us. The rows that it preempts keep their tokens and
+  wait for a slot.
+- A server that does not let users go first has less than half of `spare` free. Rows are preempted before any
+  user has to wait.
 
-The gauges are older than our count of rows in flight. When they were taken, our rows were between that count
-and the one at the last sample. So the larger count says how many users there are for certain, and the smaller
-one how many there may be.
+The gauges are older than our count of rows in flight. When they were taken, the number of our rows was
+between this count and the count at the last sample. So the larger of the two counts gives the number of users
+that are there for certain, and the smaller one gives the number of users that may be there.
 """
 
 import math
@@ -44,19 +50,21 @@ from batchrunner.dispatch.concurrency.law import (
 )
 
 CAUTIOUS_USAGE = 0.75
-"""Token usage to which the pool is filled where the server does not let users go first."""
+"""Token usage up to which the pool is filled if the server does not let users go first."""
 LEAST_SPARE, MOST_SPARE = 1 / 8, 3 / 8
-"""Least share of the slots that is kept free there, and largest share that is kept free on any server."""
+"""Minimum fraction of the slots that is kept free on a server that does not let users go first, and maximum
+fraction that is kept free on any server."""
 FIRST_SHARE = 0.6
-"""Share of the rows that fit the pool which is sent at first: admission reserves more for new rows."""
+"""Fraction of the rows that fit the pool that is sent at first. It is below 1, because SGLang's admission
+reserves more room for new rows than for running ones."""
 PACE_S = 0.25
 """Seconds between two rounds of sending while users are there: they have to wait for each prefill pass."""
 TRUST_S = 30.0
-"""Seconds in which the number of rows that admission is expected to take doubles."""
+"""Seconds in which the number of rows that the server's admission is expected to accept doubles."""
 PASS_S = 0.05
-"""Seconds of a forward pass."""
+"""Assumed duration of a forward pass, in seconds."""
 MOST_ROUNDS = 10
-"""Samples up to which the number of preempted rows doubles."""
+"""Maximum number of times that the number of preempted rows doubles while users wait."""
 
 
 class BackgroundController(Controller):
@@ -71,9 +79,9 @@ class BackgroundController(Controller):
         super().__init__(scheduler, 0, band, most=most, now=now)
         self.state = "background"
         self.users = self.ours = 0
-        """Requests at the last sample."""
+        """Number of the users' and of our requests at the last sample."""
         self.kept: int | None = None
-        """Rows of ours that may stay in flight; None if none is to be preempted."""
+        """Number of our rows that may stay in flight; None if no row is to be preempted."""
         self._yields = yields
         self._full = GOOD_USAGE if yields else CAUTIOUS_USAGE
         self._fits = fits
@@ -131,26 +139,30 @@ class BackgroundController(Controller):
     def _make_room(self, reading: Reading, waiting_users: int, slots: int, ahead: int) -> None:
         """Choose how many of our rows may stay while users wait."""
         if self._yields and reading.running >= IN_USE * slots and reading.usage <= GOOD_USAGE:
-            self._rounds = 0  # SGLang preempts rows of ours, which may be those that wait
+            self._rounds = 0  # SGLang preempts rows of ours, and the waiting requests may be these
             return
         if self._rounds or waiting_users > ahead or not self._yields:
             self.kept = max(0, reading.in_flight - waiting_users * 2**self._rounds)
         self._rounds = min(self._rounds + 1, MOST_ROUNDS)
 
     def _kept_without_stuck(self, gap_s: float, reading: Reading, slots: int, ahead: int) -> int | None:
-        """Return how many of ours may stay if waiting rows are stuck; None if they are not."""
+        """Return how many of our rows may stay in flight if waiting requests are stuck; None if none are.
+
+        Requests are stuck if they wait from one sample to the next, although slots are free and no request
+        starts: the server's admission does not accept them.
+        """
         stuck, self._last_queue = min(reading.queue, self._last_queue), reading.queue
         starts = reading.running > self._last_running
         self._last_running = reading.running
         self._admits *= 2 ** (gap_s / TRUST_S)
-        # rows without decoding use no pool, and are in no gauge while they run
+        # usage 0 marks a task without decoding: its rows use no pool, and are in no gauge while they run
         if starts or stuck <= ahead or reading.running >= IN_USE * slots or not reading.usage:
             return None
         self._admits = reading.running
         return max(0, reading.in_flight - stuck)
 
     def _free_slots(self, slots: int, ahead: int) -> int:
-        """Return how many requests, ours and the users', the slots allow."""
+        """Return how many requests (ours and the users') the slots allow."""
         if self._yields and not self.users:
             return slots + ahead
         spare = self._rise if self._yields else max(1, LEAST_SPARE * slots, 2 * self._rise)
@@ -158,7 +170,7 @@ class BackgroundController(Controller):
         return max(1, slots - self._spare)
 
     def _free_pool(self, now: float, reading: Reading) -> float:
-        """Return how many requests, ours and the users', the KV pool allows."""
+        """Return how many requests (ours and the users') the KV pool allows."""
         fits = float(self._fits)
         if self._usage and now - self._began > self._life_s:
             fits = self._running / self._usage

@@ -5,36 +5,40 @@ wait there as `#queue-req`. Each row that ends makes room for one more, so a slo
 without any decision. A fresh sample moves W:
 
     W ← 2·W                 while the queue is empty, the pool is not nearly full, and sent rows have arrived
-    W ← W + 0.37·(q* - q)   else, where |q* - q| > q*/4
+    W ← W + 0.37·(q* - q)   otherwise, if |q* - q| > q*/4
     W ≤ running + min(queue, w) + λ'·τ      while the pool is nearly full; w is 0 while it is overfull
     W ≤ 0.9·mean(running) / mean(usage)     while it is overfull
 
-- q* = w / 0.75, w = low + 2·λ·τ. So the rows that end between two samples (λ rows/s, τ s) find their
-  successors waiting, and the lower end of the dead band is in the band `low-high`. While the pool is overfull
-  q* is 1.5·low.
+- q* is the wanted length of the queue: q* = w / 0.75 with w = low + 2·λ·τ. λ rows/s end, and samples are τ s
+  apart. So each row that ends between two samples has a successor in the queue, and w, the lower end of the
+  dead band, is not below `low`. While the pool is overfull, q* is 1.5·low.
 - q is `#queue-req` as long as running + queue account for the requests in flight. Otherwise the gauges are
-  older than W's last move. Then q = min(in flight, W) - mean(in flight - queue), half-life 4 s, which
-  predicts the queue: with gauges that are 4 s late, W would swing. The mean alone is too slow for the
-  workload heavy tail, where the number of running rows keeps growing.
-- nearly full: token usage was 0.8 or more within the last life of a row, mean(running) / mean(λ), and the
-  slots are not the limit. λ' = mean(λ)·0.9 / mean(usage): rows begin as fast as a well used pool takes them.
-  Rows that begin together would fill the pool together, be retracted, and begin together again: 3 % slower on
-  the workload short/long. The queue still grows at that pace (workload KV-starved).
-- overfull: more than about one retraction a minute: a count that halves each minute is 3 or more. The count
-  is 12 at most, so that one burst counts for two minutes (workload drifting). The other means are over a life
-  of a row.
+  older than W's last move, and q is predicted: q = min(in flight, W) - mean(in flight - queue), where the
+  mean has a half-life of 4 s. Without the prediction, W would swing when gauges are 4 s late. The prediction
+  alone would be too slow for the workload heavy tail, where the number of running rows keeps growing.
+- The pool is nearly full if token usage was 0.8 or more within the last life of a row, mean(running) /
+  mean(λ), and the slots are not the limit. Then rows begin at the pace λ' = mean(λ)·0.9 / mean(usage), as
+  fast as a well used pool takes them. Without this pace, rows that begin together would fill the pool
+  together, be retracted, and begin together again, which was 3 % slower on the workload short/long. The queue
+  still grows at this pace (workload KV-starved).
+- The pool is overfull if there is more than about one retraction a minute: a count of retractions that halves
+  each minute is 3 or more. The count is capped at 12, so that one burst counts for two minutes (workload
+  drifting). All other means have the life of a row as their half-life.
 
-Rules of SGLang's guides that it follows. `#queue-req` 0 frequently: submit more (W doubles). 100-2000 is
-healthy (q*). Token usage over 0.9 is good, and about one retraction a minute is fine (nothing is held back
-before the pool is overfull). Token usage under 0.9 with a queue frequently: the server is too conservative,
-and sending more cannot help (the corner `held`).
+The law follows these rules of SGLang's guides:
+
+- `#queue-req` is frequently 0: submit more (W doubles). 100-2000 is healthy (q*).
+- Token usage over 0.9 is good, and about one retraction a minute is fine (nothing is held back before the
+  pool is overfull).
+- Token usage is under 0.9, and there is frequently a queue: the server is too conservative, and sending more
+  cannot help (the corner `held`).
 
 States: `start` until the queue has reached `low`, then `steady`. `pressure`: a 429, a 503 or a timeout makes
 W 0.7·W, once a second at most, and nothing grows for 5 s. `blind`: no fresh sample for a while; W stays.
 `tail`: no row remains to be sent. `fixed`: the job sets W. `stop_steering` sets the last two.
 
-The state pool of a hybrid model holds no row back, since a state does not grow with its request. Where it is
-full, it is the pool that binds, and the scheduler is not too conservative (the corner `states`).
+A full state pool of a hybrid model holds no row back, since a state does not grow with its request. It makes
+the corner `states`: the state pool is the limit, and the scheduler is not too conservative.
 
 Sources: integral control with dead time, K·τ ≤ 1/e; Past-Future Scheduler (ASPLOS 2025) for the pace.
 """
@@ -54,34 +58,37 @@ from batchrunner.tuning.signals import (
 )
 
 GAIN = 0.37
-"""Share of the error that one step corrects: 1/e, the largest that does not overshoot with a delay."""
+"""Fraction of the error that one step corrects: 1/e, the largest that does not overshoot with late gauges."""
 DEAD_BAND = 0.25
-"""Largest error, as a share of q*, that is not corrected."""
+"""Errors up to this fraction of q* are not corrected."""
 IN_USE = 0.8
-"""Least share of the window in use at which it may grow. Below it the input is too slow."""
+"""The window may grow only if at least this fraction of it is in use. Otherwise the input is too slow."""
 GOOD_USAGE = GUIDES.usage_good
 NEAR_USAGE = 0.8
-"""Token usage from which the pool counts as nearly full."""
+"""The pool counts as nearly full if token usage is at least this."""
 MOST_COUNTED, MINUTE_S = 12.0, 60.0
-"""Upper bound of the count of recent retractions, and its half-life in seconds."""
+"""Maximum of the count of recent retractions, and the half-life of this count in seconds."""
 HALF_LIFE_S = 4.0
 """Half-life, in seconds, of the mean number of requests that run or are on their way."""
 LEAST_LIFE_S, LONGEST_LIFE_S = 30.0, 600.0
-"""Bounds, in seconds, of a row's life, which is the half-life of some means."""
+"""Minimum and maximum, in seconds, of the mean time that a row runs (its life). It is the half-life of moving
+averages."""
 BACK_OFF, BACK_OFF_EVERY_S, CALM_S = 0.7, 1.0, 5.0
-"""The window's factor at a refusal or timeout; least seconds between two such cuts; seconds without growth
-after one."""
+"""At a refusal or a timeout the window is multiplied by BACK_OFF, at most once in BACK_OFF_EVERY_S seconds.
+Then it does not grow for CALM_S seconds."""
 BLIND_AFTER_PERIODS = 4
-"""Sampling periods without a fresh sample that make the state `blind`; see `silent_scheduler` too."""
+"""The state becomes `blind` after this many sampling periods without a fresh sample, but not before
+`TIMING.silent_scheduler` seconds."""
 SMALL = 0.05
-"""Largest change of the window, as a share of it, that is not logged."""
+"""Changes of the window up to this fraction of it are not logged."""
 SHOWN_AFTER_S = 5.0
 """Seconds that a load state must last before it is shown."""
 HELD_HALF_LIFE_S = 144.0
-"""Half-life, in seconds, of the share of time in which the server held back. A minute without a break makes
-that share frequent."""
+"""Half-life, in seconds, of the share of time in which the server held back. If it holds back for a minute
+without a break, this counts as frequent."""
 HELD_ENDS = 0.8
-"""Fraction of the frequent share at which the state `held` ends, so that it does not flicker."""
+"""The state `held` ends only when that share falls below this fraction of the share at which the state began.
+So the state does not flicker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,20 +100,21 @@ class Reading:
     in_flight: int
     """This run's requests at the scheduler."""
     ended: float
-    """Rows that have ended there so far."""
+    """Number of rows that have ended at the scheduler so far."""
     usage: float = 0.0
-    """Share of the KV pool in use; 0 for a task without decoding, about which it says nothing."""
+    """Fraction of the KV pool in use. It is set to 0 for a task without decoding, where it would mean
+    nothing."""
     retractions: float = 0.0
-    """Requests that it has retracted so far."""
+    """Number of requests that the scheduler has retracted so far."""
     max_running: int | None = None
-    """Most requests that the scheduler runs at once; None where it does not say."""
+    """Maximum number of requests that the scheduler runs at once; None if it does not report it."""
     state_usage: float = 0.0
-    """Share of a hybrid model's state pool that running requests take; 0 without one."""
+    """Fraction of a hybrid model's state pool that running requests take; 0 for any other model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A change of a window, as the event log has it."""
+    """A change of a window, in the form in which the event log has it."""
 
     scheduler: str
     old: int
@@ -117,7 +125,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class CornerChange:
-    """A load state that a scheduler entered, as the event log has it."""
+    """A load state that a scheduler entered, in the form in which the event log has it."""
 
     scheduler: str
     corner: str
@@ -147,13 +155,13 @@ class Controller:
         self._period_s = 0.0
         self._refused_at = -CALM_S
         self._nearly_full_at = float("-inf")
-        self._ended = self._retractions = 0.0  # so far
-        self._recent_retractions = 0.0  # recent ones: a count that halves each minute
-        self._rate = 0.0  # rows that end, a second
-        self._at_work = 0.0  # requests that run or travel
-        self._running = self._mean_rate = self._usage = 0.0  # means over a life
+        self._ended = self._retractions = 0.0  # totals at the last sample
+        self._recent_retractions = 0.0  # a count that halves each minute
+        self._rate = 0.0  # rows that end per second
+        self._at_work = 0.0  # mean number of requests that run or are on their way
+        self._running = self._mean_rate = self._usage = 0.0  # means with the life of a row as half-life
         self._life_s = LONGEST_LIFE_S
-        self._start_credit = 0.0  # rows that may begin, with a fraction
+        self._start_credit = 0.0  # fraction of a row that may begin, carried over to the next sample
         self._held_share = 0.0  # recent share of time in which the server held back
         self._corner_now: Corner | None = None  # since `_corner_since`
         self._logged_corner: Corner | None = None
@@ -181,7 +189,7 @@ class Controller:
         return self._move(stays, f"no fresh load for {silence_s:.0f} s", always=True)
 
     def stop_steering(self, state: str) -> None:
-        """Leave the window as it is: `tail` or `fixed` says why. A fresh sample steers it again."""
+        """Leave the window as it is; `state` (`tail` or `fixed`) is the reason. `sample` steers it again."""
         self.state = state
         self.corner = None
 
@@ -211,7 +219,7 @@ class Controller:
         self._ended = reading.ended
         self._period_s = (self._period_s + gap_s) / 2 if self._period_s else gap_s
         self._at_work += _weight(gap_s, HALF_LIFE_S) * (at_work - self._at_work)
-        # plain means since the beginning, until decaying means weigh a sample more
+        # At first these are plain means since the beginning: a decaying mean would weigh a sample too little.
         known_s = max(now - self._began, gap_s) or 1.0
         weight = max(gap_s / known_s, _weight(gap_s, max(self._life_s, LEAST_LIFE_S)))
         self._running += weight * (reading.running - self._running)
@@ -236,7 +244,8 @@ class Controller:
     def _steer(self, now: float, reading: Reading, *, is_full: bool, may_grow: bool) -> list[Decision]:
         low, high = self.band.low, self.band.high
         if not is_full and (reading.queue == 0 or (self.state == "start" and reading.queue < low)):
-            # no gauge counts rows in a prefill, and short rows end between two samples
+            # Ended rows are counted too: rows in a prefill are in no gauge, and short rows end between
+            # samples.
             ended = self._mean_rate * (now - self._doubled_at)
             if not may_grow or max(reading.running + reading.queue, ended) < IN_USE * self.window:
                 return []
@@ -255,7 +264,7 @@ class Controller:
         window = float(self.window)
         reason = f"#queue-req {reading.queue} (about {queue:.0f}), wanted {target:.0f}"
         if error < -DEAD_BAND * target:
-            # narrow only as far as rows can end in a half-life: by then the scheduler may run more of them
+            # Narrow by at most the rows that end in a half-life: by then the scheduler may run more rows.
             least = reading.in_flight - max(1.0, self._rate * HALF_LIFE_S)
             window = min(window, max(ours + GAIN * error, least))
         elif error > DEAD_BAND * target and may_grow:
@@ -275,7 +284,7 @@ class Controller:
         return max(1.0, reading.running + min(reading.queue, (1 - DEAD_BAND) * target) + begin)
 
     def _watch(self, now: float, gap_s: float, reading: Reading, *, in_use: bool) -> list[CornerChange]:
-        """Update the load state that is shown; return it if it is new. A slow input has no load state."""
+        """Update the load state that is shown (None while the input is slow); return it if it is new."""
         corner = self._corner(gap_s, reading, in_use=in_use)
         if corner is not self._corner_now:
             self._corner_now, self._corner_since = corner, now
@@ -319,21 +328,23 @@ def _weight(gap_s: float, half_life_s: float) -> float:
 
 
 UNKNOWN_ENGINE_WINDOW = 256
-"""First window for an engine that does not say how many requests it runs."""
+"""First window for an engine that does not report how many requests it runs at once."""
 TYPICAL_PROMPT_TOKENS = 256
-"""Assumed unless the prompts that were read before the run are shorter. For longer ones a smaller first
-window made jobs of a minute up to 2 % slower in virtual time, and a long queue at the start costs nothing."""
+"""Assumed mean prompt length, unless the prompts that were read before the run are shorter. Longer prompts do
+not raise it: the smaller first window made jobs of a minute up to 2 % slower in virtual time, while a long
+queue at the start costs nothing."""
 TYPICAL_MAX_NEW_TOKENS = 512
-"""Assumed if the job sets no `max_new_tokens`, or takes it from a column."""
+"""Assumed `max_new_tokens` if the job sets none, or takes it from a column."""
 SHORT_OUTPUT_TOKENS = 256
-"""Most `max_new_tokens` with which prompts that are known to be short count as such. Rows with longer outputs
-grow together: a larger first window had five times as many of them retracted, at the same throughput."""
+"""Known short prompts enlarge the first window only if `max_new_tokens` is at most this. Rows with longer
+outputs grow together: with a larger first window, five times as many of them were retracted, at the same
+throughput."""
 
 
 def tokens_a_row(max_new_tokens: int | None, prompt_tokens: float | None = None) -> int:
     """Return the KV tokens that a row holds on average while it runs: its prompt and half its output.
 
-    `prompt_tokens` are the prompt's on average, without those that the prefix cache holds; None if unknown.
+    `prompt_tokens` is the mean prompt length without the tokens that the prefix cache holds; None if unknown.
     """
     output = TYPICAL_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
     prompt = TYPICAL_PROMPT_TOKENS
@@ -345,12 +356,12 @@ def tokens_a_row(max_new_tokens: int | None, prompt_tokens: float | None = None)
 def first_window(
     max_running: int | None, max_total_tokens: int | None, row_tokens: int, low: int, high: int
 ) -> tuple[int, str]:
-    """Return the window and, in a sentence, where it comes from; `low` and `high` bound the queue band.
+    """Return the first window and a sentence with the reason for it; `low` and `high` bound the queue band.
 
     The window is max_running_requests plus `low`, so that a free slot is filled in the same scheduler step.
     If the KV pool holds far fewer requests, their number replaces max_running_requests. The window is a
     guess, since lengths are unknown. If it is too small, it doubles at the next load samples. If it is too
-    large, the extra rows cannot be called back: they begin together and grow together until they do not fit.
+    large, the extra rows cannot be called back: they begin together and grow together until the pool is full.
     """
     if max_running is None:
         return UNKNOWN_ENGINE_WINDOW, "the engine does not tell how many requests it runs"

@@ -43,12 +43,13 @@ class SchedulerLimit:
     def is_unreachable(self, now: float) -> bool:
         """Tell whether polls of its load have failed for a while.
 
-        The law's state `blind` is another sign: the load of an idle scheduler can be read, and is not fresh.
+        The law's state `blind` means something else: the load of an idle scheduler can be read, but it is not
+        fresh.
         """
         return self.last is not None and now - self.polled_at > TIMING.silent_scheduler
 
     def update(self, load: SchedulerLoad) -> bool:
-        """Store a sample; tell whether it is new. If samples have no time, any change makes one new."""
+        """Store a sample; tell whether it is new. Samples without a time are new if anything has changed."""
         last, self.last = self.last, load
         if last is None:
             return True
@@ -66,7 +67,8 @@ AHEAD_PASSES = 8
 """Prefill passes of queued prompts that a replica may always have: two to four seconds of work, enough until
 the next load samples."""
 LEAST_ROWS = 1e-3
-"""Least count of recent rows. After a long silence all routes are down to it, and get equal shares."""
+"""Minimum of the count of recent rows. After a long silence all routes are at this minimum, and so they get
+equal shares."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +82,7 @@ class RouteLimit:
     """Decaying count of ended rows, never 0; see `shares`. It begins with the first window, so that all
     routes count as about equally fast until a wave of rows has ended."""
     counted: int = 0
-    """Ended rows that `recent` includes."""
+    """Number of ended rows that were already added to `recent`."""
     share: int | None = None
     """Limit of requests in flight by its share of the remaining rows; None before it is computed."""
     in_flight: int = 0
@@ -135,22 +137,22 @@ class ConcurrencyLimits:
     tokens_a_row: int
     """KV tokens that a row is expected to hold on average while it runs."""
     most: int
-    """Largest window of a route, by its connections."""
+    """Maximum window of a route, given by the number of its connections."""
     fixed: int | None = None
     """Window that the job sets (`window`), over all routes; it is never changed."""
     passes: ForwardPasses | None = None
     """Forward passes of a task without decoding, which set the queue band; None for generation."""
     returned_rows: int = 0
-    """Rows that were returned to the queue because users of the engine came."""
+    """Number of rows that were returned to the queue to make room for users of the engine."""
     tokens_lost: int = 0
     """Output tokens of these rows, which have to be generated again."""
     prompt_tokens: float = TYPICAL_PROMPT_TOKENS
-    """Tokens of a prompt, on average, that the engine computes."""
+    """Mean number of prompt tokens per row that the engine computes."""
     schedulers: dict[str, SchedulerLimit] = field(default_factory=dict)
     """The schedulers, by their names."""
     routes: list[RouteLimit] = field(init=False)
     """Routes of the engine; more may be added later."""
-    _shared_at: float | None = None  # time of the last shares; a clock may begin anywhere
+    _shared_at: float | None = None  # when shares were last computed; a clock may begin at any value
 
     def __post_init__(self) -> None:
         """Create the engine's routes; their schedulers are added by `begin`."""
@@ -256,7 +258,7 @@ class ConcurrencyLimits:
         ]
 
     def _route_to(self, url: str) -> RouteLimit:
-        """Return the route to a server: a new one where it was not there before."""
+        """Return the route to a server; create it if there is none."""
         for route in self.routes:
             if route.url == url:
                 return route
@@ -264,7 +266,7 @@ class ConcurrencyLimits:
         return self.routes[-1]
 
     def _assumed_load(self, route: RouteLimit) -> SchedulerLoad:
-        """Return a load for a route that reports none: its part of the limits that the engine reported."""
+        """Return a load for a route that reports none, with an equal part of the engine's reported limits."""
         count = len(self.info.routes)
         running, tokens = (
             limit and max(1, limit // count) for limit in (self.info.max_running, self.info.max_total_tokens)
@@ -327,7 +329,7 @@ class ConcurrencyLimits:
             if count > 1:
                 total = busy[route]
                 ours = round(ours * ((load.running + load.queue) / total if total else 1 / count))
-            scheduler.controller.band = self._band(load)  # it may have been started with other limits
+            scheduler.controller.band = self._band(load)  # a restarted server may have other limits
             reading = Reading(
                 running=load.running,
                 queue=load.queue,
@@ -372,7 +374,7 @@ class ConcurrencyLimits:
         return min(share, max(math.ceil(share / 2), running + math.ceil(prompts)))
 
     def _share_out(self, remaining: int, now: float) -> list[Decision]:
-        """Limit each route to its share of the remaining rows; return the limits that begin to matter."""
+        """Limit each route to its share of the remaining rows; return a decision for each new limit."""
         if len(self.routes) == 1:
             return []
         gap_s = now - (now if self._shared_at is None else self._shared_at)

@@ -1,7 +1,7 @@
 """Attached servers that serve others first: rows have the lowest priority, and are preempted on demand.
 
 A row is preempted by SGLang's `/abort_request`. Its answer then says that it was aborted, and after how many
-tokens. Closing the connection would not do: SGLang looks for that every 4 s.
+tokens. Closing the connection instead would be too slow: SGLang looks for closed connections only every 4 s.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from batchrunner.engines.http.client import AttachedServers
 from batchrunner.engines.http.server import Endpoint, SentRequest
 
 LOWEST, HIGHEST = -(1 << 63), (1 << 63) - 1
-"""The ends of SGLang's priorities; which of them comes last, a flag says."""
+"""Lowest and highest value of SGLang's priorities. A flag of the server says which of them is served last."""
 YIELDS = "--enable-priority-scheduling --default-priority-value 0 --retraction-policy priority"
 """Flags by which a server lets its users go first."""
 _OUTPUT_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
@@ -30,7 +30,7 @@ class BackgroundServers(AttachedServers):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._preempted: dict[asyncio.Task[Any], int] = {}
-        """Output tokens of the rows that are being preempted."""
+        """Output tokens of the rows that are being preempted, by the asyncio task that waits for each row."""
         self._preemptions: set[asyncio.Task[None]] = set()
 
     async def open(self) -> EngineInfo:
@@ -71,7 +71,7 @@ class BackgroundServers(AttachedServers):
             self._preempted.pop(task, None)
 
     def preempt(self, route: str, kept: int) -> None:
-        """Take the youngest rows of a route from the engine; see `Engine.preempt`."""
+        """Preempt the youngest rows of a route, so that `kept` rows stay; see `Engine.preempt`."""
         endpoint = self.endpoints[route]
         abortable = [(task, request) for task, request in endpoint.requests.items() if request.rids]
         for task, request in abortable[kept:]:
@@ -88,7 +88,7 @@ class BackgroundServers(AttachedServers):
                 yield endpoint.arguments
 
     def _added_fields(self, endpoint: Endpoint, path: str) -> dict[str, Any]:
-        """Return the fields by which a request can be aborted, and has the lowest priority."""
+        """Return the fields that let a request be aborted and give it the lowest priority."""
         fields = super()._added_fields(endpoint, path)
         arguments = endpoint.arguments or next(self._known_arguments())
         if arguments.get("enable_priority_scheduling"):
@@ -104,11 +104,11 @@ class BackgroundServers(AttachedServers):
         return reply
 
     async def _abort(self, endpoint: Endpoint, rids: Sequence[str]) -> bool:
-        """Abort requests, unless they are preempted and so aborted already."""
+        """Abort requests, unless their row is being preempted: then they are aborted already."""
         return asyncio.current_task() in self._preempted or await super()._abort(endpoint, rids)
 
     async def _preempt_row(self, endpoint: Endpoint, task: asyncio.Task[Any], request: SentRequest) -> None:
-        """Abort a request; one that goes on all the same loses its connection."""
+        """Abort a request. If it goes on nevertheless, close its connection."""
         if await self._abort(endpoint, request.rids):
             await asyncio.sleep(TIMING.status_timeout)
         if endpoint.requests.get(task) is request:
@@ -117,9 +117,9 @@ class BackgroundServers(AttachedServers):
 
 
 def _yields(server: Mapping[str, Any]) -> bool:
-    """Tell whether a server lets others go before the lowest priority, by its arguments.
+    """Tell by a server's arguments whether users' requests go before requests of the lowest priority.
 
-    Without a default, a request without a priority has the lowest one too.
+    The server must have a default priority. Without one, a user's request has the lowest priority too.
     """
     return bool(
         server.get("enable_priority_scheduling")

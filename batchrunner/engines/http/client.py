@@ -143,7 +143,7 @@ class HttpEngine(Engine):
     async def connect(self, urls: Sequence[str], remedy: str = START) -> EngineInfo:
         """Connect to the replicas, and read the description of each that answers.
 
-        Raises EngineStartError if no replica can be reached (with the `remedy`) or one cannot do the work.
+        Raises EngineStartError if no replica can be reached (with the `remedy`) or one cannot do the task.
         """
         self._timeout_loop = asyncio.create_task(self._end_late_requests())
         connections, limited_by = open_connections(len(urls))
@@ -211,8 +211,8 @@ class HttpEngine(Engine):
     ) -> list[ServerDescription]:
         """Return the description of each server that answers.
 
-        A server that does not answer gets rows once it answers. Raises EngineAwayError where none answers,
-        EngineStartError where one cannot do the work.
+        A server that does not answer gets rows once it answers. Raises EngineAwayError if none answers,
+        EngineStartError if one cannot do the task.
         """
         questions_at_start = [questions.at_start(url, self._task) for url in urls]
         replies_at_start = await asyncio.gather(*questions_at_start, return_exceptions=True)
@@ -285,7 +285,7 @@ class HttpEngine(Engine):
             )
         except EngineBusyError:
             raise
-        except RequestError as failure:  # of one row, which fails again when it is sent alone
+        except RequestError as failure:  # the fault of one row, which fails again when it is sent alone
             if failure.body is None and not isinstance(failure, RowRefusedError):
                 raise
             raise BundleRefusedError(str(failure)) from None
@@ -349,7 +349,7 @@ class HttpEngine(Engine):
         self._question_session = session(aiohttp.TCPConnector(limit=0, force_close=True))
 
     async def _end_late_requests(self) -> None:
-        """End requests that take too long: a timer for each would be 8 % of the instructions of a row."""
+        """End requests that take too long. A timer for each would be 8 % of a row's instructions."""
         while True:
             await asyncio.sleep(min(LONGEST_TICK_S, self._limits.request_timeout / 10))
             late = time.monotonic() - self._limits.request_timeout
@@ -374,7 +374,7 @@ class HttpEngine(Engine):
         return False
 
     async def _connection_lost_error(self, endpoint: Endpoint, sent_at: float, message: str) -> RequestError:
-        """Return the error of a row that was sent to a server at `sent_at` and cut off, with a message.
+        """Return the error, with `message`, of a row that was sent at `sent_at` and lost its connection.
 
         If the server is alive, the row may be at fault, and the attempt counts against it. If the server
         died after the row was sent, it may have died of the row, unless its death excuses all rows. If it
@@ -411,7 +411,7 @@ class HttpEngine(Engine):
         return name
 
     async def _post(self, endpoint: Endpoint, path: str, body: bytes) -> bytes:
-        """Send a body and return the reply; raises RequestError, with its `body`, where that is no answer."""
+        """Send a body and return the reply; raises RequestError, with the reply, if that is no answer."""
         fields = self._added_fields(endpoint, path)
         rids = (str(fields["rid"]),) if "rid" in fields else ()
         body = wire.with_fields(body, fields) if fields else body
@@ -421,20 +421,20 @@ class HttpEngine(Engine):
         return answer.content
 
     async def _whole(self, answer: PostedAnswer) -> replies.WholeAnswer:
-        """Read the body of an answer, in a turn if it is large."""
+        """Read the body of an answer; only LARGE_AT_ONCE large ones are read at a time."""
         return await replies.whole(answer, self._large_answers)
 
     def _added_fields(self, endpoint: Endpoint, path: str) -> dict[str, Any]:  # noqa: ARG002 - for subclasses
-        """Return fields to add to a body: the name by which its request can be aborted.
+        """Return fields to add to a body: the request id by which its request can be aborted.
 
-        All names have one length, as SGLang may abort every request whose name begins with the given one.
+        All ids have the same length, because SGLang may abort every request whose id begins with a given one.
         """
         if path not in wire.ABORTABLE_PATHS:
             return {}
         return {"rid": f"{self._rid_prefix}-{next(self._rid_numbers):010}"}
 
     def _addressed(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return a body with the model's name, where the address needs it to find a server."""
+        """Add the model's name to a body, if a gateway needs it to find a worker; return the body."""
         if self.model_to_send is not None:
             body["model"] = self.model_to_send
         return body
@@ -454,7 +454,7 @@ class HttpEngine(Engine):
         return error
 
     async def _send_list(self, endpoint: Endpoint, requests: Sequence[Request], ended: RowEnded) -> None:
-        """Send a list of rows of one task; rows without a good answer in the reply do not end."""
+        """Send a list of rows of one task. Rows without a good answer in the reply do not end yet."""
         contents = await self._post_task(endpoint, requests)
         try:
             results = replies.answers_of(requests, contents)
@@ -488,7 +488,7 @@ class HttpEngine(Engine):
         raise self._refusal(endpoint, answer)
 
     def _can_watch(self, endpoint: Endpoint, request: Request) -> bool:
-        """Tell whether a repetition in the answer to a row can be seen; log the first time that it cannot."""
+        """Tell whether an answer can be watched for repetition while it is written; log the first failure."""
         why = None
         if request.kind not in {"text", "input_ids"}:
             why = "the server renders the chats"
@@ -500,7 +500,7 @@ class HttpEngine(Engine):
         return why is None and wire.tokens_between_events(request) is not None
 
     async def _send_watched(self, endpoint: Endpoint, request: Request) -> Completion:
-        """Send one row, and stop its answer if that repeats itself; raises as `generate`."""
+        """Send one row, and stop its answer if the answer repeats itself; raises like `generate`."""
         fields = self._added_fields(endpoint, wire.GENERATE_PATH)
         body = wire.bytes_of(self._addressed(wire.watched_body(request) | fields))
         results: list[Completion | RequestError] = []
@@ -564,8 +564,8 @@ class HttpEngine(Engine):
         limit = endpoint.proxy_limit
         if status in ENDED_BY_PROXY:
             await self._abandon(endpoint, request, f"status {status}")
-        # the events of a bundle keep a proxy waiting, so only single rows count
-        elif len(rids) == 1 and (age_s := time.monotonic() - request.sent_at) > limit.longest_answer_s:
+        # A proxy does not end a request while events arrive, so an answer that came as events does not count.
+        elif answer is not None and (age_s := time.monotonic() - request.sent_at) > limit.longest_answer_s:
             limit.answered(age_s)
         if endpoint.liveness.is_dead:
             endpoint.liveness.record(alive=True)
@@ -726,7 +726,8 @@ class BundleAnswer:
             return
         end = replies.stopped_at_repetition(event, request)
         if end is not None:
-            # The row ends first: what the server says of the abort is not its answer.
+            # The row must end before the abort, since the server's reply to the abort is not the row's
+            # answer.
             await self._end(index, end)
             await self.abort(self.endpoint, self.rids[index : index + 1])
 
@@ -748,8 +749,8 @@ class AttachedServers(HttpEngine):
     """Replicas of one model that already run: given by their URLs, or the workers of a Model Gateway.
 
     A replica that hangs gets no rows for a while, or until it makes progress. Rows go directly to a gateway's
-    workers: the gateway would only pass them on, and cannot match the speed of each worker. The client
-    follows the gateway's list of workers.
+    workers, because the gateway would only pass them on, and would not adapt to the speed of each worker. The
+    client follows the gateway's list of workers.
     """
 
     def __init__(
@@ -810,14 +811,14 @@ class AttachedServers(HttpEngine):
         await super().close()
 
     async def _watch(self) -> None:
-        """Follow the gateway's list; ask servers for their model: behind a proxy it may change unseen."""
+        """Follow the gateway's list; ask servers for their model, which may change unseen behind a proxy."""
         while True:
             await asyncio.sleep(TIMING.model_check)
             if self._gateway is not None:
-                with contextlib.suppress(EngineDownError):  # it is away: rows do not need it
+                with contextlib.suppress(EngineDownError):  # the gateway is away, but rows do not need it
                     self._update_workers(await self._workers(self._gateway))
             for endpoint in self.serving:
-                with contextlib.suppress(EngineDownError):  # it is away: rows find out
+                with contextlib.suppress(EngineDownError):  # the server is away: its rows will notice
                     await self.guard.confirm(endpoint)
 
     async def _workers(self, gateway: str) -> list[str]:
@@ -829,7 +830,7 @@ class AttachedServers(HttpEngine):
         return [worker.url for worker in workers if not (worker.is_grpc or worker.is_leaving)]
 
     def _update_workers(self, urls: Sequence[str]) -> None:
-        """Send rows to the workers that the gateway lists now, and no more to others."""
+        """Send rows to the workers that the gateway lists now, and no more rows to other workers."""
         for endpoint in self.serving:
             if endpoint.url not in urls:
                 log.info("%s gets no more rows: the gateway lists it no more", endpoint.url)
@@ -844,11 +845,12 @@ class AttachedServers(HttpEngine):
         self.serving = [self.endpoints[url] for url in urls]
 
     def _pause(self, endpoint: Endpoint, hang: Hang, progress: object) -> None:
-        """Send no more rows to a server that hangs, for a while or until it moves."""
+        """Send no rows to a server that hangs, for `limits.hang` seconds or until it makes progress."""
         why = f"{endpoint.url} {hang.why}"
         self._incidents.append(Incident("hangs", endpoint.url, why))
         hang_s = self._limits.hang
-        log.warning("%s: its rows are sent again, and it gets none for %g s or until it moves", why, hang_s)
+        message = "%s: its rows are sent again, and it gets no rows for %g s or until it makes progress"
+        log.warning(message, why, hang_s)
         endpoint.pause(HangPause(why, until=time.monotonic() + hang_s, progress=progress))
 
     def _reopen(self, endpoint: Endpoint) -> None:

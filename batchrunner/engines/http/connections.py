@@ -10,17 +10,18 @@ from pathlib import Path
 from batchrunner.core.errors import EngineStartError
 
 FEWEST_FILES = 256
-"""File descriptors without which a run has no connections left, or does not even begin."""
+"""Minimum number of file descriptors. With fewer, a run has none left for connections, or cannot even
+begin."""
 OWN_FILES = 12
-"""File descriptors that a run opens beside its connections, after the engine is open: input, journal, part,
-heartbeat, lease, report. Five are open at once in a run of small parts."""
+"""File descriptors that a run opens beside its connections, after the engine is open: input, journal, output
+part, heartbeat, lease, report. Five of them are open at once in a run with small output parts."""
 STATUS_FILES = 2
 """Connections to each server that carry no rows: one for its load, one for its model."""
 MOST_FILES = 1 << 20
-"""Limit where there is none: Linux refuses more by default."""
+"""Limit on open files that is assumed if the system sets none. By default, Linux refuses a higher one."""
 PORT_SHARE = 0.9
-"""Fraction of the range of local ports that is used: a closed connection holds its port for a minute
-(TIME_WAIT)."""
+"""Fraction of the range of local ports that connections may use. The rest is for closed connections, which
+hold their ports for a minute (TIME_WAIT)."""
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_PORT_RANGE = (32768, 60999)
 _LOWEST_PORT, _HIGHEST_PORT = 10_240, 21_999
@@ -31,13 +32,13 @@ _PORT_TRIES = 50
 def raise_file_limit() -> int:
     """Raise the soft limit on open files as far as the system allows; return it.
 
-    Raises EngineStartError where it is too low for any run.
+    Raises EngineStartError if the limit is too low for any run.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MOST_FILES
     new_limit = MOST_FILES if hard == resource.RLIM_INFINITY else hard
-    with contextlib.suppress(ValueError, OSError):  # the kernel's maximum is below
+    with contextlib.suppress(ValueError, OSError):  # the kernel's maximum is lower
         resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard))
         soft = new_limit
     if soft < FEWEST_FILES:
@@ -49,10 +50,10 @@ def raise_file_limit() -> int:
 
 
 def free_port() -> int:
-    """Return a free loopback port to listen on, below the range of local ports of connections if possible.
+    """Return a free loopback port to listen on, if possible below the range of connections' local ports.
 
-    A server that restarts on its port must find it free. With ten thousand connections open, one of them is
-    likely to have taken a port of their own range meanwhile.
+    A server that restarts must find its port free again. If the port were in the range from which the system
+    takes local ports, one of ten thousand open connections would probably have taken it meanwhile.
     """
     first = _port_range()[0]
     above = first if _LOWEST_PORT < first < _HIGHEST_PORT else _HIGHEST_PORT
@@ -67,15 +68,15 @@ def free_port() -> int:
 class HeldPort:
     """A free port that no other batchrunner on this machine gets until it is released.
 
-    Being bound later is no protection: a server listens only after minutes of loading. Raises OSError where
-    no port is free.
+    The server itself binds the port only after minutes of loading, so until then this object must protect it.
+    Raises OSError if no port is free.
     """
 
     def __init__(self) -> None:
         self._hold = socket.socket(socket.AF_UNIX)
         for _ in range(_PORT_TRIES):
             self.number = free_port()
-            # an abstract name: like ports it belongs to the network namespace, and it ends with its process
+            # An abstract name belongs to the network namespace, like a port, and vanishes with its process.
             with contextlib.suppress(OSError):
                 self._hold.bind(f"\0batchrunner-port-{self.number}")
                 return
@@ -83,7 +84,7 @@ class HeldPort:
         raise OSError(errno.EADDRINUSE, "no port is free")
 
     def release(self) -> None:
-        """Let others have the port."""
+        """Let other batchrunner processes have the port."""
         self._hold.close()
 
 
@@ -96,7 +97,7 @@ def _port_range() -> tuple[int, int]:
 
 
 def open_connections(addresses: int) -> tuple[int, str]:
-    """Return how many connections can be open to so many addresses, and in words what limits them.
+    """Return how many connections can be open to this number of addresses, and a phrase for the limit.
 
     Connections for polls are not counted.
     """

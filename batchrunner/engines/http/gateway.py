@@ -1,9 +1,10 @@
-"""Rows that go through SGLang's Model Gateway (`smg`), and the decision whether they have to.
+"""Sends rows through SGLang's Model Gateway (`smg`), and decides whether they have to go through it.
 
-Some gateways keep a routing key on one worker: those with the policy `consistent_hashing` or `manual`, and
-all others with `--routing-key-override`. There each worker is a route as if it were reached directly, and its
-rows carry a key that leads to it. So windows, prefix groups and retries are those of replicas. Any other
-gateway is one route that leads to several schedulers, and chooses the worker of each request.
+Some gateways send all requests with the same routing key to one worker: those with the policy
+`consistent_hashing` or `manual`, and all others with `--routing-key-override`. There each worker is a route,
+as if it were reached directly: its rows carry a key that leads to it, and windows, prefix groups and retries
+work as for a replica. Any other gateway is one route that leads to several schedulers, and the gateway
+chooses the worker of each request.
 """
 
 from __future__ import annotations
@@ -57,16 +58,17 @@ from batchrunner.sglang.model_files import vocabulary_of
 log = logging.getLogger(__name__)
 
 ROUTING_KEY, ROUTED_TO = "x-smg-routing-key", "x-smg-routed-worker-id"
-"""Headers of a request's routing key, and of the worker that answered it."""
+"""Request header with the routing key, and answer header with the worker that answered."""
 TRIES_PER_WORKER = 16
-"""Most routing keys that are tried for each worker. A worker that one key in N leads to is missed by so many
-with a probability of about e⁻¹⁶."""
+"""Maximum number of routing keys that are tried per worker. Among N workers, 16·N keys all miss a given
+worker with a probability of about e⁻¹⁶."""
 UNANSWERED_PER_WORKER = 4
-"""Most keys without an answer, for each worker: a host that is gone takes 2 s for each."""
+"""The search ends after this many unanswered keys per worker, because each key for a host that is gone takes
+2 s."""
 CONFIRMATIONS = 4
-"""Times that a key must lead to the same worker again before it counts."""
+"""Number of times that a key must lead to the same worker again before it is used."""
 MODEL_INFO, SERVER_INFO = "/get_model_info", "/get_server_info"
-"""Paths under which the gateway shows what one of its HTTP workers says of itself."""
+"""Paths under which the gateway returns the description that one of its HTTP workers gives of itself."""
 TASKS_PASSED = frozenset({GENERATE, EMBED})
 """Tasks whose requests a gateway passes on. It has no `/encode`, and takes no lists of logprob options."""
 NO_WORKER = frozenset({"no_available_workers", "no_healthy_workers", "no_workers", "model_not_found"})
@@ -74,12 +76,12 @@ NO_WORKER = frozenset({"no_available_workers", "no_healthy_workers", "no_workers
 NOT_CONNECTED = "call_upstream_connection_failed"
 """Error code of a request that reached no worker."""
 LOST_AT_WORKER = ("call_upstream_", "read_response", "upstream_error", "worker_stream_failed")
-"""Beginnings of the error codes of a request whose worker broke off."""
+"""Beginnings of the error codes of a request whose worker failed while it had the request."""
 LIMITS = (
     *("admission_queue_", "scheduler_queue_", "prefill_queue_", "tenant_rate_limit", "rate_limit"),
     *("worker_overload_protection_shed", "selection_queue_timeout"),
 )
-"""Beginnings of the error codes of the gateway's own limits."""
+"""Beginnings of the error codes of a request that the gateway refuses because of its own limits."""
 _NO_TEXTS = "the gateway's workers speak gRPC, and it returns them without the texts of the tokens"
 GRPC_UNSUPPORTED: Mapping[str, str] = {
     "sampling.lora_path": "the gateway's workers speak gRPC, and it drops the name of the adapter",
@@ -124,9 +126,9 @@ def refusal_of(answer: replies.WholeAnswer) -> RequestError | None:
 
 
 async def reason_to_go_through(url: str, headers: Mapping[str, str]) -> str | None:
-    """Return why rows must go through a gateway; None where all its workers can be reached directly.
+    """Return why rows must go through a gateway; None if all its workers can be reached directly.
 
-    Raises EngineAwayError where there is no gateway, or where it has no workers.
+    Raises EngineAwayError if there is no gateway, or if it has no workers.
     """
     async with aiohttp.ClientSession(headers=headers) as session:
         try:
@@ -152,7 +154,7 @@ async def _unreachable(session: aiohttp.ClientSession, worker: GatewayWorker) ->
     except NOT_REACHED:
         return f"{worker.url} cannot be reached from here"
     if not reply.get("model_path"):
-        return f"{worker.url} does not answer us (status {status})"
+        return f"{worker.url} does not describe its model here (status {status})"
     known = worker.model.get("model_path")
     if known is not None and known != str(reply["model_path"]):
         return f"{worker.url} serves {reply['model_path']} here, and {known} to the gateway"
@@ -190,7 +192,7 @@ class ThroughGateway(HttpEngine):
         self._gateway: GatewayQuestions | None = None
         self._model_id = ""
         self._keys: dict[str, str] = {}
-        """Routing key that leads to each worker; empty where the gateway keeps to none."""
+        """Routing key of each worker; empty if the gateway does not route by keys."""
         self._key_numbers = itertools.count()
         self._usable: frozenset[str] = frozenset()
         """Workers that get rows now."""
@@ -201,7 +203,7 @@ class ThroughGateway(HttpEngine):
     async def open(self) -> EngineInfo:
         """Read the list of workers, and find out whether the gateway keeps to routing keys.
 
-        Raises EngineAwayError where no worker answers, EngineStartError where they cannot do the task.
+        Raises EngineAwayError if no worker answers, EngineStartError if the workers cannot do the task.
         """
         self._timeout_loop = asyncio.create_task(self._end_late_requests())
         connections, limited_by = open_connections(1)
@@ -248,7 +250,7 @@ class ThroughGateway(HttpEngine):
         )
 
     def _notes(self, workers: Sequence[GatewayWorker]) -> list[str]:
-        """Return lines for the user: why rows go this way, and who chooses the worker."""
+        """Return notes for the user: why rows go through the gateway, and who chooses the worker."""
         if self._keys:
             choice = "each worker gets its rows by a routing key"
         else:
@@ -270,7 +272,8 @@ class ThroughGateway(HttpEngine):
     async def _describe(self, workers: Sequence[GatewayWorker]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return a worker's description of its model and of its arguments.
 
-        The gateway asks an HTTP worker for them. Of a gRPC worker it knows some, which are the labels.
+        The gateway asks an HTTP worker for both. For gRPC workers only the labels are known, which have some
+        of the fields.
         """
         assert self._question_session is not None
         status = ServerStatus(self._question_session, self.url)
@@ -318,11 +321,11 @@ class ThroughGateway(HttpEngine):
         return self._model_id
 
     def _refusal(self, endpoint: Endpoint, answer: replies.WholeAnswer) -> RequestError:
-        """Return the error of a refused row: the gateway's own refusals say little about the row."""
+        """Return the error of a refused row; a refusal by the gateway itself tells little about the row."""
         return refusal_of(answer) or super()._refusal(endpoint, answer)
 
     async def _abort(self, endpoint: Endpoint, rids: Sequence[str]) -> bool:  # noqa: ARG002 - it needs none
-        """Return at once: a closed connection makes the gateway close its own, and SGLang aborts the rows."""
+        """Do nothing: our closed connection makes the gateway close its own, and SGLang aborts the rows."""
         return True
 
     async def excuses(self, url: str, sent_at: float) -> bool:  # noqa: ARG002 - of any row
@@ -361,7 +364,7 @@ class ThroughGateway(HttpEngine):
         else:
             log.warning("the gateway %s is back", self.url)
             self._incidents.append(Incident("back", self.url))
-            self._usable = frozenset()  # it may have forgotten its keys
+            self._usable = frozenset()  # the gateway may have forgotten the keys, so they are found anew
 
     def _loads_now(self, workers: Sequence[GatewayWorker], now: float) -> list[SchedulerLoad]:
         usable = [worker for worker in workers if worker.is_usable]
@@ -372,7 +375,7 @@ class ThroughGateway(HttpEngine):
         for worker in usable:
             endpoint = self.endpoints.get(worker.url)
             if endpoint is None and self._keys:
-                continue  # it gets rows once there is a key that leads to it
+                continue  # the worker gets rows once a key leads to it
             ours = _rows_of(endpoint) if endpoint is not None else 0
             requests = len(endpoint.requests) if endpoint is not None else 0
             if worker.load is None:
@@ -396,9 +399,10 @@ class ThroughGateway(HttpEngine):
         return loads
 
     def _load_of_halves(self, workers: Sequence[GatewayWorker], now: float) -> SchedulerLoad:
-        """Return one load for prefill and decode workers: a row waits for the first and runs on the second.
+        """Return one load for all prefill and decode workers: rows wait for the former, run on the latter.
 
-        Requests that run are the decode workers', and so is the token usage. All others wait for a prefill.
+        Running requests and token usage are those of the decode workers. All other requests in flight count
+        as waiting for a prefill.
         """
         decoding = [worker.reported for worker in workers if worker.worker_type == "decode"]
         counts = [worker.load for worker in workers if worker.worker_type == "decode"]
@@ -416,7 +420,7 @@ class ThroughGateway(HttpEngine):
         return sum(map(_rows_of, self.serving)) / requests if requests else 1.0
 
     def _follow(self, workers: Sequence[GatewayWorker]) -> None:
-        """Send rows to the workers that the gateway uses now, and find keys anew where these change."""
+        """Send rows to the workers that the gateway uses now; renew the keys if workers or keys changed."""
         usable = frozenset(worker.url for worker in workers if worker.is_usable)
         has_keys = not self._keys or usable <= self._keys.keys()
         if usable == self._usable and has_keys and not self._leads_astray():
@@ -436,7 +440,7 @@ class ThroughGateway(HttpEngine):
     # Routing keys
 
     def _leads_astray(self) -> bool:
-        """Tell whether a key has led to another worker: the gateway may have shared them out anew."""
+        """Tell whether a key has led to a worker other than its own: the gateway may have reassigned it."""
         senders = (
             (endpoint.url, sender) for endpoint in self.serving for sender in endpoint.senders.values()
         )
@@ -445,12 +449,12 @@ class ThroughGateway(HttpEngine):
         )
 
     async def _renew_keys(self) -> None:
-        """Find the keys of the workers anew, until no change came in between."""
+        """Find the keys of the workers anew; repeat this if the workers changed meanwhile."""
         is_current = False
         while not is_current:
             usable = self._usable
             keys = await self._keys_of(usable)
-            if not keys.keys() >= usable:  # a worker is down, or the gateway: old keys stay until it answers
+            if not keys.keys() >= usable:  # a worker or the gateway is down: old keys stay until it answers
                 await asyncio.sleep(TIMING.model_check)
             is_current = usable == self._usable
             self._keys.update(keys)
@@ -463,16 +467,16 @@ class ThroughGateway(HttpEngine):
                 endpoint.senders.clear()
 
     async def _find_keys(self, workers: Sequence[GatewayWorker]) -> dict[str, str]:
-        """Return a key for each worker; empty where the gateway does not keep rows on a worker by keys."""
+        """Return a key for each worker; empty if the gateway does not route by keys."""
         if any(worker.is_grpc or worker.worker_type != "regular" for worker in workers):
             return {}
         return await self._keys_of(frozenset(worker.url for worker in workers if worker.is_usable))
 
     async def _keys_of(self, urls: frozenset[str]) -> dict[str, str]:
-        """Try keys until there is one for each worker; return them, or none if one leads now here, now there.
+        """Try keys until there is one for each worker; return them, or none if a key changes its worker.
 
-        Workers that are down have none. One request is sent after the other: a gateway that pins a key at its
-        first request must have answered that.
+        Workers that are down get no key. Requests are sent one after the other, because a gateway may pin a
+        key at its first request, and must have answered this request before the next one comes.
         """
         keys = dict[str, str]()
         unanswered = 0
@@ -496,7 +500,7 @@ class ThroughGateway(HttpEngine):
         return keys
 
     async def _worker_of(self, key: str) -> str | None:
-        """Return the worker to which a key leads, by a request that the worker refuses at once."""
+        """Return the worker to which a key leads; the request is one that the worker refuses at once."""
         assert self._question_session is not None
         body = {"model": self._model_id, "input_ids": [1], "sampling_params": {"temperature": -1}}
         timeout = aiohttp.ClientTimeout(total=TIMING.status_timeout)
@@ -517,7 +521,7 @@ class ThroughGateway(HttpEngine):
 
 
 def _rows_of(endpoint: Endpoint) -> int:
-    """Return how many rows of ours are in flight at an endpoint; a bundle has several in a request."""
+    """Return how many rows of ours are in flight at an endpoint; a bundle has several rows in a request."""
     return sum(max(1, len(request.rids)) for request in endpoint.requests.values())
 
 

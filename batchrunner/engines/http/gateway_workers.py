@@ -1,8 +1,9 @@
 """What a Model Gateway (smg 1.13) says of its workers: their addresses, models and loads.
 
-`/workers` lists them. It counts the requests that the gateway has at each of them now, and repeats what the
-worker last said of its load, every `--load-monitor-interval` (10 s). A key that may send rows need not be
-allowed to read that list. Then `/loads` has the same loads, without the count.
+`/workers` lists the workers. For each worker it has the number of requests that the gateway has there now,
+and the load that the worker last reported, which the gateway reads every `--load-monitor-interval` (10 s). An
+API key that may send rows may lack the right to read this list. Then `/loads` has the same loads, without the
+number of requests.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class GatewayWorker(msgspec.Struct):
     labels: Mapping[str, Any] = {}
     """What the worker said of its model and arguments when it was registered, as texts."""
     load: int | None = None
-    """Requests that the gateway has there now; None where it does not say."""
+    """Number of requests that the gateway has at the worker now; None if the gateway does not report it."""
     engine_load: _EngineLoad | None = None
 
     @property
@@ -120,7 +121,7 @@ _read_worker = msgspec.json.Decoder(GatewayWorker)
 
 
 def sum_of(loads: Sequence[WorkerLoad]) -> WorkerLoad:
-    """Add up loads; the token usage is the largest, and a limit that one of them lacks is unknown."""
+    """Add up loads. The token usage is the largest one, and a limit is None if any load lacks it."""
     running = [load.max_running_requests for load in loads]
     tokens = [load.max_total_num_tokens for load in loads]
     return WorkerLoad(
@@ -135,8 +136,9 @@ def sum_of(loads: Sequence[WorkerLoad]) -> WorkerLoad:
 def load_now(load: WorkerLoad, in_flight: int, *, scheduler: str, route: str, now: float) -> SchedulerLoad:
     """Estimate a worker's load now, by its last report and the requests that are in flight there.
 
-    A report can be 10 s old, and the count is exact. While requests waited, the worker could run no more than
-    it ran. Otherwise it runs as many as its limit allows, and the rest of the count waits.
+    A report can be 10 s old, but the number of requests in flight is exact. If requests waited at the time of
+    the report, the worker could run no more than it ran then. Otherwise it runs as many as its limit allows.
+    All other requests in flight count as waiting.
     """
     most_running = load.num_running_reqs if load.num_waiting_reqs else load.max_running_requests
     running = min(in_flight, in_flight if most_running is None else most_running)
@@ -164,10 +166,9 @@ class GatewayQuestions:
         """Whether the key may read the list of workers, as far as known."""
 
     async def workers(self, timeout_s: float | None = None) -> list[GatewayWorker]:
-        """Return the workers, those on their way out included.
+        """Return the workers, including those that get no new requests.
 
-        Raises EngineDownError where there is no answer, where the key is refused, or where there is no
-        gateway.
+        Raises EngineDownError if there is no answer, if the key is refused, or if the server is no gateway.
         """
         timeout_s = TIMING.server_open if timeout_s is None else timeout_s
         status, reply = 0, dict[str, Any]()
@@ -188,7 +189,7 @@ class GatewayQuestions:
         raise EngineDownError(f"{self.url}: is not SGLang's Model Gateway (no {WORKERS})")
 
     async def _by_loads(self, timeout_s: float) -> list[GatewayWorker]:
-        """Return the workers whose load the gateway shows to every key."""
+        """Return the workers in `/loads`, which the gateway shows to every key; empty if that fails."""
         try:
             _, body = await self._status.get(LOADS, timeout_s)
             loads = _read_loads.decode(body).loads
@@ -205,7 +206,7 @@ class GatewayQuestions:
         return [worker for worker in of_worker.values() if worker.url]
 
     async def _takes_rows(self, timeout_s: float) -> bool:
-        """Tell whether the key may send rows: the gateway itself refuses an empty one."""
+        """Tell whether the key may send rows, by an empty request, which the gateway refuses in any case."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.post(self.url + GENERATE_PATH, json={}, timeout=timeout) as answer:
@@ -223,7 +224,7 @@ class GatewayQuestions:
 
 
 def _read_workers(listed: Sequence[Any]) -> list[GatewayWorker]:
-    """Read the entries of a list; leave out what is no worker."""
+    """Read the entries of a list of workers; skip entries that describe no worker."""
     workers = []
     for entry in listed:
         with contextlib.suppress(msgspec.ValidationError):

@@ -1,14 +1,14 @@
-"""Which server answers: whether it serves the run's model.
+"""Checks that the server that answers serves the run's model.
 
 A connection leads to one process for as long as it lives. So a new connection takes a request only once its
 server has said, after the connection was made, that it serves the run's model (`GuardedConnector`). Behind a
-proxy that says nothing: there the question is put again after each sign of an absence (`doubt`), before an
-answer counts (`confirm`).
+proxy, the connection does not say which server answers. So after each sign that a server was away (`doubt`),
+it is asked for its model again before an answer counts (`confirm`).
 
 Polls and failed requests notice any server that is away for a while. The question at a new connection is for
 a change without an absence: a Kubernetes Service or a port forward that is switched to another server. A
-second later `AttachedServers` would notice it too, but rows of the other model would be stored by then. The
-question costs nothing a row: one request answers for all connections that open together.
+second later `AttachedServers` would notice the change too, but answers of the other model would be stored by
+then. The question costs next to nothing per row, since one request serves all connections that open together.
 """
 
 import asyncio
@@ -28,7 +28,8 @@ MODEL_FIELDS = {
     "weight_version": "the weights' version",
     "revision": "the revision",
 }
-"""Fields of `/model_info` and `/server_info` that say which model a server serves, in words."""
+"""Fields of `/model_info` and `/server_info` that say which model a server serves, and their names in
+messages."""
 
 
 def model_in(*replies: Mapping[str, Any]) -> dict[str, str]:
@@ -64,7 +65,7 @@ class ModelGuard:
         self._endpoints: list[Endpoint] = []
 
     def watch(self, endpoint: Endpoint, question: ModelQuestion) -> None:
-        """Guard a server, which the question asks for its model."""
+        """Guard a server; `question` asks it for its model."""
         endpoint.watch = ModelWatch(question)
         self._endpoints.append(endpoint)
 
@@ -73,9 +74,10 @@ class ModelGuard:
         return [endpoint for endpoint in self._endpoints if URL(endpoint.url).origin() == url.origin()]
 
     async def confirm(self, endpoint: Endpoint) -> None:
-        """Return once a question that was put after this call was answered with the run's model.
+        """Ask a server for its model, and return once it has answered with the run's model.
 
-        Raises AnotherModelError for another model, EngineDownError where there is no answer.
+        Raises AnotherModelError for another model, EngineDownError if there is no answer. Simultaneous
+        callers share a question that has not been sent yet.
         """
         watch = endpoint.watch
         if watch is None:
@@ -87,7 +89,7 @@ class ModelGuard:
             raise error
 
     async def check_answer(self, endpoint: Endpoint, version: str | None) -> None:
-        """Return once an answer counts; raises as `confirm`, or for another version of the weights."""
+        """Return once an answer may be used; raises like `confirm`, or for another version of the weights."""
         if endpoint.doubts:
             await self.confirm(endpoint)
         if version is None:
@@ -97,9 +99,9 @@ class ModelGuard:
             raise _another_model(endpoint.url, "weight_version", self.weights, version)
 
     async def _ask(self, endpoint: Endpoint, watch: ModelWatch) -> BatchrunError | EngineDownError | None:
-        """Return the error of a server with another model or without an answer; else None."""
+        """Ask for the model; return the error if it is another one or there is no answer, else None."""
         async with watch.lock:
-            await asyncio.sleep(0)  # the answer is for all who ask now
+            await asyncio.sleep(0)  # lets all callers of this moment share the question
             watch.next_question = None
             doubts = endpoint.doubts
             try:
@@ -119,7 +121,7 @@ def refuse_another(url: str, run_model: Model, model: Model) -> None:
 
 
 def _another_model(url: str, name: str, was: str, now: str) -> AnotherModelError:
-    """Return the error for a server that serves another model than at the beginning."""
+    """Return the error for a server that serves another model than at the beginning of the run."""
     return AnotherModelError(
         f"{url} serves another model now ({MODEL_FIELDS[name]} was {was!r} and is {now!r})",
         hint="start the run's model there and run the job again to "

@@ -67,13 +67,15 @@ def _networks_in(no_proxy: str) -> list[ipaddress.IPv4Network | ipaddress.IPv6Ne
 ENDED_BY_PROXY = {408, 502, 504, 524}
 """Statuses by which a proxy ends a request that the engine may still compute."""
 LEAST_AGE_S = 5.0
-"""A request that ends sooner does not count: its age was not the cause."""
+"""A request that ended at an age below this, in seconds, does not count: its age was not the cause."""
 SAME_AGE_S, SAME_SHARE = 1.0, 0.05
-"""Largest difference of two ages that count as the same: in seconds, or as a share of the age."""
+"""Two ages count as the same if they differ by at most SAME_AGE_S seconds, or by at most the fraction
+SAME_SHARE of the age."""
 BETWEEN_S = 1.0
-"""Least seconds between two requests that count: requests sent and lost together share one age anyway."""
+"""A request counts only if it was sent at least this many seconds after the last one that counted: requests
+that were sent and lost together have the same age anyway."""
 REQUESTS = 3
-"""Requests of the same age that show a limit."""
+"""Number of requests that must end at the same age before this age counts as a limit."""
 
 
 class ProxyLimit:
@@ -89,7 +91,7 @@ class ProxyLimit:
         self._ages: deque[float] = deque(maxlen=REQUESTS)
         self._sent_at: deque[float] = deque(maxlen=1)
         self.longest_answer_s = 0.0
-        """Largest age of an answered request, in seconds: there is no limit below it."""
+        """Largest age of an answered request, in seconds. The limit cannot be below it."""
 
     def answered(self, age_s: float) -> None:
         """Record the age of an answered request; an answer past the limit disproves the limit."""

@@ -62,7 +62,7 @@ class Sample(msgspec.Struct):
 
     meta_info: Meta
     text: str = ""
-    """Left out by a server without a tokenizer."""
+    """Text of the answer; a server without a tokenizer leaves it out."""
     output_ids: msgspec.Raw = msgspec.Raw()
     """Its token ids, decoded only on request: SGLang sends them even if nobody asks for them."""
 
@@ -110,7 +110,7 @@ class Choice(msgspec.Struct):
 
 
 class CachedTokens(msgspec.Struct):
-    """The details of a prompt."""
+    """The `prompt_tokens_details` of a reply in OpenAI's form."""
 
     cached_tokens: TokenCount | None = None
 
@@ -157,12 +157,12 @@ _read_tokens = msgspec.json.Decoder(TokensReply)
 _read_event = msgspec.json.Decoder(Event)
 
 MOST_ANSWER_BYTES = 128 << 20
-"""Maximum bytes of an answer: a part of the results holds 64 MiB."""
+"""Maximum bytes of an answer. For comparison: one part file of the results holds 64 MiB."""
 MOST_EVENT_BYTES = 16 << 20
 """Maximum bytes of an event in an answer to several rows; a row with a larger one is sent again alone."""
 LARGE_BYTES, LARGE_AT_ONCE = 1 << 20, 8
-"""Bytes from which an answer counts as large, and the number of large answers that are read at once: a
-thousand answers that do not end must not fill the memory."""
+"""An answer of more than LARGE_BYTES bytes counts as large, and at most LARGE_AT_ONCE large answers are read
+at once. So a thousand answers that do not end cannot fill the memory."""
 _OK = HTTPStatus.OK.value
 _DATA = b"data:"
 JSON_BEGINS = b"{", b"["
@@ -173,7 +173,8 @@ TAGS = "think>"
 """Common part of both tags: a text without it has no reasoning."""
 NO_REASONING: Mapping[str, list[Any]] = MappingProxyType({"reasoning": [None]})
 _END_ON_A_LINE = re.compile(r"(?:^|\n)[ \t]*</think>[ \t]*(?:\n|$)")
-"""End tag of reasoning that the template began. It has its own line, as an answer may mention the tag."""
+"""End tag of reasoning whose begin tag is in the chat template. The end tag counts only on a line of its own,
+since an answer may mention it."""
 ENDED = "stop"
 """The finish reason of an answer that the model ended, at its end token or at a stop text."""
 
@@ -219,10 +220,10 @@ def read_event(content: bytes) -> Event:
 
 
 def stopped_at_repetition(event: Event, request: Request) -> Event | None:
-    """Return the end of an answer that repeats itself so far, with its text up to the first repeat.
+    """Return a last event for an answer that repeats itself, with the text before the first repeat.
 
-    None for any other answer, and where the prompt has that repetition too. An answer that comes with its
-    token ids or probabilities keeps the text that belongs to them.
+    Return None for any other answer, and if the prompt has the same repetition. If the job asks for token ids
+    or probabilities, the answer keeps its whole text, since these belong to it.
     """
     from batchrunner.engines.repetition import find_repetition, repeats_in_prompt  # noqa: PLC0415 - few need it
 
@@ -266,7 +267,7 @@ class Answer(msgspec.Struct):
 
     text: str
     reason: str | None
-    """Why it ended."""
+    """Finish reason: why the completion ended."""
     meta: Meta
     matched: Any = None
     """The stop text or token that ended it."""
@@ -344,7 +345,7 @@ def _from_chat(request: Request, reply: ChoicesReply) -> Completion:
 
 
 def _fill_counts(answers: Sequence[Answer], usage: Usage) -> None:
-    """Add the counts of a chat whose choices have none, as a gateway's with gRPC workers."""
+    """Add the token counts of a chat whose choices have none, as with the gRPC workers of a gateway."""
     meta = answers[0].meta
     meta.prompt_tokens = usage.prompt_tokens
     if usage.prompt_tokens_details is not None:
@@ -373,7 +374,7 @@ def _completion(
     """
     number = request.sampling.get("n") or 1
     if len(answers) != number:
-        raise AttemptFailedError(f"{len(answers)} samples came, and {number} were asked for (sampling.n)")
+        raise AttemptFailedError(f"the reply has {len(answers)} samples, not {number} (sampling.n)")
     texts, reasons, counts, retractions, is_empty = [], [], [], 0, True
     for answer in answers:  # one pass: a comprehension for each list takes twice as long
         meta = answer.meta
@@ -399,7 +400,7 @@ def _completion(
     if asks is None:
         return completion
     if asks.only_reasoning and len(answers) == 1 and TAGS not in texts[0] and not answers[0].reasoning:
-        return completion._replace(columns=NO_REASONING)  # nearly always so
+        return completion._replace(columns=NO_REASONING)  # the usual case
     if "reasoning" in asks.names:
         answers = [_split_reasoning(answer) for answer in answers]
     return completion._replace(texts=[answer.text for answer in answers], columns=_columns(asks, answers))
@@ -521,7 +522,7 @@ def _check_choices(body: RequestBody, choices: list[Choice]) -> None:
     n_field = fields_of(body.content).get("n") if is_chat else None
     number = (n_field and msgspec.json.decode(n_field)) or len(choices)
     if number != len(choices):
-        raise AttemptFailedError(f"{len(choices)} choices came, and {number} were asked for (n)")
+        raise AttemptFailedError(f"the reply has {len(choices)} choices, not {number} (n)")
 
 
 def _as_line(reply: bytes, model: str | None) -> str:

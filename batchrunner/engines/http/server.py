@@ -69,7 +69,7 @@ class HangPause(NamedTuple):
     until: float
     """End of the pause at the latest, in seconds of the monotonic clock."""
     progress: object
-    """Its progress (`hang_detector.progress_of`) when the hang was noticed."""
+    """The server's progress (`hang_detector.progress_of`) when the hang was noticed."""
 
     def is_over(self, now: float, progress: object) -> bool:
         """Tell whether the pause is over: its time has passed, or the server has made progress."""
@@ -83,27 +83,28 @@ class Endpoint:
     url: str
     hangs: HangDetector
     address: str = ""
-    """Where its requests go; `url` where nothing else is said."""
+    """URL to which its requests are sent: `url`, or that of a gateway."""
     liveness: Liveness = field(default_factory=Liveness)
     arguments: Mapping[str, Any] | None = None
-    """Its arguments at the start of the run; None where it did not answer then."""
+    """The server's arguments at the start of the run; None if it did not answer then."""
     watch: ModelWatch | None = None
-    """None before the run's model is known."""
+    """Questions for the server's model; None before the run's model is known."""
     doubts: int = 0
-    """Signs since the last confirmation of its model that another server may be at its address."""
+    """Number of signs, since the server's model was last confirmed, that another server may be at its
+    address."""
     senders: dict[str, PostSender] = field(default_factory=dict)
     """Senders of POST requests, by path."""
     requests: dict[asyncio.Task[Any], SentRequest] = field(default_factory=dict)
     """Requests in flight, by the asyncio task that waits for each; the oldest first."""
     answers: int = 0
-    """Requests answered so far, with whatever status."""
+    """Number of requests answered so far, with whatever status."""
     proxy_limit: ProxyLimit = field(default_factory=ProxyLimit)
     is_listed: bool = True
-    """Whether its gateway lists it; always true without a gateway."""
+    """Whether the gateway lists the server; always true without a gateway."""
     hang_pause: HangPause | None = None
-    """None while it does not hang."""
+    """Pause of a server that hangs; None if it does not hang."""
     closed: str | None = None
-    """Reason why it gets no requests now, by the two fields above; None while it gets them."""
+    """Reason why the server gets no requests now, from the two fields above; None if it gets requests."""
 
     def __post_init__(self) -> None:
         """Send requests to the server itself, unless they go through a gateway."""
@@ -111,21 +112,21 @@ class Endpoint:
 
     @property
     def in_flight(self) -> int:
-        """Requests sent and not answered: rows that wait for a server to restart are not among them."""
+        """Number of requests sent and not answered. Rows that wait for the server to restart do not count."""
         return len(self.requests)
 
     def doubt(self) -> None:
-        """Record that another server may be at its address by now: it was away."""
+        """Record that the server was away, so that another server may be at its address now."""
         if self.watch is not None:
             self.doubts += 1
 
     def hang_among(self, loads: Sequence[SchedulerLoad]) -> Hang | None:
-        """Return the silence if the server hangs; `loads` are the last poll's, of all servers."""
+        """Return the hang if the server hangs, else None; `loads` are the last loads of all servers."""
         own_loads = [load for load in loads if load.server == self.url]
         return self.hangs.poll(time.monotonic(), own_loads, in_flight=self.in_flight, answers=self.answers)
 
     def pause(self, hang_pause: HangPause) -> None:
-        """Send no more requests, and cancel those in flight, so that their rows are sent again."""
+        """Send the server no more requests, and cancel those in flight so that their rows are sent again."""
         self.hang_pause = hang_pause
         self._update_closed()
         self.end_requests(math.inf)
@@ -136,7 +137,7 @@ class Endpoint:
         self._update_closed()
 
     def set_listed(self, *, is_listed: bool) -> None:
-        """Record whether its gateway lists it; requests in flight end either way."""
+        """Record whether the gateway lists the server. Requests in flight are not cancelled."""
         self.is_listed = is_listed
         self._update_closed()
 

@@ -38,17 +38,17 @@ KEY_REFUSED = frozenset({401, 403})
 PREFIX = "sglang:"
 """Beginning of the names of SGLang's metrics."""
 MOST_BYTES = 8 << 20
-"""Most bytes of a body that are read; `/metrics` of a large server has a tenth of them."""
+"""Maximum bytes of a body that are read; `/metrics` of a large server has a tenth of that."""
 MOST = 1 << 53
 """Largest value of a gauge or counter: up to there a double holds every integer."""
 NOT_REACHED = (aiohttp.ClientError, TimeoutError, OSError)
-"""Errors that every request here raises where the server does not answer in time."""
+"""Errors that every request here may raise if the server does not answer in time."""
 NOT_SGLANG = (ValueError, KeyError, TypeError, msgspec.MsgspecError)
 """Errors that `load` raises too, for a reply that is not SGLang's."""
 
 
 def in_words(failure: Exception) -> str:
-    """Say in one line why a server gave no answer; some of aiohttp's errors do not say it, or in several."""
+    """Return the reason why a server gave no answer, in one line, which not all errors of aiohttp have."""
     if isinstance(failure, aiohttp.TooManyRedirects):
         return "its redirects lead in a circle"
     return " ".join(str(getattr(failure, "os_error", failure)).split()) or type(failure).__name__
@@ -80,7 +80,7 @@ class ServerStatus:
             raise aiohttp.ClientPayloadError(f"the answer cannot be read: {failure!r}") from failure
 
     async def mapping(self, path: str, timeout_s: float) -> tuple[int, dict[str, Any]]:
-        """Return the status and the JSON object of a path, empty without one."""
+        """Return the status of a path and its JSON object, which is empty if the reply has none."""
         status, body = await self.get(path, timeout_s)
         with contextlib.suppress(orjson.JSONDecodeError):
             reply = orjson.loads(body) if status == 200 else None  # noqa: PLR2004
@@ -89,9 +89,9 @@ class ServerStatus:
         return status, {}
 
     async def load(self, timeout_s: float, running_by_states: int | None = None) -> list[SchedulerLoad]:
-        """Return the load of each scheduler; empty where the server has no LOADS.
+        """Return the load of each scheduler; empty if the server does not have the path LOADS.
 
-        Any other refusal is no answer for now. For `running_by_states` see `load_in`.
+        Any other refusal raises, since the server may answer later. For `running_by_states` see `load_in`.
         """
         status, body = await self.get(LOADS, timeout_s)
         if status in NO_SUCH_PATH:
@@ -110,7 +110,8 @@ class ServerStatus:
 
 
 Requests = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
-"""Requests at one scheduler: at most sixteen times as many as one address has ports."""
+"""Number of requests at one scheduler. The maximum is about sixteen times the number of ports of an
+address."""
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
 
@@ -144,10 +145,11 @@ _read_loads = msgspec.json.Decoder(_Loads)
 
 
 def load_in(body: bytes, url: str, running_by_states: int | None = None) -> list[SchedulerLoad]:
-    """Read the load of each DP rank of the server at `url`; raises ValueError where it is none.
+    """Read the load of each DP rank of the server at `url`; raises ValueError if `body` is no load.
 
-    The load lacks the state pool of a hybrid model, which holds the states of `running_by_states` requests.
-    Where that is the limit of running requests in the load, it tells how full the pool is.
+    The load does not say how full the state pool of a hybrid model is. That pool holds the states of
+    `running_by_states` requests. If this is also the load's limit of running requests, the number of running
+    requests tells how full the pool is.
     """
     try:
         loads = _read_loads.decode(body).loads
@@ -181,8 +183,9 @@ def counters_in(text: str) -> dict[str, float]:
     """Return SGLang's numbers of `GET /metrics`, summed over schedulers, by their names without `sglang:`.
 
     Values that no counter or gauge has (infinite, not a number, negative) are left out. All pipeline stages
-    and tensor-parallel ranks of a DP rank report the same values, so only the first one counts. With DP
-    attention that is not rank 0. Raises ValueError where the text is not Prometheus's.
+    and tensor-parallel ranks of a DP rank report the same values, so only the first rank counts. With DP
+    attention the first rank is not always rank 0. Raises ValueError if the text is not in Prometheus's
+    format.
     """
     from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415 - only where needed
 
@@ -207,14 +210,14 @@ def counters_in(text: str) -> dict[str, float]:
 
 
 def _work(load: _Scheduler) -> float | None:
-    """Return microseconds of prefill + decode steps; None before SGLang 0.5.23, which counts them."""
+    """Return the microseconds of prefill and decode steps so far; None before SGLang 0.5.23."""
     if load.total_prefill_busy_us is None:
         return None
     return load.total_prefill_busy_us + (load.decode_moments or [0])[0]
 
 
 def check_does(task: TaskName, model: Mapping[str, Any], who: str) -> None:
-    """Raise EngineStartError if a model cannot do a task; `/model_info` may leave that open.
+    """Raise EngineStartError if a model cannot do a task, as far as its `/model_info` tells.
 
     `who` names the server and its model.
     """
@@ -240,9 +243,9 @@ def check_architecture(task: TaskName, architectures: object, who: str) -> None:
 
 
 async def is_gateway(url: str, headers: Mapping[str, str]) -> bool:
-    """Tell whether a Model Gateway is at an address; what does not answer soon is none.
+    """Tell whether a Model Gateway is at an address; a server that does not answer soon counts as none.
 
-    `/loads` is open to a key that may not read the list of workers.
+    `/loads` is asked too, because it is open to a key that may not read the list of workers.
     """
     async with aiohttp.ClientSession(headers=headers) as session:
         status = ServerStatus(session, url)
@@ -264,7 +267,7 @@ class ServerQuestions:
     async def at_start(self, url: str, task: TaskName) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what a server says of its model, and of its arguments and limits.
 
-        Raises EngineAwayError where it does not, EngineStartError where it is a gateway, or where the model
+        Raises EngineAwayError if the server does not answer, EngineStartError if it is a gateway or its model
         cannot do the task.
         """
         try:
@@ -284,7 +287,7 @@ class ServerQuestions:
         return model, server
 
     async def _refuse_gateway(self, url: str) -> None:
-        """Raise EngineStartError where a Model Gateway is at the address of a server."""
+        """Raise EngineStartError if a Model Gateway is at the address of a server."""
         reply = dict[str, Any]()
         with contextlib.suppress(EngineDownError):
             reply = await self._ask(url, WORKERS, TIMING.server_open)
@@ -295,9 +298,9 @@ class ServerQuestions:
             )
 
     async def model(self, url: str, run_model: Model) -> dict[str, str]:
-        """Return what a server says of its model now; raises EngineDownError where it does not say.
+        """Return a server's description of its model now; raises EngineDownError if it gives none.
 
-        Its arguments are read only if the run's model has a field that `/model_info` lacks.
+        The server's arguments are read only if the run's model has a field that `/model_info` lacks.
         """
         timeout_s = TIMING.server_open
         model_info = await self._model_info(url, timeout_s)
@@ -320,7 +323,7 @@ class ServerQuestions:
         return model_info
 
     async def _ask(self, url: str, path: str, timeout_s: float) -> dict[str, Any]:
-        """Ask a server what it is; raises EngineDownError where it does not answer or refuses the key."""
+        """Return a server's reply at a path; raises EngineDownError if it gives none or refuses the key."""
         try:
             status, reply = await ServerStatus(self._session, url).mapping(path, timeout_s)
         except NOT_REACHED as failure:
@@ -349,8 +352,8 @@ _CHAT_ARGUMENTS = (
 OWN_CHAT_MODELS = {"gpt_oss", "gemma4", "gemma4_unified", "minimax_m3_vl"}
 """Models whose chats SGLang handles in its own way (special tokens in the answer, rules for messages)."""
 _IN_PIECES = ("incremental_streaming_output", "stream_output")
-"""Arguments, the second being the older name, with which an event has only the text since the last one: so
-each row should be a request of its own."""
+"""Arguments with which an event has only the text since the last event; the second is the older name. With
+them each row should be a request of its own."""
 
 
 def describe(
@@ -375,19 +378,19 @@ def describe(
         tokenizing=_common_to([*map(tokenizer_info, models, servers)]),
         takes_images=takes_images,
         takes_audio=_in_all(models, "has_audio_understanding"),
-        takes_videos=takes_images and None,  # what takes images may take videos
+        takes_videos=takes_images and None,  # a model that takes images may take videos
         one_by_one=next(filter(None, map(sends_pieces, servers)), None),
     )
 
 
 def prefill_tokens(arguments: Mapping[str, Any]) -> int | None:
-    """Return the most prompt tokens that one prefill pass takes, by a server's resolved arguments."""
+    """Return the maximum number of prompt tokens in a prefill pass, by a server's resolved arguments."""
     limits = (limit_of(arguments.get(name)) for name in ("chunked_prefill_size", "max_prefill_tokens"))
     return min((limit for limit in limits if limit), default=None)
 
 
 def limit_of(value: Any) -> int | None:
-    """Return a limit that a server reports, from 1 on; None for anything else."""
+    """Return the reported value if it is a limit (an integer from 1 to MOST), else None."""
     return value if type(value) is int and 0 < value <= MOST else None
 
 
@@ -406,9 +409,9 @@ def limit_in_effect(state: Mapping[str, Any], argument: str) -> Any:
 
 
 def running_by_states(server: Mapping[str, Any]) -> int | None:
-    """Return how many requests' states a server's first scheduler holds, by its `/server_info`.
+    """Return how many requests have room for their states in the pool of a server's first scheduler.
 
-    None without a state pool, which only a hybrid model has.
+    `server` is its `/server_info`. Return None if there is no state pool: only a hybrid model has one.
     """
     state = next(iter(scheduler_states(server)), {})
     slots = limit_of(state.get("max_mamba_cache_size"))
@@ -416,14 +419,14 @@ def running_by_states(server: Mapping[str, Any]) -> int | None:
 
 
 LEAST_DEFAULT_RUNNING = 2048
-"""Least `max_running_requests` that SGLang chooses where nothing caps it."""
+"""Smallest `max_running_requests` that SGLang chooses if nothing caps it."""
 
 
 def memory_caps_running(server: Mapping[str, Any]) -> bool:
     """Tell whether a server's first scheduler runs fewer requests than its arguments ask for.
 
-    `server` is its `/server_info`. A hybrid model, whose pool of states has `max_mamba_cache_size`, may run
-    fewer than SGLang's default.
+    `server` is its `/server_info`. If the arguments set no limit, this tells whether a hybrid model (one with
+    a `max_mamba_cache_size`) runs fewer requests than SGLang's default.
     """
     state = next(iter(scheduler_states(server)), {})
     in_effect = limit_of(state.get("effective_max_running_requests_per_dp"))
@@ -449,13 +452,13 @@ def tokenizer_info(model: Mapping[str, Any], server: Mapping[str, Any]) -> Token
 
 
 def _sum(limits: Iterable[Any]) -> int | None:
-    """Return the sum over all schedulers; None where one of them does not say."""
+    """Return the sum of a limit over all schedulers; None if one of them does not report it."""
     checked = [limit_of(limit) for limit in limits]
     return sum(limit or 0 for limit in checked) if checked and all(checked) else None
 
 
 def _common_to(infos: Sequence[TokenizerInfo]) -> TokenizerInfo:
-    """Return the tokenisation of all replicas; only the server's where their arguments differ."""
+    """Return how all replicas tokenize; if their arguments differ, only the servers can tokenize."""
     first = infos[0]
     if any(info != first for info in infos):
         return TokenizerInfo(first.tokenizer, first.model, why_server="the replicas' arguments differ")
@@ -463,12 +466,12 @@ def _common_to(infos: Sequence[TokenizerInfo]) -> TokenizerInfo:
 
 
 def sends_pieces(server: Mapping[str, Any]) -> str | None:
-    """Say which argument makes a server send only the new text in each event; None where none does."""
+    """Name the argument by which a server sends only the new text in each event; None if there is none."""
     return _runs_with(server, _IN_PIECES)
 
 
 def _runs_with(server: Mapping[str, Any], arguments: Iterable[str]) -> str | None:
-    """Name the first of these arguments that a server runs with."""
+    """Return a phrase with the first of these arguments that a server runs with; None if there is none."""
     argument = next((name for name in arguments if server.get(name)), None)
     return argument and f"the server runs with --{argument.replace('_', '-')}"
 

@@ -1,4 +1,4 @@
-"""The situation of a live server: its load, counters and arguments over some seconds."""
+"""Watches a live server for some seconds: its load, its counters and its arguments."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ KEY_VARIABLE = "SGLANG_API_KEY"
 def watch_server(url: str, span_s: float) -> Situation:
     """Watch a server for `span_s` seconds, or until Ctrl-C, and return its situation.
 
-    Raises InputError where no server answers, or one that is not SGLang.
+    Raises InputError if no server answers, or if the server is not SGLang.
     """
     return asyncio.run(_watch(url.rstrip("/"), span_s))
 
@@ -136,7 +136,7 @@ class _Server:
             self._first = self._first or self._last
 
     def _add(self, loads: Sequence[SchedulerLoad]) -> None:
-        """Record the load of each scheduler; the counters are sums over all."""
+        """Record the load of each scheduler. Counters are sums, so each scheduler gets an equal part."""
         graph, rate = self._last.get("is_cuda_graph"), self._last.get("gen_throughput")
         states = self._last.get("mamba_usage", 0.0)
         for load in loads:
@@ -163,7 +163,7 @@ def _free_at_first(memory: dict[str, Any]) -> float | None:
 
 
 def _limits(info: dict[str, Any], state: dict[str, Any], memory: dict[str, Any]) -> ServerReady:
-    """Return the limits of the first scheduler, whose state has numbers where arguments may be null."""
+    """Return the limits of the first scheduler; its state overrides arguments, which may be null."""
     merged = {**info, **{name: value for name, value in state.items() if value}}
     most = "max_running_requests"
     merged[most] = limit_in_effect(state, most) or merged.get(most)

@@ -30,9 +30,9 @@ _CHAT_NAMES = {
 
 GENERATE_PATH, TOKENIZE_PATH, ABORT_PATH = "/generate", "/v1/tokenize", "/abort_request"
 ABORTABLE_PATHS = {GENERATE_PATH, CHAT_PATH, COMPLETIONS_PATH}
-"""Paths whose requests can be aborted: elsewhere rows end with the forward pass that they are in."""
+"""Paths whose requests can be aborted. At other paths a row ends with its forward pass anyway."""
 ANY_MODEL = "default"
-"""Name by which SGLang serves its model, whatever that is called."""
+"""Model name that SGLang accepts for the model it serves, whatever that model is called."""
 
 
 def path_of(request: Request) -> str:
@@ -66,7 +66,7 @@ def _refuse_deadly_prompt(prompt: Any, vocabulary: int | None) -> None:
         raise RowRefusedError("the prompt is empty")
     if isinstance(prompt, list):
         try:
-            # faster than `min` and `max`, which do not know that all are integers; 0, for a null alone
+            # `sorted` is faster than `min` and `max` for a list of integers. With 0, a single null fails too.
             ids = sorted((0, *prompt))
         except TypeError:
             raise RowRefusedError("a token id is null") from None
@@ -92,7 +92,7 @@ def bytes_of(body: Mapping[str, Any], default: Callable[[Any], Any] | None = Non
 
 
 def with_fields(body: bytes, fields: Mapping[str, Any]) -> bytes:
-    """Return a body with further fields, which go before its own of the same names."""
+    """Return a body with further fields, which override its own fields of the same names."""
     head = body.rstrip()[:-1].rstrip()
     comma = b"" if head == b"{" else b","
     return b"%b%b%b" % (head, comma, orjson.dumps(fields)[1:])
@@ -120,7 +120,8 @@ def _urls(file: PromptFile) -> list[str]:
 def _data_of(request: Request) -> dict[str, Any]:
     """Return the fields of `/generate` with the files of a request.
 
-    SGLang 0.5.23 gives each of several samples one item of a list, so that all files have to be the one item.
+    If a request asks for several samples, SGLang 0.5.23 gives each of them one item of the list. So all files
+    are put into a single item.
     """
     data = dict[str, list[Any]]()
     for file in request.media:
@@ -163,7 +164,7 @@ def _messages_of(request: Request) -> Any:
 
 
 def _with_urls(part: Any, files: Sequence[PromptFile]) -> list[Any]:
-    """Return a part of a message as it is sent: a file is a data URL, a document one for each page."""
+    """Return a part of a message in the form that is sent: a data URL for a file, or one for each page."""
     number = file_of_part(part)
     if number is None:
         return [part]
@@ -201,23 +202,25 @@ def _chat_logprob_fields(asks: AskedColumns) -> dict[str, Any]:
 
 
 STREAM_INTERVAL = 1 << 30
-"""Tokens between two events of a row that nobody watches: one comes after its first token, one at its end."""
+"""Tokens between two events of a row that is not watched for repetition. The number is so large that only two
+events come: one after the first token, and one at the end."""
 
 
 LEAST_TOKENS = 1024
-"""Fewest `max_new_tokens` of a row whose answer is watched: a shorter one has no room for a repetition."""
+"""An answer is watched only if `max_new_tokens` is at least this. A shorter answer has no room for
+repetition."""
 LEAST_BETWEEN, MOST_EVENTS = 256, 32
-"""Fewest tokens between two events of a watched row, and about the most events of a row: each has all of the
-text so far."""
+"""Minimum number of tokens between two events of a watched row, and about the maximum number of its events.
+More events would cost too much, since each has the whole text so far."""
 UNLIMITED_TOKENS = 16_384
-"""Tokens that stand in for the limit of a row without one."""
+"""Assumed `max_new_tokens` of a row that sets none."""
 _GRAMMARS = ("regex", "ebnf", "structural_tag")
 
 
 def tokens_between_events(request: Request) -> int | None:
-    """Return after how many tokens each the answer to a request is looked at; None for never.
+    """Return the number of tokens after which an answer is checked for repetition again; None for never.
 
-    Rows whose grammar or parameters may ask for repetition are left alone: lists, patterns, `ignore_eos`.
+    A row is not checked if its grammar or parameters may ask for repetition: lists, patterns, `ignore_eos`.
     """
     if not request.stops_repetition:
         return None
@@ -282,7 +285,7 @@ def chat_body(request: Request) -> dict[str, Any]:
     if tag is not None:
         body["response_format"] = {"type": "structural_tag", **_json(tag, "structural_tag")}
     spaces = sampling.pop("spaces_between_special_tokens", None)
-    if spaces is not None:  # the chat endpoint of SGLang 0.5 takes it from here
+    if spaces is not None:  # the chat endpoint of SGLang 0.5 takes it from chat_template_kwargs
         template_kwargs["spaces_between_special_tokens"] = spaces
     body.update({_CHAT_NAMES.get(name, name): value for name, value in sampling.items()})
     if template_kwargs:
@@ -300,7 +303,7 @@ def chat_body(request: Request) -> dict[str, Any]:
 def tokenize_body(request: Request, *, special: bool = True) -> dict[str, Any]:
     """Make the body for `/v1/tokenize`, which returns the tokens that the prompt's endpoint would use.
 
-    With `special` they include the tokens that begin and end a prompt.
+    With `special` these include the tokens that begin and end a prompt.
     """
     if request.kind == "messages":
         body = {"messages": _messages_of(request), "chat_template_kwargs": request.chat_template_kwargs}
@@ -323,11 +326,12 @@ def _json(value: Any, name: str) -> Any:
 JSON = "application/json"
 _REDIRECTS = {301, 302, 303, 307, 308}
 _NEWEST_KNOWN = (3, 14)
-"""Newest aiohttp whose pool is known. The pool is no public interface: newer ones send by the session."""
+"""Newest version of aiohttp whose connection pool is known. The pool is no public interface, so with a newer
+version requests are sent by the session."""
 
 
 class DirectAnswer(msgspec.Struct):
-    """An answer on a connection of aiohttp's pool, whose head has come."""
+    """An answer on a connection of aiohttp's pool. Its head has been read."""
 
     status: int
     headers: Mapping[str, str]
@@ -335,7 +339,7 @@ class DirectAnswer(msgspec.Struct):
     connection: Connection
 
     def release(self) -> None:
-        """Give the connection back to the pool; close it where the body was not read to its end."""
+        """Give the connection back to the pool; close it if the body was not read to its end."""
         self.connection.release()
 
 
@@ -345,20 +349,21 @@ PostedAnswer = DirectAnswer | aiohttp.ClientResponse
 class PostSender:
     """Posts JSON to one URL, on a connection of the pool of an aiohttp session.
 
-    For each row `aiohttp.ClientSession.post` makes a request, a writer with a task of its own and a response:
-    a plain row costs 44 % more instructions by it. Here the head of the request is made once. Connecting,
-    TLS, the pool and the reading of HTTP are aiohttp's own, and so are requests by a proxy.
+    For each row, `aiohttp.ClientSession.post` creates a request, a writer with its own asyncio task, and a
+    response. With these, a plain row costs 44 % more instructions. Here the head of the request is made only
+    once. Connecting, TLS, the pool and the reading of HTTP are left to aiohttp. A request through a proxy is
+    sent by aiohttp's session.
     """
 
     def __init__(
         self, session: aiohttp.ClientSession, url: URL, *, headers: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """Take the session, the URL, and headers beside the session's."""
+        """Post to `url` with the session's headers and the `headers` given here."""
         assert session.connector is not None
         self._session = session
         self._connector = session.connector
         self._url = url
-        # tells the connector where to connect, and has the headers that aiohttp adds
+        # `_request` tells the connector where to connect, and has the headers that aiohttp adds.
         self._headers = headers
         self._request = aiohttp.ClientRequest(
             "POST", url, headers={**session.headers, "Content-Type": JSON, **headers}
@@ -371,7 +376,8 @@ class PostSender:
     async def post(self, body: bytes) -> PostedAnswer:
         """Send a body, and wait for the head of the answer.
 
-        Raises aiohttp.ClientError, OSError, or EngineDownError for a redirect, which would lead the key away.
+        Raises aiohttp.ClientError and OSError. Raises EngineDownError for a redirect, which would send the
+        API key to another server.
         """
         answer = await (self._post_directly(body) if self.is_direct else self._post_by_session(body))
         if answer.status in _REDIRECTS:
