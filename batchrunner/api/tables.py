@@ -27,8 +27,8 @@ from batchrunner.job.tasks import Dtype
 from batchrunner.output.columns import schema_of_run
 from batchrunner.output.merge import merge
 from batchrunner.output.run_dir import RunDir
-from batchrunner.runner.earlier_results import with_merged_results
 from batchrunner.runner.open_engine import OpenEngine
+from batchrunner.runner.prepare import with_merged_results
 from batchrunner.runner.progress import ProgressListener, make_displays
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ def _unless_stopped(rows: T) -> T:
 
 
 def _no_results(job: Job, dataset: Dataset) -> pa.Table:
-    """Check the job of an input without rows, which pipelines produce, and return its empty results."""
+    """Check the job of an input without rows, and return an empty table. Pipelines produce such inputs."""
     functions = open_functions(job)
     with closing(functions) if functions else nullcontext():
         plan = plan_answers(job, functions)
@@ -117,7 +117,7 @@ def generate(
     function that turns an answer into columns. `engine` is an open engine, the `engine` part of a job, a
     model (a server is started), an address or a list of addresses, or "simulated". `columns` are copied to
     the results. `answers` are `output.columns` of a job; `sampling`, `accept`, `on_length` and `limits` are
-    those parts of a job. `progress` and `on_progress` are as for `run`.
+    the parts of a job with these names. `progress` and `on_progress` are as for `run`.
 
     The table has one row for each input row; a failed row has an `error`. Raises BatchrunError, and
     exceptions of an iterator in `rows`.
@@ -192,9 +192,10 @@ def score(
     Example: `score(["Is the sky blue? Answer:"], labels=[" yes", " no"], engine="Qwen/Qwen3-8B")`.
 
     Give either `labels` or `choices`. `labels` are single tokens, by text or id. `choices` are texts for all
-    rows, or the column with a list for each row. The column `scores` has the probabilities of the labels
-    (normalized over the labels with `softmax`), or the log likelihoods of the choices; the columns
-    `scores_per_token` and `scores_per_byte` divide these by length. The other arguments are as for `embed`.
+    rows, or the name of a column with a list for each row. With labels, the column `scores` has their
+    probabilities, which `softmax` normalizes over the labels. With choices, it has their log likelihoods,
+    which the columns `scores_per_token` and `scores_per_byte` divide by length. The other arguments are as
+    for `embed`.
     """
     return results_of(
         rows,

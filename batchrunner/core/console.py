@@ -165,7 +165,7 @@ def background_line(background: Mapping[str, Any]) -> str:
     our_share, users_share = background["our_share"], background["users_share"]
     line = f"engine {our_share:.0%} ours, {users_share:.0%} its users'"
     if rows := background["rows_given_back"]:
-        line += f", {counted(rows, 'row')} given back ({background['tokens_lost']:,} tokens lost)"
+        line += f", {counted(rows, 'row')} preempted ({background['tokens_lost']:,} tokens lost)"
     return line
 
 
@@ -175,7 +175,7 @@ SOURCE_TREE = "from a source tree"
 
 @functools.cache
 def installed_version(name: str) -> str | None:
-    """Return the version of a package; None if it is not installed, such as this one in a source tree.
+    """Return the version of a package; None if it is not installed, such as batchrunner in a source tree.
 
     The first result is kept: a package that is upgraded meanwhile stays imported in its old version.
     """

@@ -6,7 +6,7 @@ The fields of EngineInfo, TokenizerInfo and SchedulerLoad are keys in run.json, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 
@@ -18,16 +18,16 @@ class TokenizerInfo:
     """Directory or name of the tokenizer."""
     model: str
     """Directory or name of the model."""
-    own: str | None = None
+    why_server: str | None = None
     """Why only the engine can tokenize prompts; None if this process can too."""
-    own_chat: str | None = None
+    why_server_chat: str | None = None
     """Why only the engine can tokenize messages or parse their answers; None if this process can too."""
     model_sampling: bool = True
-    """Whether generation_config.json sets sampling parameters for requests with messages that omit them."""
+    """Whether the engine takes sampling parameters that a chat omits from generation_config.json."""
     cuts: bool = False
     """Whether the engine truncates a prompt that is too long, instead of refusing it."""
     longest_prompt: int | None = None
-    """Tokens that a prompt must stay below; None for no limit."""
+    """A prompt must have fewer tokens than this; None for no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,13 @@ class EngineInfo:
     """Path of the engine's log, if it is on this machine."""
     one_by_one: str | None = "the engine takes one row in a request"
     """Why each row is a request of its own; None where a request can hold several rows."""
+    only_short_share: str | None = None
+    """Why only rows with short outputs share a request; None where all may."""
+    unsupported: Mapping[str, str] = field(default_factory=dict)
+    """Parts of a job that the engine cannot do, and why."""
     yields: bool | None = None
-    """Whether the server schedules other requests before those of this background run; None for a run that is
-    not in the background."""
+    """Whether the server schedules its users' requests before those of this background run; None if the run
+    is not in the background."""
     notes: tuple[str, ...] = ()
     """Lines for the user, logged when the run starts."""
 
@@ -93,7 +97,7 @@ class SchedulerLoad:
 
     scheduler: str
     """URL of the replica, with `#dpN` where it has several data-parallel ranks."""
-    source: Literal["loads", "engine", "simulated"]
+    source: Literal["loads", "gateway", "engine", "simulated"]
     """Origin of the numbers."""
     running: int
     """Running requests, SGLang's `#running-req`."""
@@ -114,7 +118,7 @@ class SchedulerLoad:
     work: float | None = None
     """Counter that grows with the scheduler's forward passes; None if there is none."""
     retracted: int | None = None
-    """Requests retracted since the report before the last; None if unreported."""
+    """Requests that were retracted between the scheduler's last two reports; None if unreported."""
     state_usage: float = 0.0
     """Fraction of the state pool that running requests take, 0 to 1; 0 for a model without states."""
 
@@ -143,9 +147,10 @@ class Incident(NamedTuple):
 
 
 USUAL_MAX_RUNNING = 256
-"""Limit of running requests from which the band applies unchanged; below, it is scaled down."""
+"""If a scheduler's limit of running requests is at least this number, the band applies unchanged. For a lower
+limit the band is scaled down."""
 LEAST_LOW = 8
-"""Smallest lower end of a scaled band, in requests."""
+"""Minimum of the lower end of a scaled band, in requests."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from batchrunner.core.errors import (
     EngineBusyError,
     EngineDiedError,
     EngineDownError,
-    GivenBackError,
     NoAnswerError,
+    PreemptedError,
     RequestError,
     RowRefusedError,
 )
@@ -40,8 +40,8 @@ MOST_DEATHS = 4
 class FailureKind(Enum):
     """Why an attempt has no answer."""
 
-    RETURNED = auto()
-    """We took the row from the engine ourselves, for its users."""
+    PREEMPTED = auto()
+    """We preempted the row for the engine's users."""
     INVALID = auto()
     """We refused the row ourselves: nothing was sent."""
     REFUSED = auto()
@@ -59,7 +59,7 @@ class FailureKind(Enum):
 
 
 KINDS: tuple[tuple[type[RequestError], FailureKind], ...] = (
-    (GivenBackError, FailureKind.RETURNED),
+    (PreemptedError, FailureKind.PREEMPTED),
     (EngineDiedError, FailureKind.DIED),
     (EngineDownError, FailureKind.DOWN),
     (EngineBusyError, FailureKind.BUSY),
@@ -74,6 +74,8 @@ FAILED = {FailureKind.FAILED, FailureKind.NO_ANSWER}
 """The row may be at fault: it has `limits.max_attempts` of these."""
 UNAVAILABLE = {FailureKind.BUSY, FailureKind.DOWN, FailureKind.DIED}
 """The server took no row: the row is not at fault, unless there is evidence."""
+REFUSED_FOR_NOW = {FailureKind.BUSY, FailureKind.DOWN}
+"""The row is not at fault, unless it is refused again and again while others are answered."""
 CONGESTED = {FailureKind.BUSY, FailureKind.NO_ANSWER}
 """The server may have too much to do: its window shrinks."""
 
@@ -145,12 +147,12 @@ def _another_may_answer(attempt: FailedAttempt) -> bool:
 
 
 RULES = (
-    FateRule({FailureKind.RETURNED}, _always, Fate.REQUEUE),
+    FateRule({FailureKind.PREEMPTED}, _always, Fate.REQUEUE),
     FateRule({FailureKind.REFUSED}, _another_may_answer, Fate.ASK_ANOTHER),
     FateRule(REJECTED, _always, Fate.END),
     FateRule(UNAVAILABLE, lambda attempt: attempt.was_refused, Fate.END_REFUSED),
     FateRule({FailureKind.DIED}, lambda attempt: attempt.deaths >= MOST_DEATHS, Fate.BLAME),
-    FateRule({FailureKind.BUSY, FailureKind.DOWN}, lambda attempt: attempt.is_culprit, Fate.BLAME),
+    FateRule(REFUSED_FOR_NOW, lambda attempt: attempt.is_culprit, Fate.BLAME),
     FateRule(UNAVAILABLE, lambda attempt: attempt.is_engine_lost, Fate.LOSE_ENGINE),
     FateRule(FAILED, _another_may_answer, Fate.ASK_ANOTHER),
     FateRule(FAILED, lambda attempt: attempt.failures >= attempt.max_attempts, Fate.END),
@@ -192,26 +194,54 @@ class Refusals(msgspec.Struct):
 
     last: float
     """Time of the last refusal; initially the time when the refused attempt was sent."""
+    total: int = 0
+    """All refusals."""
     count: int = 1
     """The first refusal, plus each later one while the route answered other requests."""
+    answers_others: bool = False
+    """Whether the route answered other requests between the last two refusals."""
     by_route: dict[RouteRecord, RouteTally] = {}
 
-    def add(self, record: RouteRecord, now: float) -> bool:
-        """Add a refusal by a route; return whether the route answers others meanwhile."""
-        answers_others = record.newest >= self.last
+    def record(self, record: RouteRecord, now: float) -> None:
+        """Record a refusal by a route, here and among the route's own counts."""
+        self.total += 1
+        self.answers_others = record.newest >= self.last
         self.last = now
         tally = self.by_route.get(record)
         if tally is None:  # no evidence yet: the route may have just failed
             self.by_route[record] = RouteTally(record.answered, record.refused)
-            record.refused += 1
-        elif answers_others:
+            record.record_refusal()
+        elif self.answers_others:
             tally.refusals += 1
             self.count += 1
-        return answers_others
 
 
 BY_CHANCE = 1e-6
 """A row is given up if the probability that chance explains its refusals is lower than this."""
+
+
+class RefusalCause(Enum):
+    """The cause of a row's temporary refusals, as far as it is known."""
+
+    ROW = auto()
+    """The row itself."""
+    OPEN = auto()
+    """Unknown: later refusals, or answers to other rows, will tell."""
+    NEEDS_CONTROL = auto()
+    """Unknown, and no other row in flight can tell: a control must."""
+
+
+def cause_of(
+    refusals: Refusals, record: RouteRecord, *, others_in_flight: bool, max_attempts: int
+) -> RefusalCause:
+    """Judge the temporary refusals of a row; the last one is by the route of `record`."""
+    if is_culprit(refusals, max_attempts):
+        return RefusalCause.ROW
+    is_first = refusals.total == 1  # the engine may just have had no room
+    others_will_tell = refusals.answers_others and others_in_flight
+    if is_first or others_will_tell or record.has_control:
+        return RefusalCause.OPEN
+    return RefusalCause.NEEDS_CONTROL
 
 
 def is_culprit(refusals: Refusals, max_attempts: int) -> bool:
@@ -258,6 +288,13 @@ class FailureHistory(msgspec.Struct):
         """Return these routes, and the one that failed the row now."""
         before = self.routes_before(kind)
         return before if route in before else (*before, route)
+
+    def record_refusal(self, record: RouteRecord, *, sent_at: float, now: float) -> Refusals:
+        """Record a temporary refusal of an attempt that was sent at `sent_at`; return all of them."""
+        if self.refusals is None:
+            self.refusals = Refusals(sent_at)
+        self.refusals.record(record, now)
+        return self.refusals
 
     def add(self, kind: FailureKind, fate: Fate, route: Route, error: RequestError) -> None:
         """Record a failed attempt and the fate that the table gave the row."""

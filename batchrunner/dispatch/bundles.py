@@ -72,11 +72,11 @@ def prompt_tokens(request: Request) -> int:
 
 
 USUAL_TOKENS = 8192
-"""Prompt tokens of a pass where the server does not tell: SGLang's chunk on cards of 80 GB."""
+"""Prompt tokens of a pass if the server reports none: SGLang's chunk on GPUs of 80 GB."""
 FIRST_ROW_TOKENS = 256
-"""Tokens that a row is expected to have before any was sent."""
+"""Expected prompt tokens of a row before any row was sent."""
 MEMORY_ROWS = 2000
-"""Rows over which the average is taken; older rows fade out."""
+"""Rows over which the prompt length is averaged; older rows fade out."""
 DEEPEST = 8
 """Longest useful queue, in forward passes: more rows would only wait."""
 FIRST_PASSES = 4
@@ -84,16 +84,16 @@ FIRST_PASSES = 4
 
 
 class ForwardPasses:
-    """The passes of an engine's schedulers, by the rows that were sent."""
+    """How many rows fill a forward pass of a scheduler without decoding, by the mean prompt of sent rows."""
 
     def __init__(self, tokens: int | None) -> None:
-        """Take the most prompt `tokens` of a pass; None where the server does not tell them."""
+        """`tokens` is the most prompt tokens of a pass; None if the server does not report it."""
         self.tokens = tokens or USUAL_TOKENS
         """Most prompt tokens of a pass."""
         self._row_tokens = float(FIRST_ROW_TOKENS)
         self._rows = 0
 
-    def sent(self, tokens: int) -> None:
+    def record_sent(self, tokens: int) -> None:
         """Count a row that is sent, with the tokens of its prompt."""
         self._rows += 1
         self._row_tokens += (tokens - self._row_tokens) / min(self._rows, MEMORY_ROWS)
@@ -104,7 +104,7 @@ class ForwardPasses:
         return rows if max_running is None else min(rows, max_running)
 
     def first_window(self, max_running: int | None) -> int:
-        """Return how many rows a scheduler gets before its load is known."""
+        """Return the window of a scheduler before its first load sample."""
         return max(LEAST_LOW, FIRST_PASSES * self.rows(max_running))
 
     def band(self, max_running: int | None) -> QueueBand:
@@ -154,7 +154,7 @@ class BundleSize:
     ) -> None:
         """Send bundles that wait at most `fill_s` seconds; `fixed` overrides the size.
 
-        `short` says that answers are known to be short. `passes` are given only for tasks without decoding.
+        `short` says that answers are known to be short. Only tasks without decoding have `passes`.
         """
         self.most_tokens = MOST_TOKENS if passes is None else passes.tokens
         """Prompt tokens that a bundle holds at most, unless one row has more."""
@@ -166,12 +166,12 @@ class BundleSize:
         self._ended = 0  # rows of the bursts in this period that are over
         self._squares = 0  # sum of the squares of these bursts
 
-    def taken(self, request: Request) -> None:
+    def record_sent(self, request: Request) -> None:
         """Count a row that is sent."""
         if self._passes is not None:
-            self._passes.sent(prompt_tokens(request))
+            self._passes.record_sent(prompt_tokens(request))
 
-    def ended(self, now: float) -> None:
+    def record_end(self, now: float) -> None:
         """Count a row that ended `now`, in seconds of the monotonic clock."""
         if self._passes is not None:
             return
@@ -223,7 +223,7 @@ class Bundle:
         """Rows that have no answer yet."""
         return [row for row in self.rows if not row.answer.done()]
 
-    def ended(self, index: int, result: Completion | RequestError) -> None:
+    def end_row(self, index: int, result: Completion | RequestError) -> None:
         """Give a row its answer; the first one counts."""
         answer = self.rows[index].answer
         if answer.done():
@@ -250,7 +250,7 @@ class BundleSender:
     totals: BundleTotals
     events: EventLog
     one_by_one: str | None
-    """Why each row is a request of its own; None where there is no reason."""
+    """Why rows share no requests; None if they may."""
     _logged: set[str] = field(default_factory=set)
     """Reasons for sending rows one by one that are already in the log."""
     _works: bool = False
@@ -264,17 +264,17 @@ class BundleSender:
         """Send a request once, `alone` or with others, and wait for its answer; see `Engine.generate`."""
         self._outstanding += 1
         try:
-            self.size.taken(request)
+            self.size.record_sent(request)
             most = self.size.rows(self._outstanding)
             if most > 1 and not alone and self._may_share(request):
-                completion = await self._share(request, most)
+                completion = await self._send_shared(request, most)
                 if completion is not None:
                     return completion
             self.totals.add(1)
             return await self.engine.generate(request, self.url)
         finally:
             self._outstanding -= 1
-            self.size.ended(time.monotonic())
+            self.size.record_end(time.monotonic())
             self._send_if_nothing_else_comes()
 
     async def close(self) -> None:
@@ -291,7 +291,7 @@ class BundleSender:
             self.events.write("bundles_off", route=self.url, why=why)
         return why is None
 
-    async def _share(self, request: Request, most: int) -> Completion | None:
+    async def _send_shared(self, request: Request, most: int) -> Completion | None:
         loop, tokens = asyncio.get_running_loop(), prompt_tokens(request)
         row = BundledRow(request, loop.create_future())
         most_tokens = self.size.most_tokens
@@ -313,7 +313,7 @@ class BundleSender:
         """Send a bundle that was begun, if it is not sent yet."""
         if self._filling is filling:
             self._filling = None
-            self._start(filling.unanswered)
+            self._send_rows(filling.unanswered)
 
     def _send_if_nothing_else_comes(self) -> None:
         """Send the bundle soon if all outstanding rows wait in it; rows taken right now still join."""
@@ -321,23 +321,23 @@ class BundleSender:
         if filling is not None and len(filling.rows) == self._outstanding:
             asyncio.get_running_loop().call_soon(self._send_filled, filling)
 
-    def _start(self, rows: Sequence[BundledRow]) -> None:
+    def _send_rows(self, rows: Sequence[BundledRow]) -> None:
         """Send rows in one request; a single row returns to its `send` call, which sends it alone."""
         if len(rows) > 1 and self.one_by_one is None:
-            task = asyncio.ensure_future(self._carry(Bundle(rows)))
+            task = asyncio.ensure_future(self._send_bundle(Bundle(rows)))
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
             return
         for row in rows:
             row.answer.set_result(None)
 
-    async def _carry(self, bundle: Bundle) -> None:
+    async def _send_bundle(self, bundle: Bundle) -> None:
         """Send a bundle once; its unanswered rows are sent again in smaller bundles, or fail."""
         requests = [row.request for row in bundle.rows]
         self.totals.add(len(requests))
         why = "it answered none of their rows"
         try:
-            await self.engine.generate_many(requests, self.url, bundle.ended)
+            await self.engine.generate_many(requests, self.url, bundle.end_row)
         except BundleRefusedError as refusal:
             why = str(refusal)
         except AttemptFailedError as failure:
@@ -350,9 +350,9 @@ class BundleSender:
             bundle.fail(failure)
         except Exception as failure:
             log.debug("a bundle failed", exc_info=failure)
-        self._settle(bundle, why)
+        self._resend_unanswered(bundle, why)
 
-    def _settle(self, bundle: Bundle, why: str) -> None:
+    def _resend_unanswered(self, bundle: Bundle, why: str) -> None:
         """Send the unanswered rows of a bundle again; `why` is the reason in words."""
         self._works = self._works or bundle.answers > 0
         unanswered = bundle.unanswered
@@ -365,8 +365,8 @@ class BundleSender:
                 row.answer.set_result(None)
             return
         half = len(unanswered) // 2  # one row may be the reason
-        self._start(unanswered[:half])
-        self._start(unanswered[half:])
+        self._send_rows(unanswered[:half])
+        self._send_rows(unanswered[half:])
 
 
 class BundleSenders:
@@ -381,7 +381,7 @@ class BundleSenders:
         totals: BundleTotals,
         events: EventLog,
     ) -> None:
-        """Follow the job; `passes` are those of a task without decoding, None for generating."""
+        """Take the `passes` of a task without decoding; None for generation."""
         self._engine = engine
         self._totals = totals
         self._events = events
@@ -393,6 +393,8 @@ class BundleSenders:
         self._short = isinstance(most_tokens, int) and most_tokens <= SHORT_TOKENS
         # a list without decoding has one reply, so the reasons against bundles of texts do not apply
         self._one_by_one = info.one_by_one if passes is None else None
+        if passes is None and not self._short:
+            self._one_by_one = self._one_by_one or info.only_short_share
 
     def sender_to(self, url: str) -> BundleSender:
         """Return a new sender of rows to a server."""
@@ -408,7 +410,7 @@ class BundleSenders:
 
 
 def why_alone(request: Request) -> str | None:
-    """Say why a row is a request of its own; None where it can share one."""
+    """Return why a row needs a request of its own; None if it can share one."""
     if request.task is not None:
         return None
     if request.kind != "input_ids":

@@ -46,7 +46,7 @@ PADDED = (
 _STOPS = {"stop", "stop_token_ids", "stop_regex"}
 """Sampling parameters that may end an answer before it is a whole match of its regular expression."""
 LONGEST_COMPLAINT = 300
-"""Most characters of what is wrong with a value."""
+"""Most characters of a complaint about a value."""
 SEED_STEP, MOST_SEED = 1_000_003, (1 << 31) - 1
 """Difference between the seeds of two tries of a row, and the largest seed."""
 
@@ -62,7 +62,7 @@ class Verdict(NamedTuple):
 
 
 class AnswerChecker:
-    """Checks the answers of a run; rejected ones are asked for again."""
+    """Checks the answers of a run, and requests rejected ones again."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ def _with_history(history: AnswerHistory, *, is_good: bool | None) -> Completion
 
 
 async def _python_complaint(functions: HookPool, request: Request, completion: Completion) -> str | None:
-    """Ask the job's function what is wrong with an answer; if the function fails, its error says so."""
+    """Return the complaint of the job's function about an answer, or the error of the function."""
     facts = functions.facts[CHECK]
     row = (carried_of(request.ref),) if facts.takes_row else ()
     for number, text in enumerate(completion.texts):

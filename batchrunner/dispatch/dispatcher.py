@@ -14,21 +14,22 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from batchrunner.core.errors import EngineBusyError, EngineLostError, GivenBackError, RequestError, hidden
+from batchrunner.core.errors import EngineBusyError, EngineLostError, PreemptedError, RequestError, hidden
 from batchrunner.core.types import Completion, Outcome, Request
 from batchrunner.dispatch.attempt import (
     CONGESTED,
     FAILED,
+    REFUSED_FOR_NOW,
     REJECTED,
     UNAVAILABLE,
     FailedAttempt,
     FailureHistory,
     FailureKind,
     Fate,
-    Refusals,
+    RefusalCause,
+    cause_of,
     control_for,
     fate_of,
-    is_culprit,
     kind_of,
     pause_before_retry,
 )
@@ -69,7 +70,7 @@ class Dispatcher:
     load_control: LoadControl
     events: EventLog
     limits: LimitsSpec
-    """The job's."""
+    """`limits` of the job."""
     _in_flight: dict[PendingRow, None] = field(default_factory=dict, init=False)
     """Rows in flight, the oldest first."""
     _refused_since: float | None = field(default=None, init=False)
@@ -130,11 +131,11 @@ class Dispatcher:
         finally:
             del self._in_flight[row]
         now = time.monotonic()
-        self.backlog.came_back(row)
+        self.backlog.end_attempt(row)
 
         message: str | None = None
         if completion is not None:
-            self._learn(row, route, completion, now)
+            self._record_answer(row, route, completion, now)
             if self.checker is not None:
                 completion, message, next_request = await self.checker.check(row, completion)
                 if next_request is not None:
@@ -159,7 +160,7 @@ class Dispatcher:
         await self.backlog.end(row, outcome)
         self._refused_since = None  # while the outcome waited to be stored, nobody asked the engine
 
-    def _learn(self, row: PendingRow, route: Route, completion: Completion, now: float) -> None:
+    def _record_answer(self, row: PendingRow, route: Route, completion: Completion, now: float) -> None:
         """Record an answer: clear the doubt about its route, and update counts and output lengths."""
         route.doubt = None
         if row.failures is not None:
@@ -175,8 +176,7 @@ class Dispatcher:
         """Record that a server replied to a row: with an answer, or with a refusal of that row."""
         self._refused_since = None
         route.end_cooldown()
-        route.record.newest = max(route.record.newest, row.sent_at)
-        route.record.answered += row.attempts == 1
+        route.record.record_answer(row.sent_at, is_counted=row.attempts == 1)
         route.ended.add(completion)
         row.prefix_ready_at = min(row.prefix_ready_at, now)
 
@@ -197,7 +197,7 @@ class Dispatcher:
     async def _handle_failure(
         self, row: PendingRow, route: Route, error: RequestError, now: float
     ) -> RequestError | None:
-        """Apply the table to a row; return the error with which the row ends, or None if it is requeued.
+        """Find and apply the fate of a row; return the error with which it ends, or None if it is requeued.
 
         Raises EngineLostError where the engine has taken no row for too long.
         """
@@ -205,10 +205,13 @@ class Dispatcher:
         history = row.failures = row.failures or FailureHistory()
         if kind in FAILED or kind in UNAVAILABLE:
             self._relieve(route, kind, error, now)
-        attempt = await self._failed_attempt(row, route, kind, now)
-        fate = fate_of(attempt)
+        cause = RefusalCause.OPEN
+        if kind in REFUSED_FOR_NOW and not history.was_refused:
+            cause = await self._investigate_refusal(row, route, history, now)
+        if kind in UNAVAILABLE:
+            self._record_unavailable(kind, now)
+        fate = fate_of(self._failed_attempt(row, route, kind=kind, cause=cause, now=now))
         history.add(kind, fate, route, error)
-        pause_s = 0.0
         match fate:
             case Fate.END:
                 if kind in REJECTED:
@@ -220,42 +223,61 @@ class Dispatcher:
                 return history.blame(kind, error)
             case Fate.LOSE_ENGINE:
                 raise self._engine_lost(row, error, now)
-            case Fate.REQUEUE:
-                assert isinstance(error, GivenBackError)
-                row.attempts -= 1
-                self.load_control.concurrency.count_returned(error.tokens)
-            case Fate.ASK_ANOTHER:
-                route.doubt = route.doubt or Doubt(str(error))
-            case Fate.RETRY:
-                jitter = random.random()  # noqa: S311 - jitter, not a secret
-                pause_s = pause_before_retry(error, attempts=row.attempts, jitter=jitter)
-        self.backlog.retry_after(row, pause_s)
+            case Fate.REQUEUE | Fate.ASK_ANOTHER | Fate.RETRY:
+                self._requeue(row, route, fate, error)
         return None
 
-    async def _failed_attempt(
-        self, row: PendingRow, route: Route, kind: FailureKind, now: float
+    def _requeue(self, row: PendingRow, route: Route, fate: Fate, error: RequestError) -> None:
+        """Send a row again: at once, or after a pause if the same routes may get it."""
+        pause_s = 0.0
+        if isinstance(error, PreemptedError):
+            row.attempts -= 1
+            self.load_control.concurrency.count_returned(error.tokens)
+        elif fate is Fate.ASK_ANOTHER:
+            route.doubt = route.doubt or Doubt(str(error))
+        else:
+            jitter = random.random()  # noqa: S311 - jitter, not a secret
+            pause_s = pause_before_retry(error, attempts=row.attempts, jitter=jitter)
+        self.backlog.retry_after(row, pause_s)
+
+    async def _investigate_refusal(
+        self, row: PendingRow, route: Route, history: FailureHistory, now: float
+    ) -> RefusalCause:
+        """Record a temporary refusal and judge the row; send a control if nothing else can tell the cause."""
+        refusals = history.record_refusal(route.record, sent_at=row.sent_at, now=now)
+        cause = cause_of(
+            refusals,
+            route.record,
+            others_in_flight=bool(self._in_flight),
+            max_attempts=self.limits.max_attempts,
+        )
+        if cause is RefusalCause.NEEDS_CONTROL and not self.backlog.is_over:
+            await self._send_control(row, route)
+        return cause
+
+    def _record_unavailable(self, kind: FailureKind, now: float) -> None:
+        """Record that the engine took no row: the time without rows begins, and begins anew with a death."""
+        if self._refused_since is None or kind is FailureKind.DIED:
+            self._refused_since = now
+
+    def _failed_attempt(
+        self, row: PendingRow, route: Route, *, kind: FailureKind, cause: RefusalCause, now: float
     ) -> FailedAttempt:
-        """Collect the facts that decide the fate of a row without an answer; may send a control."""
+        """Collect the facts that decide the fate of a row without an answer."""
         history = row.failures
         assert history is not None
-        was_refused = history.was_refused
-        culprit = engine_lost = False
-        if kind in UNAVAILABLE and not was_refused:
-            if kind is not FailureKind.DIED:
-                culprit = await self._is_culprit(row, route, history, now)
-            engine_lost = self._is_engine_lost(row, kind, now)
         failed_on = history.routes_with(kind, route)
         failed_before = bool(history.routes_before(kind))
         return FailedAttempt(
             kind,
             has_other_route=self.routes.has_others(failed_on),
             is_confirmed=failed_before and any(other.is_in_order for other in failed_on),
-            was_refused=was_refused,
+            was_refused=history.was_refused,
             failures=history.failures + 1,
             max_attempts=self.limits.max_attempts,
             deaths=history.deaths + (kind is FailureKind.DIED),
-            is_culprit=culprit,
-            is_engine_lost=engine_lost,
+            is_culprit=cause is RefusalCause.ROW,
+            is_engine_lost=self._is_engine_lost(row, now),
         )
 
     def _relieve(self, route: Route, kind: FailureKind, error: RequestError, now: float) -> None:
@@ -264,22 +286,6 @@ class Dispatcher:
         asyncio.get_running_loop().call_later(cooldown_s, self.backlog.wake)
         if kind in CONGESTED:
             self.load_control.narrow(route.url, str(error), now)
-
-    async def _is_culprit(self, row: PendingRow, route: Route, history: FailureHistory, now: float) -> bool:
-        """Record a temporary refusal; tell whether the row itself is the cause.
-
-        If that is undecided and no other row can decide it, send a control. A first refusal sends none: the
-        engine may just have had no room.
-        """
-        is_first = history.refusals is None
-        refusals = history.refusals = history.refusals or Refusals(row.sent_at)
-        answers_others = refusals.add(route.record, now)
-        if is_culprit(refusals, self.limits.max_attempts):
-            return True
-        others_will_tell = answers_others and self._in_flight
-        if not (is_first or others_will_tell or route.record.has_control or self.backlog.is_over):
-            await self._send_control(row, route)
-        return False
 
     async def _send_control(self, row: PendingRow, route: Route) -> None:
         """Send a request that the route should answer, in the slot of a row that it refused."""
@@ -291,24 +297,23 @@ class Dispatcher:
             await self._sender_of(route).send(control_for(record, row.request), alone=True)
         except RequestError as failure:
             if failure.body is None or isinstance(failure, EngineBusyError):
-                record.refused += 1
+                record.record_refusal()
                 return
             # any other reply shows that the engine works
         finally:
             record.has_control = False
             del self._in_flight[row]
-        record.newest = max(record.newest, sent_at)
-        record.answered += 1
+        record.record_answer(sent_at)
         self._refused_since = None
         route.end_cooldown()
 
-    def _is_engine_lost(self, row: PendingRow, kind: FailureKind, now: float) -> bool:
+    def _is_engine_lost(self, row: PendingRow, now: float) -> bool:
         """Tell whether the engine took no row for `limits.engine_wait` seconds.
 
         A request that has been in flight for long was accepted: the engine is not lost before it ends.
         """
-        if self._refused_since is None or kind is FailureKind.DIED:  # until now it took rows
-            self._refused_since = now
+        if self._refused_since is None:
+            return False
         oldest = next(iter(self._in_flight), row)
         refusal_s = now - row.sent_at
         is_accepted = now - oldest.sent_at > max(ACCEPTED_RATIO * refusal_s, ACCEPTED_S)

@@ -17,7 +17,7 @@ from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.engines.base import Engine
 
 LONGEST_PRIMING_S = 30.0
-"""Longest wait for a round of primes, in seconds: they save a prefill pass or two."""
+"""Longest wait for a round of primes, in seconds; priming saves one prefill pass (`PrimeTask`)."""
 ONE_TOKEN = {"max_new_tokens": 1, "temperature": 0}
 
 
@@ -39,7 +39,7 @@ class Feeder:
     """Whether shared prefixes are computed first: not where the engine serves others."""
 
     async def run(self) -> None:
-        """Read until the source ends or the run stops; raises what reading raises, and StorageError."""
+        """Read until the source ends or the run stops; raises the errors of the source, and StorageError."""
         items = self.reorderer.reorder(self.source)
         with contextlib.suppress(asyncio.CancelledError):
             while not self.backlog.is_over:
@@ -49,7 +49,7 @@ class Feeder:
                 await self._take(batch)
         self.backlog.finish_reading()
 
-    async def _take(self, batch: list[PendingRow | PrimeTask | Outcome]) -> None:
+    async def _take(self, batch: Sequence[PendingRow | PrimeTask | Outcome]) -> None:
         rows = [item for item in batch if isinstance(item, PendingRow)]
         self.backlog.expect(len(rows))
         for item in batch:

@@ -25,13 +25,14 @@ log = logging.getLogger(__name__)
 
 
 SPARE = 8
-"""Slots that a run may have beyond its rows that are ready: what it does not use no other run can."""
+"""Slots that a run keeps beyond its ready rows. Other runs cannot use them meanwhile."""
 
 
 def fair_shares(whole: int, wanted: Sequence[int]) -> list[int]:
-    """Divide slots among runs, the oldest first: as equally as what each wants allows.
+    """Divide `whole` slots among runs: equally, but no run gets more than it wants.
 
-    One that wants less leaves its part to the others; what nobody wants is the oldest run's.
+    `wanted` has the slots that each run wants, the oldest run's first. The oldest run also gets the slots
+    that nobody wants.
     """
     parts, remaining = [0] * len(wanted), whole
     by_wish = sorted(range(len(wanted)), key=wanted.__getitem__)
@@ -56,7 +57,7 @@ class SendingRun:
 class LoadControl:
     """Polls the engine's load while rows are sent, and resizes the windows of its routes.
 
-    Runs that use the engine at once have one control, and share its windows: the law sees them as one.
+    Runs that use the engine at the same time share one control and its windows: the law sees one run.
     """
 
     _engine: Engine
@@ -72,7 +73,7 @@ class LoadControl:
         return bool(self._runs)
 
     def join(self, run: SendingRun) -> None:
-        """Give a run its share of the slots, as far as the others leave it."""
+        """Give a run its share of the slots, as the other runs free them."""
         self._runs.append(run)
         self._apply(())
 
@@ -106,7 +107,7 @@ class LoadControl:
         unsent = sum(run.backlog.unsent for run in self._runs)
         self._apply(self.concurrency.observe(loads, now, unsent=unsent))
         for limit, allowed in self.concurrency.routes_to_relieve():
-            self._engine.give_back(limit.url, allowed)
+            self._engine.preempt(limit.url, allowed)
         return loads, now
 
     def narrow(self, url: str, why: str, now: float) -> None:

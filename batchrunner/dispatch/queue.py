@@ -50,34 +50,13 @@ class Turn(msgspec.Struct, eq=False):
 
 
 class PendingRow(msgspec.Struct, eq=False):
-    """A row that was read and has not ended. A `msgspec.Struct` is created faster than a dataclass.
-
-    A row *follows* another one, its `leader`, where both begin with the same bytes: the engine computes the
-    shared prefix with the leader, and the follower finds it in the prefix cache.
-    """
+    """A row that was read and has not ended. A `msgspec.Struct` is created faster than a dataclass."""
 
     request: Request
-    prefix: bytes = b""
-    """The prompt as bytes (`input.prompt_bytes`); dropped once no later row is compared with it."""
     prompt_bytes: int = 0
-    """Length of `prefix`: where the prompt has images, it has bytes for their tokens."""
-    template: int = 0
-    """CRC-32 of the prompt's first 256 bytes: rows with the same template or system prompt share it."""
+    """Length of the prompt as bytes (`input.prompt_bytes`), with bytes for the tokens of its images."""
     duplicates: list[RowRef] = []
     """Rows with the same request, which get this row's answer."""
-
-    leader: PendingRow | None = None
-    shared_bytes: int = 0
-    """Length of the prefix that the row shares with its leader."""
-    followers: list[PendingRow] = []
-    new_tokens: float = 0.0
-    """Prompt tokens (estimated) that the engine computes if the shared prefix is cached."""
-    sent_clock: float = 0.0
-    """Sum of `new_tokens` over all rows sent so far, this one included."""
-    used_clock: float = 0.0
-    """Value of this sum when the row or one of its followers was last sent."""
-    longest_output: float = 0.0
-    """Expected output tokens of the row or of its longest follower; 0 where lengths do not matter."""
     group: PrefixGroup | None = None
     """The prefix group, whose home the row prefers; None if any route will do."""
 
@@ -188,7 +167,7 @@ class PoisonRows:
         self._in_flight[row.deaths] += 1
         return row
 
-    def came_back(self, row: PendingRow) -> None:
+    def leave_flight(self, row: PendingRow) -> None:
         """Record that a suspect is no longer in flight."""
         self._in_flight[row.deaths] -= 1
 
@@ -430,19 +409,19 @@ class Backlog:
             if row is None or row.is_wanted:
                 break
             if row.deaths:
-                self._poison.came_back(row)
+                self._poison.leave_flight(row)
         if not self._queue.is_full:
             self._room.set()
         if row is not None and row.request.media:
             self._media_bytes += row.request.media_bytes
         return row
 
-    def came_back(self, row: PendingRow) -> None:
+    def end_attempt(self, row: PendingRow) -> None:
         """Record that an attempt of a row is over."""
         if row.request.media:
             self._media_bytes -= row.request.media_bytes
         if row.failures is not None and row.failures.deaths:
-            self._poison.came_back(row)
+            self._poison.leave_flight(row)
 
     async def end(self, row: PendingRow, outcome: Outcome) -> None:
         """Store the outcome of a row, and the same for its duplicates. Raises StorageError.
@@ -473,16 +452,14 @@ class Backlog:
         self._sendable.clear()
         await self._sendable.wait()
 
-    async def wait_for_room(self, most: int = READ_AHEAD_ROWS, coming: Callable[[], int] = lambda: 0) -> None:
-        """Wait until the feeder should read on: fewer than `most` rows are queued or `coming`.
+    async def wait_for_room(self, may_read: Callable[[], bool] = lambda: True) -> None:
+        """Wait until the queue has room, and the feeder `may_read` on.
 
         The feeder also pauses while as many rows wait for another attempt as there are slots: an engine that
         accepts no rows must not fill the memory with waiting rows.
         """
         while not self.is_stopping and (
-            self._queue.is_full
-            or len(self._queue) + coming() >= most
-            or self.waiting >= max(self._routes.window, READ_AHEAD_ROWS)
+            self._queue.is_full or self.waiting >= max(self._routes.window, READ_AHEAD_ROWS) or not may_read()
         ):
             self._room.clear()
             await self._room.wait()

@@ -62,17 +62,17 @@ from batchrunner.output.turns import TurnKey, TurnStore
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.2
-"""Pause between two checks for blocked processes. A rollout that sends no request for so long waits for
-something other than the engine."""
+CHECK_S = 0.2
+"""Seconds between two checks for blocked processes. A new rollout that has sent no request by the next check
+waits for something other than the engine."""
 LONG_STEP_S = 0.05
 """A step between two awaits that takes longer keeps the other rows of its process waiting."""
 LONG_STEPS, BLOCKED_SHARE = 5, 1 / 4
 """A process counts as blocked after so many long steps, if this share of the checks met one."""
 LEAST_AHEAD, AHEAD_SHARE = 8, 1 / 8
-"""Rows are opened until so many are queued or about to be: a minimum, or a share of the slots."""
+"""Rows are opened until so many requests are queued or expected, or this share of the slots if more."""
 MOST_OPEN = 8192
-"""Rows that are open at once: those whose answers the engine's cache holds, and those that wait for tools."""
+"""Most open rows, including those that wait for tools."""
 ROWS_A_PROCESS = 16
 """Open rows of each process before another one is started."""
 
@@ -89,80 +89,87 @@ class Rollout:
     """Request of the row; its prompt holds the row itself."""
     answers: dict[TurnKey, asyncio.Future[Outcome]] = field(default_factory=dict)
     """Answers to its requests, including those of earlier runs of its function."""
-    asked: Counter[str] = field(default_factory=Counter)
+    sent_counts: Counter[str] = field(default_factory=Counter)
     """How often its function has sent each request since its last start."""
-    last: str = ""
+    last_request: str = ""
     """Its last request, as JSON."""
     group: PrefixGroup | None = None
     """Prefix group of its requests, which all go to one replica; None before the first request."""
-    returned: asyncio.Future[Result] = field(init=False)
-    """What its function returns."""
+    result: asyncio.Future[Result] = field(init=False)
+    """Result of its function; set when the function starts."""
 
 
 class RolloutProcess(HookProcess):
     """A process that runs rollouts."""
 
     def __init__(self, setup: WorkerSetup, *, is_shared: bool) -> None:
-        """Start it; it loads the function meanwhile."""
+        """Start the process, which loads the function while the run goes on."""
         with tempfile.TemporaryFile() as memory:
             memory.truncate(STEP_BYTES)
             self.step = partial(running_step, step_memory(memory.fileno()))
-            """Returns the number of the rollout whose code runs, 0 for none, and since when."""
+            """Returns the number of the rollout whose code runs (0 for none), and the start of its step."""
             super().__init__(setup, step_descriptor=memory.fileno())
         self.rollouts: dict[int, Rollout] = {}
         """Rollouts that run in it, by the numbers that the process uses."""
         self.is_shared = is_shared
-        """Whether others may run in it too."""
-        self.why: str | None = None
-        """Why it was killed."""
-        self._looks = self._blocked_looks = 0
+        """Whether several rollouts may run in it."""
+        self.kill_reason: str | None = None
+        """Why it was killed; None while it lives."""
+        self._checks = self._blocked_checks = 0
         self._long_steps = set[float]()
-        """Start times of the long steps that were met; LONG_STEPS at most."""
+        """Start times of long steps; LONG_STEPS at most."""
         self.is_loaded = asyncio.Event()
         """Set once it has loaded the function."""
+        self._writer: asyncio.StreamWriter | None = None
+        """Writes to it; None until the connection is open."""
 
     async def connect(self) -> asyncio.StreamReader:
         """Open the connection to it, once its function is loaded. Raises HookLostError."""
         await asyncio.to_thread(self.facts)
         connection = socket.socket(fileno=os.dup(self.channel.socket.fileno()))
-        reader, self.writer = await asyncio.open_connection(sock=connection)
+        reader, self._writer = await asyncio.open_connection(sock=connection)
         self.is_loaded.set()
         return reader
 
-    def look(self, limit_s: float) -> None:
-        """Check whose code runs and whether others wait; a step longer than `limit_s` sets `why`."""
+    def disconnect(self) -> None:
+        """Close the connection to it."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def check_step(self, limit_s: float) -> None:
+        """Check whose code runs and whether others wait; a step longer than `limit_s` sets `kill_reason`."""
         number, since = self.step()
         step_s = time.monotonic() - since if number else 0.0
         if step_s > limit_s:
-            self.why = f"took more than {limit_s:g} s between two awaits (limits.python)"
+            self.kill_reason = f"took more than {limit_s:g} s between two awaits (limits.python)"
         if len(self.rollouts) > 1 and self.is_loaded.is_set():
-            self._looks += 1
+            self._checks += 1
             if step_s > LONG_STEP_S:
-                self._blocked_looks += 1
+                self._blocked_checks += 1
                 if len(self._long_steps) < LONG_STEPS:
                     self._long_steps.add(since)
 
     @property
     def is_blocked(self) -> bool:
         """Whether the code of one row often keeps the others waiting."""
-        is_often = self._blocked_looks >= BLOCKED_SHARE * self._looks
+        is_often = self._blocked_checks >= BLOCKED_SHARE * self._checks
         return is_often and len(self._long_steps) >= LONG_STEPS
 
     def send(self, *values: Any) -> None:
         """Send a frame, unless the process has ended."""
-        if not self.writer.is_closing():
-            self.writer.write(frame(*values))
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(frame(*values))
 
     async def run(self, number: int, rollout: Rollout, limit_s: float) -> Result:
         """Run a function from its beginning; raises ProcessEndedError, and TimeoutError after `limit_s`."""
-        rollout.asked.clear()
-        rollout.returned = asyncio.get_running_loop().create_future()
+        rollout.sent_counts.clear()
+        rollout.result = asyncio.get_running_loop().create_future()
         self.rollouts[number] = rollout
         try:
             await self.is_loaded.wait()
             self.send(number, None, rollout.request.prompt[0])
             async with asyncio.timeout(limit_s):
-                return await rollout.returned
+                return await rollout.result
         except TimeoutError:
             self.send(number, None, None)  # it is at work still
             raise
@@ -188,15 +195,16 @@ class Rollouts:
 
     def __post_init__(self) -> None:
         """Open no row yet."""
+        self._group = asyncio.TaskGroup()
         self._limits = self.job.limits
         self._label = f"{ROLLOUT}: {self.functions.facts[ROLLOUT].name}"
-        self._taken = {*RESULT_COLUMNS, *ROLLOUT_COLUMNS, *self.job.input.carried_names} - {TURNS}
+        self._reserved_columns = {*RESULT_COLUMNS, *ROLLOUT_COLUMNS, *self.job.input.carried_names} - {TURNS}
         self._open: set[Rollout] = set()
         self._starting: set[Rollout] = set()
         self._processes: list[RolloutProcess] = []
-        self._alone = asyncio.Semaphore(self.functions.most_processes)
+        self._own_processes = asyncio.Semaphore(self.functions.most_processes)
         self._numbers = count(1)
-        self._says_blocked = False
+        self._warned_of_block = False
 
     def state(self) -> dict[str, int]:
         """Return how many rows are open, how many of these wait for no answer, and the turns so far."""
@@ -219,10 +227,10 @@ class Rollouts:
     async def run(self) -> None:
         """Open all rows, one after the other, and go on until cancelled.
 
-        Raises what reading raises, HookLostError, StorageError, and CannotTokenizeError.
+        Raises the errors of the source, HookLostError, StorageError, and CannotTokenizeError.
         """
         try:
-            async with asyncio.TaskGroup() as self._group:
+            async with self._group:
                 self._group.create_task(self._watch())
                 await self._open_all()
                 self.backlog.finish_reading()
@@ -241,20 +249,20 @@ class Rollouts:
                 if isinstance(item, Outcome):  # the row cannot be read
                     await self.results.put(item)
                     continue
-                ahead = max(LEAST_AHEAD, int(self.routes.window * AHEAD_SHARE))
-                await self.backlog.wait_for_room(ahead, self._coming)
+                await self.backlog.wait_for_room(self._may_open)
                 if not self.backlog.is_stopping:
                     self.backlog.expect(1)
                     rollout = Rollout(item)
                     self._open.add(rollout)
                     self._starting.add(rollout)
-                    self._group.create_task(self._solve(rollout))
+                    self._group.create_task(self._run_rollout(rollout))
 
-    def _coming(self) -> int:
-        """Return how many rows will soon enter the queue; MOST_OPEN if no more may be open."""
-        return MOST_OPEN if len(self._open) >= MOST_OPEN else len(self._starting)
+    def _may_open(self) -> bool:
+        """Tell whether another row may be opened: few requests are queued, or about to be."""
+        ahead = max(LEAST_AHEAD, int(self.routes.window * AHEAD_SHARE))
+        return len(self._open) < MOST_OPEN and self.backlog.ready + len(self._starting) < ahead
 
-    async def _solve(self, rollout: Rollout) -> None:
+    async def _run_rollout(self, rollout: Rollout) -> None:
         """Run the function of a row, and store what it returned. Raises StorageError."""
         began = time.monotonic()
         if self.store is not None:
@@ -263,13 +271,13 @@ class Rollouts:
                 rollout.answers[key].set_result(outcome)
         rows, error = await self._result_of(rollout)
         outcome = _outcome_of(rollout, rows, error and hidden(error), time.monotonic() - began)
-        await self._forget(rollout, is_done=error is None)
+        await self._drop_answers(rollout, is_done=error is None)
         self._open.discard(rollout)
         self._starting.discard(rollout)
         await self.backlog.end(PendingRow(rollout.request), outcome)
         self.backlog.wake()
 
-    async def _forget(self, rollout: Rollout, *, is_done: bool = False) -> None:
+    async def _drop_answers(self, rollout: Rollout, *, is_done: bool = False) -> None:
         """Drop the answers of a rollout and its pending requests; if it is not done, stored answers too."""
         for answer in rollout.answers.values():
             answer.cancel()
@@ -286,9 +294,9 @@ class Rollouts:
         """
         suspicion = 0
         while True:
-            number, is_alone = next(self._numbers), suspicion > 1
-            async with self._alone if is_alone else contextlib.nullcontext():
-                process = self._new_process(is_shared=False) if is_alone else self._shared_process()
+            number, has_own_process = next(self._numbers), suspicion > 1
+            async with self._own_processes if has_own_process else contextlib.nullcontext():
+                process = self._new_process(is_shared=False) if has_own_process else self._shared_process()
                 try:
                     rows, error = await process.run(number, rollout, self._limits.rollout)
                 except TimeoutError:
@@ -296,21 +304,21 @@ class Rollouts:
                     return [], f"{self._label}: took more than {limit}"
                 except ProcessEndedError as failure:
                     running, _ = process.step()
-                    if is_alone or (process.why and running == number):
+                    if has_own_process or (process.kill_reason and running == number):
                         return [], f"{self._label}: {failure}"
                     suspicion += 2 if running == number else not running
                     continue
                 finally:
-                    if is_alone:
+                    if has_own_process:
                         process.kill()
-            if rollout.asked.total() < len(rollout.answers):
+            if rollout.sent_counts.total() < len(rollout.answers):
                 row = rollout.request.ref.row
                 log.warning(
                     "row %d: %s asked otherwise when it was run again: it starts anew", row, self._label
                 )
-                await self._forget(rollout)
+                await self._drop_answers(rollout)
                 continue
-            reserved = next((name for row in rows for name in row if name in self._taken), None)
+            reserved = next((name for row in rows for name in row if name in self._reserved_columns), None)
             if reserved is not None:
                 return [], f"{self._label}: a result has a column {reserved!r} already: name yours otherwise"
             return rows, error
@@ -336,46 +344,48 @@ class Rollouts:
             while True:
                 number, question, value = await read_frame(reader)
                 rollout = process.rollouts.get(number)
-                if rollout is None or rollout.returned.done():
+                if rollout is None or rollout.result.done():
                     continue
                 if question is None:
-                    rollout.returned.set_result(value)
-                elif rollout.asked.total() < self._limits.turns:
-                    self._answer(process, number, rollout, question=question, text=value)
+                    rollout.result.set_result(value)
+                elif rollout.sent_counts.total() < self._limits.turns:
+                    self._answer_request(process, number, rollout, question=question, text=value)
                 else:
                     why = f"asked more than {self._limits.turns} times (limits.turns)"
-                    rollout.returned.set_result(([], f"{self._label}: {why}"))
+                    rollout.result.set_result(([], f"{self._label}: {why}"))
         except EOFError:
             process.is_shared = False
-            how = process.why or await asyncio.to_thread(process.how_it_ended)
+            how = process.kill_reason or await asyncio.to_thread(process.how_it_ended)
             if process.rollouts:
                 log.warning("%s: %s", self._label, how)
             for rollout in process.rollouts.values():
-                if not rollout.returned.done():
-                    rollout.returned.set_exception(ProcessEndedError(how))
+                if not rollout.result.done():
+                    rollout.result.set_exception(ProcessEndedError(how))
             await asyncio.to_thread(process.close)
             self._processes.remove(process)
         finally:
-            process.writer.close()
+            process.disconnect()
 
-    def _answer(
+    def _answer_request(
         self, process: RolloutProcess, number: int, rollout: Rollout, *, question: int, text: str
     ) -> None:
         """Answer a request of a rollout: with the answer that it already has, or by sending it."""
-        rollout.last = text
+        rollout.last_request = text
         digest = xxh3_128_hexdigest(text.encode())
-        rollout.asked[digest] += 1
-        key = digest, rollout.asked[digest]
-        answer = rollout.answers.pop(key, None) or self._group.create_task(self._ask(rollout, key, text))
+        rollout.sent_counts[digest] += 1
+        key = digest, rollout.sent_counts[digest]
+        answer = rollout.answers.pop(key, None)
+        if answer is None:
+            answer = self._group.create_task(self._send_request(rollout, key, text))
         rollout.answers[key] = answer  # keeps the order of the requests, for stored answers too
 
-        def give(answer: asyncio.Future[Outcome]) -> None:
+        def send_answer(answer: asyncio.Future[Outcome]) -> None:
             if not answer.cancelled() and answer.exception() is None:
                 process.send(number, question, _answer_of(answer.result()))
 
-        answer.add_done_callback(give)
+        answer.add_done_callback(send_answer)
 
-    async def _ask(self, rollout: Rollout, key: TurnKey, text: str) -> Outcome:
+    async def _send_request(self, rollout: Rollout, key: TurnKey, text: str) -> Outcome:
         """Send a request of a rollout, and store its answer. Raises StorageError."""
         ref = rollout.request.ref
         try:
@@ -402,18 +412,18 @@ class Rollouts:
         """Kill processes whose step takes too long and leftovers of ended ones; update `_starting`."""
         limit_s = self._limits.python
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
             for process in self._processes:
-                process.look(limit_s)
-                if process.is_blocked and not self._says_blocked:
-                    self._says_blocked = True
+                process.check_step(limit_s)
+                if process.is_blocked and not self._warned_of_block:
+                    self._warned_of_block = True
                     log.warning(
                         "%s blocks: all rows of its process wait while one is at work between two awaits. "
                         "Write `await asyncio.to_thread(tool, …)` for a tool that waits, such as time.sleep "
                         "or requests; for one that computes, raise limits.python_processes",
                         self._label,
                     )
-                if process.why or process.has_ended():
+                if process.kill_reason or process.has_ended():
                     process.kill()
                 if process.is_loaded.is_set():
                     self._starting.difference_update(process.rollouts.values())
@@ -439,14 +449,14 @@ def _request_of(base: Request, prompt: Any, tools: Any, sampling: dict[str, Any]
     parameters = spec.model_dump(include={*sampling} - {"n", "lora_path", "tool_choice"}, exclude_none=True)
     if isinstance(parameters.get("json_schema"), dict):
         parameters["json_schema"] = json.dumps(parameters["json_schema"])
-    of_job = {*base.sampling} - ({*GRAMMARS} if parameters.keys() & {*GRAMMARS} else set())
+    job_parameters = {*base.sampling} - ({*GRAMMARS} if parameters.keys() & {*GRAMMARS} else set())
     job_tools, asks = base.tools or Tools(None), base.asks
     all_tools = Tools(tools or job_tools.tools, spec.tool_choice or job_tools.choice, by_row=True)
     if kind != "messages" and asks is not None:
         names = asks.names - {REASONING, TOOL_CALLS}
         asks = asks._replace(names=names) if names else None
     request = base._replace(
-        sampling={name: base.sampling[name] for name in of_job} | parameters,
+        sampling={name: base.sampling[name] for name in job_parameters} | parameters,
         lora_path=spec.lora_path or base.lora_path,
         tools=all_tools if all_tools.tools or all_tools.choice else None,
         asks=asks,
@@ -483,7 +493,7 @@ def _outcome_of(rollout: Rollout, rows: list[dict[str, Any]], error: str | None,
         columns={
             TURNS: [len(outcomes)],
             MADE_ROWS: rows,
-            CONVERSATION: [rollout.last if error is not None and rollout.last else None],
+            CONVERSATION: [rollout.last_request if error is not None and rollout.last_request else None],
             ASKED_AGAIN: [totals for answer in completions for totals in answer.columns.get(ASKED_AGAIN, ())],
         },
     )

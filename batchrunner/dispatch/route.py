@@ -1,6 +1,7 @@
-"""Routes: the servers that get a run's rows, and the run's state for each. Pure: no clock, no loop.
+"""Routes: the servers that get a run's rows, and the run's state for each. No clock, no loop.
 
-Each run has its own routes. Runs that use one engine at the same time share only `EndedRows`.
+A route also keeps the sender of its rows, which only the dispatcher calls. Each run has its own routes. Runs
+that use one engine at the same time share only `EndedRows`.
 """
 
 from __future__ import annotations
@@ -52,6 +53,15 @@ class RouteRecord:
     """The request that was answered last."""
     has_control: bool = False
     """Whether a control is in flight."""
+
+    def record_answer(self, sent_at: float, *, is_counted: bool = True) -> None:
+        """Record a reply to a request that was sent at `sent_at`; see above for those that are counted."""
+        self.newest = max(self.newest, sent_at)
+        self.answered += is_counted
+
+    def record_refusal(self) -> None:
+        """Count a refusal for now."""
+        self.refused += 1
 
 
 @dataclass(slots=True, eq=False)

@@ -1,6 +1,6 @@
-"""Requests on their way to the engine: files are prepared, and prompts become token ids.
+"""Preparation of requests: reads their files, and tokenizes their prompts.
 
-Prompts are tokenised here if the tokens are known to be the engine's own.
+The client tokenizes prompts only if its tokens are certain to equal the engine's.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tenacity import AsyncRetrying
-
 from batchrunner.core.engine_info import EngineInfo, TokenizerInfo
 from batchrunner.core.errors import (
     AttemptFailedError,
@@ -24,11 +22,8 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.files import read_json
-from batchrunner.core.retry import backoff
 from batchrunner.core.types import MEDIA, Outcome, PromptKind, Request
 from batchrunner.engines.base import Engine
-from batchrunner.input.tokenize.chat_template import RESERVED_ARGUMENTS
-from batchrunner.input.tokenize.encoder import Encoder, TokenBudget
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import ChoiceTask, ClassifyTask, RerankTask, ScoreTask
 from batchrunner.output.events import EventLog
@@ -36,6 +31,7 @@ from batchrunner.sglang.model_files import class_names, vocabulary_of
 
 if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
+    from batchrunner.input.tokenize.encoder import Encoder
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +53,8 @@ _SAMPLING = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 (`get_default_sampling_params`)."""
 
 
-def _why_needed(job: Job, kind: PromptKind, info: EngineInfo) -> str | None:
-    """Return the field for which prompts must be tokenised here; None where the engine may do it."""
+def _field_needing_client(job: Job, kind: PromptKind, info: EngineInfo) -> str | None:
+    """Return the field that makes the client tokenize; None if the engine may do it."""
     if job.tokenize == "client":
         return "tokenize"
     if job.prompt.truncate is not None:
@@ -69,46 +65,61 @@ def _why_needed(job: Job, kind: PromptKind, info: EngineInfo) -> str | None:
 
 
 def make_encoder(job: Job, info: EngineInfo, kind: PromptKind) -> Encoder:
-    """Make what encodes this job's prompts; raises CannotTokenizeError where the results could differ."""
+    """Return the encoder of a job's prompts; raises CannotTokenizeError if its tokens could differ."""
     if kind == "body":
         raise CannotTokenizeError("the requests of a batch file go as they are")
     tokenizer = info.tokenizing
     cut = job.prompt.truncate
     if cut is not None and info.context_length is None:
         raise CannotTokenizeError("the engine does not tell its context length")
-    context = None if cut is None and tokenizer is not None and tokenizer.cuts else info.context_length
+    directory, chat_sampling = None, None
+    if kind != "input_ids":
+        usable = _usable_tokenizer(job, info, kind)
+        directory = Path(usable.tokenizer).expanduser()
+        chat_sampling = _chat_sampling(usable)
+    from batchrunner.input.tokenize.encoder import (  # noqa: PLC0415 - the engine tokenises for most jobs
+        Encoder,
+        TokenBudget,
+    )
+
+    truncates_there = cut is None and tokenizer is not None and tokenizer.cuts
+    context = None if truncates_there else info.context_length
     budget = TokenBudget(context, tokenizer.longest_prompt if tokenizer else None)
-    if kind == "input_ids":
-        return Encoder(kind, None, budget, cut)
+    return Encoder(kind, directory, budget, cut, chat_sampling=chat_sampling)
+
+
+def _usable_tokenizer(job: Job, info: EngineInfo, kind: PromptKind) -> TokenizerInfo:
+    """Return the engine's tokenizer; raises CannotTokenizeError where only the engine can use it."""
+    tokenizer = info.tokenizing
     if tokenizer is None:
         raise CannotTokenizeError("the engine has no tokenizer that we know of")
-    reason = tokenizer.own or (_own_chat(job, tokenizer) if kind == "messages" else None)
+    reason = tokenizer.why_server or (_why_server_chat(job, tokenizer) if kind == "messages" else None)
     if reason is not None:
         raise CannotTokenizeError(reason)
-    directory = Path(tokenizer.tokenizer).expanduser()
-    if not directory.is_dir():
+    if not Path(tokenizer.tokenizer).expanduser().is_dir():
         raise CannotTokenizeError(f"the tokenizer's directory {tokenizer.tokenizer} is not on this machine")
-    sampling = _chat_sampling(tokenizer)
-    return Encoder(kind, directory, budget, cut, chat_sampling=sampling)
+    return tokenizer
 
 
-def _own_chat(job: Job, tokenizer: TokenizerInfo) -> str | None:
-    """Say why this job's messages would come to something else as token ids on `/generate`."""
+def _why_server_chat(job: Job, tokenizer: TokenizerInfo) -> str | None:
+    """Return why only the server can tokenize this job's messages; None if the client can too."""
     if "tool_calls" in job.output.asked:
         return "output.columns: tool_calls are found by the server"
     if job.prompt.tools is not None or job.sampling.tool_choice is not None:
         return "prompt.tools are written into the prompt by the server"
+    from batchrunner.input.tokenize.chat_template import RESERVED_ARGUMENTS  # noqa: PLC0415 - as above
+
     messages = job.prompt.messages
     if job.prompt.continue_ or (isinstance(messages, list) and messages[-1].role == "assistant"):
         return "the beginning of an answer is put into the prompt by the server"
     reserved = sorted(RESERVED_ARGUMENTS & set(job.prompt.chat_template_kwargs or {}))
     if reserved:
         return f"prompt.chat_template_kwargs.{reserved[0]} is the server's"
-    return tokenizer.own_chat
+    return tokenizer.why_server_chat
 
 
 def _chat_sampling(tokenizer: TokenizerInfo) -> dict[str, Any]:
-    """Return what the chat endpoint adds where a request is silent: no limit, and the model's own values."""
+    """Return the sampling parameters that the chat endpoint adds: no limit, and the model's defaults."""
     config = read_json(Path(tokenizer.model) / "generation_config.json") if tokenizer.model_sampling else {}
     defaults = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
     return {"max_new_tokens": None, **defaults}
@@ -123,7 +134,7 @@ async def _compare_tokens(engine: Engine, encoder: Encoder, requests: Sequence[R
     if requests[0].kind == "messages":
         probe = [{"role": "user", "content": PROBE}]
     samples = [*rows, requests[0]._replace(prompt=probe)]
-    names = [*(f"row {request.ref.row}" for request in rows), "a text made to compare"]
+    names = [*(f"row {request.ref.row}" for request in rows), "a test text"]
     ours = await asyncio.to_thread(encoder.token_ids, samples)
     compared = 0
     for request, ids, name in zip(samples, ours, names, strict=True):
@@ -153,6 +164,10 @@ async def engine_tokens(
     def is_transient(failure: BaseException) -> bool:
         return isinstance(failure, (AttemptFailedError, EngineBusyError))
 
+    from tenacity import AsyncRetrying  # noqa: PLC0415 - few jobs ask
+
+    from batchrunner.core.retry import backoff  # noqa: PLC0415
+
     retrying = AsyncRetrying(**backoff(is_transient, attempts=ATTEMPTS))
     try:
         tokens: list[int] | None = await retrying(engine.tokens_of, request, special=special)
@@ -166,13 +181,13 @@ async def engine_tokens(
 
 
 ASKED_AT_ONCE = 16
-"""Texts whose tokens the engine is asked for at the same time, where it alone can tell them."""
+"""Most `/v1/tokenize` requests at the same time, where only the engine can tokenize."""
 SIMULATED_TOKEN = 4
 """Characters of a token of the simulated engine."""
 
 
 class RowTokenizer:
-    """Makes requests ready to be sent: tokens of prompts, labels and choices, where these are made here."""
+    """Prepares requests: their files, and the tokens of prompts, labels and choices that the client makes."""
 
     def __init__(
         self,
@@ -183,7 +198,7 @@ class RowTokenizer:
         events: EventLog,
         functions: HookPool | None,
     ) -> None:
-        """Without a `kind` prompts may be of any; `functions` prepare files, where the job has any.
+        """Without a `kind` prompts may be of any kind; `functions` prepare the files of the job's rows.
 
         Raises CannotTokenizeError if prompts must be tokenised here and cannot be.
         """
@@ -194,9 +209,9 @@ class RowTokenizer:
             self._task = dataclasses.replace(self._task, names=class_names(info.model))
         self._asking, self._choosing = asyncio.Semaphore(ASKED_AT_ONCE), asyncio.Lock()
         self._encoders: dict[PromptKind, Encoder | None] = {}
-        """What tokenises prompts, by their kind; None where the engine does it."""
+        """Encoders by kind of prompt; None for kinds that the engine tokenizes."""
         self._compared: set[PromptKind] = set()
-        """Kinds of which a few prompts' tokens were compared with the engine's own."""
+        """Kinds whose first prompts were compared with the engine's tokens."""
         if kind is not None and not isinstance(self._task, RerankTask):
             self._choose_place(kind)
 
@@ -213,7 +228,7 @@ class RowTokenizer:
         return await _replaced(ready, good, self._tokenize)
 
     async def _with_files(self, requests: list[Request]) -> list[Request | Outcome]:
-        """Return requests with what is sent of their files, or the errors of their rows."""
+        """Return requests with their prepared files, or the errors of their rows."""
         assert self._functions is not None
         rows = [(request.media,) for request in requests]
         results = await asyncio.to_thread(self._functions.call_many, MEDIA, rows)
@@ -259,7 +274,7 @@ class RowTokenizer:
         """Choose where prompts of a kind are tokenised."""
         self._encoders[kind] = None
         is_asked = self._job.tokenize == "auto" and kind != "input_ids" and not self._info.simulated
-        if is_asked or _why_needed(self._job, kind, self._info) is not None:
+        if is_asked or _field_needing_client(self._job, kind, self._info) is not None:
             try:
                 self._encoders[kind] = make_encoder(self._job, self._info, kind)
             except CannotTokenizeError as why:
@@ -295,7 +310,7 @@ class RowTokenizer:
         self._events.write("tokenize", where="client")
 
     def _leave_to_engine(self, kind: PromptKind, why: CannotTokenizeError) -> None:
-        needed = _why_needed(self._job, kind, self._info)
+        needed = _field_needing_client(self._job, kind, self._info)
         if needed is not None:
             raise CannotTokenizeError(f"{needed}: prompts cannot be tokenised here: {why}") from None
         self._encoders[kind] = None
@@ -312,7 +327,8 @@ class RowTokenizer:
             for item in ("", *request.items)
         ]
         token_ids = iter(await asyncio.gather(*map(self._ids_of_text, await self._prompts(texts))))
-        return [_parted(request, [next(token_ids) for _ in ("", *request.items)]) for request in requests]
+        ids_of_rows = [[next(token_ids) for _ in ("", *request.items)] for request in requests]
+        return [_split_choices(request, ids) for request, ids in zip(requests, ids_of_rows, strict=True)]
 
     async def _ids_of_text(self, item: Request | Outcome) -> list[int] | str:
         """Return the token ids of a text, or why it has none."""
@@ -366,7 +382,7 @@ async def _replaced(
     places: Sequence[int],
     make: Callable[[list[Request]], Awaitable[Sequence[Request | Outcome]]],
 ) -> list[Request | Outcome]:
-    """Return items with what is made of those in some places instead of them."""
+    """Return a copy of `items` with those at `places` replaced by what `make` returns for them."""
     replaced = [*items]
     if places:
         for at, new in zip(places, await make([items[at] for at in places]), strict=True):
@@ -374,8 +390,8 @@ async def _replaced(
     return replaced
 
 
-def _parted(request: Request, token_ids: Sequence[list[int] | str]) -> Request | Outcome:
-    """Return a request with its prompt as the tokens that all choices begin with, and the rest of each.
+def _split_choices(request: Request, token_ids: Sequence[list[int] | str]) -> Request | Outcome:
+    """Return a request with the tokens that all choices share as its prompt, and the rest of each choice.
 
     A token in which the end of the prompt and the beginning of a choice have become one belongs to the
     choice; so that choices can be compared, the others then begin there too.

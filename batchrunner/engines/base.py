@@ -60,10 +60,10 @@ class Engine(Protocol):
         Schedulers whose poll fails are left out; nothing is raised.
         """
 
-    def give_back(self, route: str, kept: int) -> None:  # noqa: ARG002 - for engines with users
+    def preempt(self, route: str, kept: int) -> None:  # noqa: ARG002 - for engines with users
         """Preempt the youngest rows of a route until only `kept` remain.
 
-        Each ends with a GivenBackError, or with its answer if that was faster.
+        Each ends with a PreemptedError, or with its answer if that was faster.
         """
         return
 

@@ -1,12 +1,13 @@
 """Makes the engine that a job names. The modules of an engine are imported only for jobs that use it."""
 
+import logging
 import os
 from pathlib import Path
-from typing import assert_never
+from typing import Any, assert_never
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.engines.base import Engine
-from batchrunner.engines.http.server_info import check_architecture
+from batchrunner.engines.http.server_info import check_architecture, is_gateway
 from batchrunner.job.engine import (
     AttachEngine,
     EngineSpec,
@@ -16,11 +17,13 @@ from batchrunner.job.engine import (
 )
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName, pooling_args
-from batchrunner.sglang.device import MEAN_POOLING, on_cpu
+from batchrunner.sglang.flags import MAX_BLANKS_FLAG, MOST_BLANKS, is_at_least, version_of
 from batchrunner.sglang.model_files import model_identity, read_config, takes_mean
 
+log = logging.getLogger(__name__)
 
-def make_engine(
+
+async def make_engine(
     spec: EngineSpec,
     *,
     log_dir: Path,
@@ -31,23 +34,13 @@ def make_engine(
     """Return the engine that the spec describes, not yet open. A launched one logs to `log_dir`.
 
     Launched servers load the model for the `task`; attached ones must already serve it. With the `shape` of a
-    job, the flags of launched servers are tuned during the run and remembered for such jobs.
+    job, the flags of launched servers are tuned during the run and remembered for such jobs. Raises
+    EngineStartError; a gateway is asked for its workers, which decide the way of the rows.
     """
     spec = for_task(spec, task)
     match spec:
         case AttachEngine() | GatewayEngine():
-            from batchrunner.engines.http.client import AttachedServers  # noqa: PLC0415
-
-            urls, gateway = ((), spec.url) if isinstance(spec, GatewayEngine) else (spec.urls, None)
-            api_key = os.environ.get(spec.api_key_env)
-            if spec.api_key_file:
-                api_key = _read_key(spec.api_key_file)
-            engine_class = AttachedServers
-            if spec.background:
-                from batchrunner.engines.http.background import BackgroundServers  # noqa: PLC0415
-
-                engine_class = BackgroundServers
-            return engine_class(urls, gateway=gateway, api_key=api_key or None, limits=limits, task=task)
+            return await _running_servers(spec, limits, task)
         case ServerEngine():
             from batchrunner.engines.launched.fleet import LaunchedFleet  # noqa: PLC0415
 
@@ -59,6 +52,37 @@ def make_engine(
             return Simulator(spec)
         case _:
             assert_never(spec)
+
+
+async def _running_servers(spec: AttachEngine | GatewayEngine, limits: LimitsSpec, task: TaskName) -> Engine:
+    """Return the engine of servers that already run, reached directly or through a gateway."""
+    from batchrunner.engines.http.client import AttachedServers  # noqa: PLC0415
+
+    api_key = _read_key(spec.api_key_file) if spec.api_key_file else os.environ.get(spec.api_key_env)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    if isinstance(spec, AttachEngine) and len(spec.urls) == 1 and await is_gateway(spec.urls[0], headers):
+        log.info("%s is a Model Gateway: it is used as `engine: {kind: gateway}`", spec.urls[0])
+        fields = spec.model_dump(exclude={"kind", "urls"})
+        spec = GatewayEngine(kind="gateway", url=spec.urls[0], **fields)
+    options = dict[str, Any](api_key=api_key or None, limits=limits, task=task)
+    urls, gateway = ((), spec.url) if isinstance(spec, GatewayEngine) else (spec.urls, None)
+    if isinstance(spec, GatewayEngine) and spec.route != "workers":
+        from batchrunner.engines.http.gateway import ThroughGateway, reason_to_go_through  # noqa: PLC0415
+
+        why = "engine.route" if spec.route == "gateway" else await reason_to_go_through(spec.url, headers)
+        if why is not None and spec.background:
+            raise EngineStartError(
+                f"engine.background: rows would go through the gateway {spec.url} ({why}), which reports the "
+                "load of its workers too late to keep out of their users' way",
+                hint="set engine.route: workers where they can be reached, or leave out engine.background",
+            )
+        if why is not None:
+            return ThroughGateway(spec.url, why=why, **options)
+    if spec.background:
+        from batchrunner.engines.http.background import BackgroundServers  # noqa: PLC0415
+
+        return BackgroundServers(urls, gateway=gateway, **options)
+    return AttachedServers(urls, gateway=gateway, **options)
 
 
 def _read_key(file: str) -> str:
@@ -77,6 +101,8 @@ def for_task(spec: EngineSpec, task: TaskName) -> EngineSpec:
     forward_task = TASKS.get(task)
     if forward_task is None or not isinstance(spec, ServerEngine):
         return spec
+    from batchrunner.sglang.device import MEAN_POOLING, on_cpu  # noqa: PLC0415 - for launched servers alone
+
     config = read_config(spec.model)
     check_architecture(task, config.get("architectures"), f"engine.model: {spec.model}")
     pooling = {} if forward_task.by_generation else pooling_args(config, cpu=on_cpu(spec.device))
@@ -89,13 +115,6 @@ def bound_blanks(spec: ServerEngine) -> ServerEngine:
 
     A bound of the job's own stays.
     """
-    from batchrunner.sglang.flags import (  # noqa: PLC0415 - only for servers that the run starts
-        MAX_BLANKS_FLAG,
-        MOST_BLANKS,
-        is_at_least,
-        version_of,
-    )
-
     if not is_at_least(version_of(spec.python, spec.env), 0, 5, 23):  # older ones may lack the flag
         return spec
     return spec.model_copy(update={"args": {MAX_BLANKS_FLAG: MOST_BLANKS, **spec.args}})

@@ -114,7 +114,7 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
 
 
 def _answer_columns(job: Job, *, has_schema: bool) -> set[str]:
-    """Return the columns of ANSWER_COLUMNS that a job asks for, or gets because of what it asks."""
+    """Return the columns of ANSWER_COLUMNS that a job asks for, or that its prompt or schema adds."""
     names = {*job.output.asked}
     if job.prompt.is_chat:
         names.add(REASONING)
@@ -126,7 +126,7 @@ def _answer_columns(job: Job, *, has_schema: bool) -> set[str]:
 
 
 def _rollout_columns(parsed: tuple[tuple[str, ColumnKind], ...]) -> set[str]:
-    """Return the columns of a rollout; without declared columns, what its function returns is a column."""
+    """Return the columns of a rollout; without declared columns, the returned value is one column."""
     return {*ROLLOUT_COLUMNS} - ({RETURNED} if parsed else set())
 
 

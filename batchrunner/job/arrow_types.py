@@ -124,10 +124,13 @@ def part_at(root: Any, reference: str) -> Any:
 
 def kinds_of_value(value: Any) -> list[ColumnKind]:
     """Return the column kinds for a JSON value: of a list, one for each item; of a null, none."""
+    if value is None:
+        return []
     if isinstance(value, list):
         return [("list", kind) for item in value for kind in kinds_of_value(item)]
-    is_small = not isinstance(value, int) or -(1 << 63) <= value < 1 << 63
-    return [] if value is None else [_KINDS_OF_VALUES.get(type(value), "json") if is_small else "json"]
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        return ["json"]
+    return [_KINDS_OF_VALUES.get(type(value), "json")]
 
 
 def common_kind(kinds: Iterable[ColumnKind]) -> ColumnKind:

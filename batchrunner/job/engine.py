@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -42,12 +42,15 @@ class AttachEngine(RunningServers):
 
 
 class GatewayEngine(RunningServers):
-    """The workers of SGLang's Model Gateway, which already runs. Rows go to them directly."""
+    """The workers of SGLang's Model Gateway, which already runs."""
 
     kind: Literal["gateway"]
     """`gateway`: the servers already run, and a Model Gateway lists them."""
     url: Url
     """Address of the gateway."""
+    route: Literal["auto", "workers", "gateway"] = "auto"
+    """Way of the rows. `workers`: to each worker's own address. `gateway`: through the gateway. `auto`:
+    directly if all workers can be reached from here by HTTP, else through the gateway."""
 
 
 RESERVED = ("model-path", "model", "host", "port", "api-key", "device", "nnodes", "node-rank")
@@ -63,6 +66,8 @@ class ServerEngine(Spec):
     """Model directory, or a model name that SGLang can load."""
     replicas: Literal["auto"] | Annotated[int, Field(ge=1)] = 1
     """Servers, each with GPUs of its own. `auto`: one for every `tp` visible GPUs, one on a CPU."""
+    gateway: bool = False
+    """Start a Model Gateway (`smg`) too, by which other clients can use the replicas at one address."""
     nodes: Annotated[int, Field(ge=1)] = 1
     """Machines of a server, for a model that needs several; `tp` counts the GPUs of all."""
     args: dict[str, Any] = {}
@@ -138,3 +143,9 @@ EngineSpec: TypeAlias = Annotated[
     AttachEngine | ServerEngine | GatewayEngine | SimulatedEngine,
     Field(discriminator="kind", json_schema_extra=_with_short_forms),
 ]
+ENGINE_KINDS: tuple[str, ...] = tuple(
+    kind
+    for engine_class in get_args(get_args(EngineSpec)[0])
+    for kind in get_args(engine_class.model_fields["kind"].annotation)
+)
+"""The values of `engine.kind`."""

@@ -15,14 +15,12 @@ from pydantic_core import ErrorDetails
 
 from batchrunner.core.errors import Faults, JobError
 from batchrunner.core.files import known_format
-from batchrunner.job.engine import EngineSpec
+from batchrunner.job.engine import ENGINE_KINDS, EngineSpec
 from batchrunner.job.fields import as_folder
 from batchrunner.job.spec import Job
 
 EngineLike: TypeAlias = EngineSpec | Mapping[str, Any] | str | Path | Sequence[str]
 """The `engine` section of a job, or a short form of it."""
-KINDS = ("attach", "server", "gateway", "simulated")
-"""Kinds of engines."""
 _YAML_MARKS = tuple("\"'|>!&*")
 """First characters of a quoted text, block, tag, anchor or alias in YAML."""
 EXAMPLES = {
@@ -115,7 +113,7 @@ def _engine_tree(source: Any) -> Any:
         return source
     if source == "simulated":
         return {"kind": "simulated"}
-    near = [] if "://" in source else get_close_matches(source, KINDS, n=1, cutoff=0.75)
+    near = [] if "://" in source else get_close_matches(source, ENGINE_KINDS, n=1, cutoff=0.75)
     if near and not os.path.exists(source):  # noqa: PTH110 - false for a name that is too long
         raise JobError(f"engine: {source}: no model has this name", hint=f"did you mean kind: {near[0]}?")
     return {"kind": "attach", "urls": [source]} if "://" in source else {"kind": "server", "model": source}
@@ -281,7 +279,7 @@ def _faults_at(
     problem, where = problems[0], ".".join(path)
     if problem["type"] == "union_tag_invalid":
         tag = problem["ctx"]["tag"]
-        yield f"{where}.kind: no kind of engine is {tag!r}", _near(tag, KINDS)
+        yield f"{where}.kind: no kind of engine is {tag!r}", _near(tag, ENGINE_KINDS)
     elif problem["type"] == "extra_forbidden":
         yield f"unknown key {where!r}", _nearest(path, kind)
     elif problem["type"] == "missing":

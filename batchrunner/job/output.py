@@ -87,7 +87,8 @@ class OutputSpec(Spec):
     top_logprobs: Annotated[int, Field(ge=1, le=MOST_TOP_LOGPROBS)] = 5
     """Tokens for each position in the column `top_logprobs`."""
     part_rows: Annotated[int, Field(ge=1)] = 10_000
-    """Most input rows in a result file. One is also written every 30 s, in a store every `durable`."""
+    """Most input rows in a result file. One is also written every 30 s, in a run that has taken more than ten
+    minutes after a twentieth of its time (30 min at most), and in a store every `durable`."""
     durable: Duration = 1.0
     """Time until a finished row is safe on disk, or uploaded to an object store (there 10 s by default)."""
     dtype: Dtype = "float32"

@@ -250,7 +250,7 @@ class BatchPrompts(PromptSpec):
 
 
 def tool_problem(tools: Any) -> str | None:
-    """Return what is wrong with a list of tools; None if nothing is."""
+    """Return the problem of a list of tools; None for a valid list."""
     if not isinstance(tools, list):
         return "not a list of tools"
     names = set()

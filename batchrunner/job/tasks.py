@@ -14,7 +14,6 @@ known only if its prompt is token ids, or if it was sent alone.
 
 from __future__ import annotations
 
-import binascii
 import math
 import re
 import struct
@@ -23,15 +22,22 @@ from base64 import b64decode, b64encode
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from http import HTTPStatus
 from itertools import islice
 from random import Random
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from batchrunner.core.errors import AttemptFailedError, EngineBusyError, RequestError, RowRefusedError
-from batchrunner.core.strict_json import LOWEST, decode_reply
+from batchrunner.core.errors import AttemptFailedError, RequestError, RowRefusedError
+from batchrunner.core.server_replies import (
+    LOWEST,
+    MOST_TOKENS,
+    FinishReason,
+    TokenCount,
+    Word,
+    decode_reply,
+    raise_abort,
+)
 from batchrunner.core.types import ColumnKind, Completion, ForwardTask, Request
 
 SCORES, SCORE, LABEL = "scores", "score", "label"
@@ -39,10 +45,7 @@ PER_TOKEN, PER_BYTE = "scores_per_token", "scores_per_byte"
 A_SCORE = "a score of the answer"
 WITHOUT_TOKENS = {"max_new_tokens": 0}
 """Sampling parameters with which `/generate` ends a prompt after its prefill."""
-_COUNT_MOST = (1 << 31) - 1
-_BUSY = {429, 503}
 
-TokenCount = Annotated[int, msgspec.Meta(ge=0, le=_COUNT_MOST)]
 TokenScore = tuple[float | None, int, Any]
 """Log probability (null if it is NaN), token id, and the token's text if it was requested."""
 
@@ -50,7 +53,7 @@ TokenScore = tuple[float | None, int, Any]
 class NativeMeta(msgspec.Struct):
     """The `meta_info` of a result."""
 
-    finish_reason: Any = None
+    finish_reason: FinishReason | Word | None = None
     prompt_tokens: TokenCount | None = None
     cached_tokens: TokenCount | None = None
     weight_version: Any = None
@@ -68,19 +71,6 @@ class NativeResult(msgspec.Struct):
 _read_results = msgspec.json.Decoder(NativeResult | list[NativeResult])
 _KINDS: dict[str, ColumnKind] = {SCORE: "float64", LABEL: "string"}
 """Types of the columns that are not a list of numbers."""
-
-
-def _raise_abort(results: Sequence[NativeResult]) -> None:
-    """Raise the error of a row whose results include an abort."""
-    for result in results:
-        reason = result.meta_info.finish_reason
-        if isinstance(reason, dict) and reason.get("type") == "abort":
-            message, status = str(reason.get("message") or "aborted by the engine"), reason.get("status_code")
-            if status in _BUSY:
-                raise EngineBusyError(f"{status}: {message}")
-            if status == HTTPStatus.BAD_REQUEST:
-                raise RowRefusedError(message)
-            raise AttemptFailedError(message)
 
 
 Score: TypeAlias = float | None
@@ -104,7 +94,7 @@ def _probabilities(numbers: Sequence[Score], what: str) -> list[float]:
 
 def _total(counts: Sequence[int | None]) -> int | None:
     numbers = [count for count in counts if count is not None]
-    return min(sum(numbers), _COUNT_MOST) if len(numbers) == len(counts) else None
+    return min(sum(numbers), MOST_TOKENS) if len(numbers) == len(counts) else None
 
 
 def _with_adapters(requests: Sequence[Request], body: dict[str, Any]) -> dict[str, Any]:
@@ -162,7 +152,8 @@ class NativeTask(ForwardTask):
     def _answer(self, request: Request, results: Sequence[NativeResult]) -> Completion | RequestError:
         """Return the answer of a row, with the tokens of all its prompts."""
         try:
-            _raise_abort(results)
+            for result in results:
+                raise_abort(result.meta_info.finish_reason)
             columns = self._columns_of(request, results)
         except RequestError as failure:
             return failure
@@ -563,9 +554,9 @@ def reply_of(vectors: Sequence[bytes], prompt_tokens: int, model: str, *, as_tex
 def check_embeddings(reply: bytes, rows: int | None) -> int | None:
     """Check a reply of `/v1/embeddings` to `rows` prompts (None: unknown); return their tokens, if reported.
 
-    Raises RequestError for missing or unusable vectors, and errors of msgspec for another kind of reply.
+    Raises RequestError for missing or unusable vectors, and for another kind of reply.
     """
-    parsed: EmbeddingReply = _read_vectors.decode(reply)
+    parsed = decode_reply(_read_vectors, reply)
     if rows is not None and len(parsed.data) != rows:
         raise AttemptFailedError(f"{len(parsed.data)} vectors came for {rows} inputs")
     task = EmbedTask()
@@ -584,7 +575,7 @@ def _numbers(item: EmbeddingItem) -> array[float]:
         return array("f", [math.nan if number is None else number for number in vector])
     except OverflowError:
         return array("f", [math.inf])
-    except (binascii.Error, ValueError):
+    except (RequestError, ValueError):
         raise AttemptFailedError("the vector is no list of numbers, and no Base64 of 32-bit ones") from None
 
 

@@ -214,28 +214,28 @@ def cannot_write(path: Path, failure: OSError, kind: type[BatchrunError] = Stora
     return error if kind is StorageError else kind(error.message, hint=error.hint)
 
 
-def file_to_write(name: str, what: str = "", *, force: bool = True) -> Path:
-    """Return the path of a result file that the user names; raises OutputError, which begins with `what`.
+def file_to_write(name: str, label: str = "", *, force: bool = True) -> Path:
+    """Return the path of a result file that the user names; raises OutputError, which begins with `label`.
 
     Without `force` the file must not exist.
     """
-    what = what or name
+    label = label or name
     if is_uri(name):
         raise OutputError(
-            f"{what}: is a URI, but this file is written on this machine",
+            f"{label}: is a URI, but this file is written on this machine",
             hint="give a path, then copy the file to the store",
         )
     try:
         path = Path(user_path(name))
         if path.is_dir():
-            raise OutputError(f"{what}: is a directory", hint="give a file")
+            raise OutputError(f"{label}: is a directory", hint="give a file")
         if path.exists() and not path.is_file():
-            raise OutputError(f"{what}: is a device or a pipe", hint="give a file")
+            raise OutputError(f"{label}: is a device or a pipe", hint="give a file")
         if not path.parent.is_dir():
-            raise OutputError(f"{what}: there is no directory {path.parent}", hint="make it first")
+            raise OutputError(f"{label}: there is no directory {path.parent}", hint="make it first")
         if path.exists() and not force:
-            raise OutputError(f"{what}: exists", hint="take another name, or --force to replace it")
+            raise OutputError(f"{label}: exists", hint="take another name, or --force to replace it")
     except (OSError, ValueError) as failure:
         reason = getattr(failure, "strerror", None) or failure
-        raise OutputError(f"{what}: cannot be written: {reason}") from None
+        raise OutputError(f"{label}: cannot be written: {reason}") from None
     return path

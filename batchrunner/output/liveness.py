@@ -7,16 +7,20 @@ object `owner`.
 """
 
 import contextlib
+import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from batchrunner.core.errors import TaskHeldError
 from batchrunner.core.timing import TIMING
 from batchrunner.output.files import using_run
 from batchrunner.output.holder import HEARTBEAT, OWNER, LockHolder, parse_holder, this_process
 from batchrunner.output.run_dir import ENGINE_STARTING, RunDir
 from batchrunner.output.samples import LoggedSample
+
+log = logging.getLogger(__name__)
 
 DEAD_AFTER_S = 75.0
 """Seconds without a heartbeat after which a holder counts as dead; NFS may show an old file for 60 s."""
@@ -100,6 +104,33 @@ def monitor_of(run_dir: RunDir) -> LivenessMonitor:
     return LivenessMonitor(lambda: objects.look(run_dir.owner), fresh_s=STORE_FRESH_S, pause_s=LOOK_S)
 
 
+def wait_until_dead(monitors: Mapping[str, LivenessMonitor], sleep: Callable[[float], object]) -> None:
+    """Wait until all holders are dead, for all of them at the same time; raises TaskHeldError if one runs.
+
+    A key of `monitors` is the name of a task in messages. `sleep` may raise to end the wait.
+    """
+    unclear, has_warned = dict(monitors), False
+    while unclear:
+        for place, monitor in monitors.items():
+            if place not in unclear:
+                continue
+            runs = monitor.poll()
+            if runs:
+                raise TaskHeldError(
+                    f"{place}: {monitor.holder or 'another process'} is writing this run",
+                    hint="wait for it or use another path",
+                )
+            if runs is False:
+                del unclear[place]
+            elif monitor.holder and not has_warned:
+                has_warned = True
+                log.warning(
+                    "%s: waiting %.0f s to see whether %s still lives", place, DEAD_AFTER_S, monitor.holder
+                )
+        if unclear:
+            sleep(POLL_S)
+
+
 def look_at_files(directory: Path) -> tuple[bytes, bytes]:
     """Return the contents of `owner` and `heartbeat` in a task directory; b"" stands for a missing file."""
     return read_bytes(directory / OWNER), read_bytes(directory / HEARTBEAT)
@@ -176,7 +207,7 @@ def _modification_time(path: Path) -> float:
 
 
 def read_bytes(path: Path, *, strict: bool = False) -> bytes:
-    """Return the content of a file, b"" for a missing one; with `strict` raise other errors than that."""
+    """Return the content of a file, b"" for an unreadable one; with `strict` only for a missing one."""
     try:
         return path.read_bytes()
     except OSError as failure:

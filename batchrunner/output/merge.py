@@ -54,12 +54,14 @@ def merge(run: str | Path | RunDir, file: str | None = None, *, force: bool = Fa
     Workers may be running. Rows are partitioned into buckets of consecutive ordinals, then each bucket is
     sorted: two passes over the data with one bucket in memory. The ending of `file` selects its format. The
     file appears when it is complete. It replaces an existing file only with `force`. Raises NoResultYetError
-    where no row is durable, OutputError where the path holds no run or nothing can be written, ResumeError
-    where a part is damaged.
+    where no row is durable, OutputError where the path holds no run, `file` belongs to the run or nothing can
+    be written, ResumeError where a part is damaged, StorageError where the disk cannot read one.
     """
     run_dir = look_at_run(run)
     file_format = None if file is None else export_format(file)
     target = run_dir.merged if file is None else file_to_write(file, force=force)
+    if file is not None and run_dir.owns(target):
+        raise OutputError(f"{file}: belongs to the run {run_dir.name}", hint="give a path outside of it")
     if not run_dir.all_tasks():
         raise OutputError(
             f"{run_dir.name}: nothing to merge: not a run's output path, or no row has finished yet",

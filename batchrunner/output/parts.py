@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchrunner.core.errors import ResumeError
+from batchrunner.core.errors import ResumeError, StorageError
 from batchrunner.output.counts import counts_in, sum_of, with_counts
 from batchrunner.output.files import TEMPORARY, make_directory, sync_directory, whole_file
 from batchrunner.output.run_dir import RunDir, number_of
@@ -77,7 +77,11 @@ def read_journal(path: Path) -> Iterator[pa.Table]:
 
 @contextlib.contextmanager
 def open_part(path: Path) -> Iterator[pq.ParquetFile]:
-    """Open a part for reading; raises ResumeError for a damaged part, FileNotFoundError for a missing one."""
+    """Open a part for reading.
+
+    Raises FileNotFoundError for a missing part, StorageError for one that the disk cannot read, and
+    ResumeError for a damaged one.
+    """
     try:
         with pq.ParquetFile(path) as part:
             yield part
@@ -85,6 +89,12 @@ def open_part(path: Path) -> Iterator[pq.ParquetFile]:
         raise
     except (OSError, KeyError, pa.ArrowException) as failure:  # KeyError: a column is missing
         reason = str(failure).strip().partition("\n")[0]
+        number = getattr(failure, "errno", None)
+        if number is not None:  # the system call failed; an error in the content of the file has no number
+            raise StorageError(
+                f"{path}: cannot be read: {os.strerror(number)}",
+                hint="it is kept; run the same command again once the disk can be read",
+            ) from None
         raise ResumeError(
             f"{path}: is damaged", hint=f"move it away, and its rows will be done again ({reason})"
         ) from None

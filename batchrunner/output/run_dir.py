@@ -39,6 +39,8 @@ _OURS = re.compile(
 )
 """Names of the files that the tasks of a run write."""
 _DIRECTORIES = re.compile(r"parts|(leases|tasks)(/.+)?")
+_RESERVED = re.compile(rf"(parts|leases|tasks|merged|\.input)(/.*)?|{_OURS.pattern}|discarding")
+"""Names in a run directory that only the run may write: its files, and whatever lies in its directories."""
 SEGMENT = "turns-"
 """Prefix of the names of the files with turns of rollouts in a task's directory."""
 PLACE = ".place.json"
@@ -116,6 +118,16 @@ class RunDir:
     def part(self, number: int) -> Path:
         """Return the path of this task's part with this number."""
         return self.parts / f"part-{self.task}-{number:06d}.parquet"
+
+    def owns(self, path: Path) -> bool:
+        """Tell whether a file of this path would be one of the run's own, or lie in one of its directories.
+
+        Users may keep other files in the directory of a run.
+        """
+        path, directory = path.resolve(), self.path.resolve()
+        if not path.is_relative_to(directory):
+            return False
+        return _RESERVED.fullmatch(path.relative_to(directory).as_posix()) is not None
 
     def own_parts(self) -> list[Path]:
         """Return the parts of this task, oldest first."""

@@ -1,5 +1,6 @@
 """run.json: the job of a run, and the fingerprint by which a later attempt recognises its run."""
 
+import logging
 import re
 import secrets
 import sys
@@ -19,10 +20,14 @@ from batchrunner.output.files import create_file, write_json, writing
 from batchrunner.output.holder import OWNER
 from batchrunner.output.run_dir import RUN_ID, RunDir
 
+log = logging.getLogger(__name__)
+
 FORMAT = 1
 """Version of the format of run.json."""
 DISCARD = "--fresh (with --join: delete the directory)"
 """The option that discards a run, for error messages."""
+CODE = "code_of_functions"
+"""Key in run.json of the digests of each Python function's code, in the order in which they made rows."""
 _KEYS = {"format", "job", "fingerprint", "rows_total", "engine", "versions"}
 _SECRET = re.compile(r"key|token(?!iz|s)|secret|password", re.IGNORECASE)
 """Names of engine arguments whose values are masked: `admin-api-key`, but not `tokenizer-path`."""
@@ -155,15 +160,39 @@ def require_run_json(run_dir: RunDir) -> dict[str, Any]:
     return content
 
 
-def write_run_json(run_dir: RunDir, job: Job, **values: Any) -> None:
+def write_run_json(run_dir: RunDir, job: Job, code_digests: Mapping[str, str], **values: Any) -> None:
     """Write run.json with the job and these values: `fingerprint`, `rows_total`, `engine` and `versions`.
 
-    Raises StorageError.
+    `code_digests` has the digest of each Python function that makes the next rows. Raises StorageError.
     """
-    content = {"format": FORMAT, "job": without_secrets(job), **values}
+    content = {
+        "format": FORMAT,
+        "job": without_secrets(job),
+        CODE: code_versions(read_run_json(run_dir), code_digests),
+        **values,
+    }
     if run_dir.store.objects is not None:
         content[RUN_ID] = _run_id(run_dir, content)
     _write(run_dir, content)
+
+
+def code_versions(content: Mapping[str, Any] | None, code_digests: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the digests of the code that made the rows of a run, and will make the next; the newest last.
+
+    `content` is that of run.json. Warn about each Python function whose code has changed.
+    """
+    versions: dict[str, list[str]] = {**(content or {}).get(CODE, {})}
+    for where, digest in code_digests.items():
+        before = versions.get(where, [])
+        if before[-1:] != [digest]:
+            versions[where] = [*before, digest]
+        if before and before[-1] != digest:
+            log.warning(
+                "%s: its code has changed since the last start: finished rows keep what the old code made. "
+                "To make them again, discard the run with %s",
+                where, DISCARD,
+            )  # fmt: skip
+    return versions
 
 
 def _write(run_dir: RunDir, content: Mapping[str, Any]) -> None:
@@ -186,15 +215,20 @@ def holds_run(directory: Path) -> bool:
     return read_json(directory / "run.json").keys() >= _KEYS or any(directory.glob(f"tasks/*/{OWNER}"))
 
 
-def raise_total(run_dir: RunDir, rows_total: int, new: Mapping[str, Any]) -> None:
+def raise_total(
+    run_dir: RunDir, rows_total: int, new: Mapping[str, Any], code_digests: Mapping[str, str]
+) -> None:
     """Raise the number of rows in run.json; `new` is the fingerprint with the longer input.
+
+    `code_digests` has the digest of each Python function that makes the new rows.
 
     So `merge` and `status` count them before the first of them is done. A missing run.json is not written:
     the first attempt that sends rows does that. Raises StorageError or ResumeError.
     """
     if (content := _newest(run_dir)) is not None:
         longer = {**content["fingerprint"], "files": new["files"], "limit": new["limit"]}
-        _write(run_dir, {**content, "fingerprint": longer, "rows_total": rows_total})
+        versions = code_versions(content, code_digests)
+        _write(run_dir, {**content, CODE: versions, "fingerprint": longer, "rows_total": rows_total})
 
 
 def write_limits(run_dir: RunDir, job: Job) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -115,7 +115,9 @@ class LoggedSample(RunSample, kw_only=True):
 
 
 read_sample = msgspec.json.Decoder(LoggedSample).decode
-_convert = functools.partial(msgspec.convert, type=LoggedSample)
+_sample_in: Callable[[Mapping[str, Any]], LoggedSample] = functools.partial(
+    msgspec.convert, type=LoggedSample
+)
 
 
 def sample_of(event: Mapping[str, Any]) -> LoggedSample | None:
@@ -123,7 +125,7 @@ def sample_of(event: Mapping[str, Any]) -> LoggedSample | None:
     if event["event"] != "sample":
         return None
     try:
-        sample: LoggedSample = _convert(event)
+        sample = _sample_in(event)
     except msgspec.ValidationError:
         return None
     return sample

@@ -2,6 +2,9 @@
 
 All paths lie in the run's directory on this machine. Every method blocks. It may raise OSError, and may be
 repeated after that.
+
+One way for both would be worse than two. A file system has links and renames, but no conditional writes, and
+its files need no working copy. An object store has conditional writes, but no renames and no appending.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes outcomes during a run: to a journal within `output.durable`, to a part every 30 s.
+"""Writes outcomes during a run: to a journal within `output.durable`, to a part some time later.
 
 A write that fails is repeated until the disk accepts it: somebody makes room, or a mount comes back.
 """
@@ -34,13 +34,26 @@ FLUSH_FRACTION = 0.7
 """Fraction of `output.durable` after which rows are written; the rest is headroom for the disk."""
 FLUSH_BYTES = 64 << 20
 """Bytes of rows in memory at which they are written."""
+LAG_FRACTION = 0.05
+"""Time between two parts, as a fraction of the age of the attempt: a slow run of a week would otherwise write
+20,000 files of few rows, which everybody lists and opens."""
+LONGEST_LAG_S = 1800.0
+"""Maximum time between two parts in seconds. A week gives about 420 parts."""
 _STRUCT_BYTES = 16
 """Approximate bytes of a number, or of a token with its log probability, in a part."""
 
 
+def part_interval_s(age_s: float, first_s: float) -> float:
+    """Return the seconds between a row and its part, for an attempt that has run for `age_s` seconds.
+
+    The first parts come after `first_s`, so that a user sees results soon.
+    """
+    return max(first_s, min(LAG_FRACTION * age_s, LONGEST_LAG_S))
+
+
 @dataclass(eq=False)
 class ResultWriter:
-    """Writes finished rows to a journal, and to a part every `part_rows` rows or `part_s`.
+    """Writes finished rows to a journal, and to a part every `part_rows` rows or after `part_interval_s`.
 
     While the disk accepts no writes, rows wait in memory up to a limit. Then `put` blocks: the rows keep
     their slots, and the run pauses.
@@ -54,7 +67,9 @@ class ResultWriter:
     durable_s: float
     """Seconds within which a row is in a journal on disk."""
     part_s: float
-    """Seconds within which a row is in a part."""
+    """Seconds within which a row is in a part, in a young run or always."""
+    lag_grows: bool
+    """Whether parts come later in an older run. In a store they do not, because they make rows durable."""
     lock: TaskLock
     """The lock of the task, which the caller holds."""
     committed: Callable[[BitMap64], None]
@@ -70,6 +85,7 @@ class ResultWriter:
         self._buffer: list[Outcome] = []
         self._bytes = 0
         self._oldest_at = 0.0  # when the first row came into the buffer
+        self._began = time.monotonic()
         self._part = _PendingPart(run_dir, run_dir.next_number(), self.lock)
         self._writing: asyncio.Task[None] | None = None
         self._publishing: asyncio.Task[None] | None = None
@@ -137,8 +153,15 @@ class ResultWriter:
         """Return the seconds until the buffer's oldest row must be durable or the part is due."""
         due_at = [self._oldest_at + self.durable_s * FLUSH_FRACTION] if self._buffer else []
         if self._part.rows:
-            due_at.append(self._part.first_at + self.part_s)
+            due_at.append(self._part_due_at(self._part))
         return min(due_at) - time.monotonic() if due_at else None
+
+    def _part_due_at(self, part: _PendingPart) -> float:
+        """Return when a part that has rows must be written, by `time.monotonic`."""
+        interval_s = self.part_s
+        if self.lag_grows:
+            interval_s = part_interval_s(part.first_at - self._began, self.part_s)
+        return part.first_at + interval_s
 
     async def _write(self) -> None:
         """Write the oldest rows of the buffer to the journal, and the part if it is due."""
@@ -150,7 +173,7 @@ class ResultWriter:
         if outcomes:
             part.add(await asyncio.to_thread(self._table_of, outcomes), len(outcomes))
         is_full = part.rows >= self.part_rows or part.bytes >= FLUSH_BYTES
-        is_due = self._is_closing or is_full or time.monotonic() - part.first_at >= self.part_s
+        is_due = self._is_closing or is_full or time.monotonic() >= self._part_due_at(part)
         is_behind = self._publishing is not None and not self._publishing.done()
         in_store = self.run_dir.store.objects is not None  # it may be away for long
         if outcomes and (is_behind or in_store or not is_due):  # otherwise the part makes them durable now

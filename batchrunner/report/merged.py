@@ -43,7 +43,7 @@ class MergedRun:
         if missing > 0:
             lines.append(
                 f"merged: {self.rows:,} of {self.report.rows_total:,} rows, {missing:,} are missing: wait "
-                "for tasks at work, or run the same command again, then merge again"
+                "for workers that still run, or run the same command again, then merge again"
             )
         return lines
 

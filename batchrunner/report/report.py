@@ -18,6 +18,7 @@ from batchrunner.output.files import write_json, writing
 from batchrunner.output.resume import DoneRows, done_by_all
 from batchrunner.output.run_dir import MAIN_TASK, RunDir, look_at_run
 from batchrunner.output.run_json import require_run_json
+from batchrunner.report.verdict import RunEnd, RunVerdict, verdict_of
 
 GO_ON = "run the same command again"
 """Hint after a run that has not finished."""
@@ -46,7 +47,7 @@ class Report:
     rows_resumed: int = 0
     """Rows that were done before this start."""
     rows_of_others: int = 0
-    """Further rows of the run, which other tasks or no task holds. Some may be done."""
+    """Further rows of the run, which other workers hold, or nobody. Some may be done."""
     wall_s: float = 0.0
     """Seconds from the engine being ready to the last row."""
     wall_s_all_starts: float = 0.0
@@ -110,7 +111,7 @@ class Report:
 
     @property
     def rows_left(self) -> int:
-        """Remaining rows, for a later start or another task."""
+        """Remaining rows, for a later start or another worker."""
         return self.rows_total - self.rows_ok - self.rows_failed + self.rows_of_others
 
     @property
@@ -169,7 +170,7 @@ class Report:
         if self.rows_left:
             hint = "" if says_next_step(self.reason) else f": {GO_ON}"
             if self.exit_code in {EXIT_DONE, EXIT_FAILED_ROWS}:
-                hint = " to other tasks"
+                hint = " to other workers"
             parts.append(f"{self.rows_left:,} left{hint}")
         return f"{self.reason}: {', '.join(parts)}"
 
@@ -232,11 +233,6 @@ def cause_lines(groups: Sequence[Mapping[str, Any]], what: str, unit: str = "row
     return lines
 
 
-def tolerated(max_failed_rows: float, rows_total: int) -> float:
-    """Return how many rows may fail; `max_failed_rows` is a number, or a share of all rows."""
-    return max_failed_rows if isinstance(max_failed_rows, int) else max_failed_rows * rows_total
-
-
 def make_report(run_dir: RunDir, done: DoneRows, total: int, tally: RowCounts) -> Report:
     """Report the rows of earlier attempts (`done`) and of this one (`tally`); the caller adds the rest."""
     earlier = done.counts
@@ -261,18 +257,11 @@ def make_report(run_dir: RunDir, done: DoneRows, total: int, tally: RowCounts) -
     )
 
 
-def verdict_of_done(report: Report, max_failed_rows: float) -> tuple[int, str]:
-    """Return the exit code and the reason of a run whose rows are all done."""
-    if report.rows_failed > tolerated(max_failed_rows, report.rows_total):
-        return EXIT_FAILED_ROWS, "done, but more rows failed than limits.max_failed_rows tolerates"
-    return EXIT_DONE, "done"
-
-
 def report_of_all(run: str | Path | RunDir) -> Report:
-    """Make the report of a whole run from its files; write report.json of a run with several tasks.
+    """Make the report of a whole run from its files; write report.json of a run with several workers.
 
-    Its time is the time during which a task was at work, without pauses between attempts. Raises OutputError
-    where the path holds no run, ResumeError where a part is damaged, StorageError.
+    Its time is the time during which a worker was at work, without pauses between attempts. Raises
+    OutputError where the path holds no run, ResumeError where a part is damaged, StorageError.
     """
     run_dir = look_at_run(run)
     facts = require_run_json(run_dir)
@@ -283,9 +272,14 @@ def report_of_all(run: str | Path | RunDir) -> Report:
     counts = replace(done.counts, ok=len(done.answered))  # a row in two parts counts once
     report = make_report(run_dir, DoneRows(), facts["rows_total"], counts)
     limit = facts["job"].get("limits", {}).get("max_failed_rows", LimitsSpec().max_failed_rows)
-    exit_code, reason = verdict_of_done(report, limit)
-    if report.rows_left:
-        exit_code, reason = EXIT_STOPPED, "not finished"
+    end = RunEnd(
+        rows_total=report.rows_total,
+        rows_failed=report.rows_failed,
+        max_failed_rows=limit,
+        rows_left=report.rows_left,
+        stop=RunVerdict(EXIT_STOPPED, "not finished"),
+    )
+    exit_code, reason = verdict_of(end)
     report = replace(
         report,
         exit_code=exit_code, reason=reason,

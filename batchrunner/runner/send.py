@@ -54,7 +54,7 @@ class Outlet(ResultSink, Protocol):
         """Raise the error of a background write that failed for good."""
 
 
-FEWEST_ROWS = 100
+FEWEST_SENT = 100
 """Rows that must have been sent and ended before `limits.abort_failed_share` stops a run."""
 
 
@@ -100,7 +100,7 @@ class OutcomeSink:
         """
         self._failed += 1
         all_sent = self._sent + max(0, self.routes.in_flight - 1)  # the slot of this row is still taken
-        if self._sent >= FEWEST_ROWS and self._failed / all_sent > self.most_failed_share:
+        if self._sent >= FEWEST_SENT and self._failed / all_sent > self.most_failed_share:
             self.control.drain(
                 f"{self._failed / self._sent:.0%} of the rows failed (limits.abort_failed_share): "
                 "correct what the errors below name, and start with --retry-failed"
@@ -138,7 +138,7 @@ async def _columns_of_answer(
     return completion._replace(columns={**completion.columns, **parsed}), None
 
 
-SAMPLE_S = 2.0
+LOGGED_EVERY_S = 2.0
 """Most seconds between two `sample` events: 43,000 lines a day. A young run writes them more often."""
 
 
@@ -310,7 +310,7 @@ class Sending:
         sample = self.progress.polled(loads, now)
         self._show(sample)
         if now >= self._next_sample:
-            self._next_sample = now + min(SAMPLE_S, (now - self._began) / 50)
+            self._next_sample = now + min(LOGGED_EVERY_S, (now - self._began) / 50)
             self._events.write("sample", **msgspec.to_builtins(sample))
             if self._adaptation is not None and (self._adapting is None or self._adapting.done()):
                 self._adapting = asyncio.create_task(self._adapt(self._adaptation, sample, now))

@@ -92,6 +92,11 @@ class SharedEngine:
                     f"prompt.{name}: {self.info.model} takes no {kind.field}",
                     hint="choose a model for them; one whose part for them is off needs --enable-multimodal",
                 )
+        parts = {*(job.output.columns or ())}
+        if job.sampling.lora_path is not None:
+            parts.add("sampling.lora_path")
+        for part in sorted(parts.intersection(self.info.unsupported)):
+            raise EngineStartError(f"{part}: the engine cannot do it: {self.info.unsupported[part]}")
         for note in self.info.notes:
             log.info("%s", note)
 
@@ -101,7 +106,8 @@ async def open_engine_of(
 ) -> SharedEngine:
     """Open the engine of a job for a task of a model; `stack` closes it. Raises BatchrunError."""
     shape = shape_of(job, task)
-    engine = make_engine(job.engine, log_dir=log_directory, limits=job.limits, task=task, shape=shape)
+    making = make_engine(job.engine, log_dir=log_directory, limits=job.limits, task=task, shape=shape)
+    engine = await control.wait_for(making, "while the engine was starting")
     stack.push_async_callback(engine.close)
     info = await control.wait_for(engine.open(), "while the engine was starting")
     return SharedEngine(engine, info)
@@ -129,9 +135,9 @@ def _cost_of_connections(info: EngineInfo, fixed: int | None) -> str | None:
     needed = fixed or info.max_running or UNKNOWN_ENGINE_WINDOW
     if info.connections is None or info.connections >= needed:
         return None
-    who = "the job's window is" if fixed else "the engine can run"
+    need = f"the job's window is {fixed}" if fixed else f"the engine can run {needed}"
     return (
-        f"at most {info.connections} requests can be in flight, and {who} {needed}: up to "
+        f"at most {info.connections} requests can be in flight, and {need}: up to "
         f"{1 - info.connections / needed:.0%} of the speed is lost. The limit is {info.connections_by}: "
         "raise it (ulimit -Hn, LimitNOFILE, or the container's --ulimit nofile)"
     )

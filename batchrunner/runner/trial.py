@@ -183,7 +183,7 @@ class TrialRunner:
         spec = self.engine.model_copy(
             update={"args": args, "env": env, "start_timeout": start_s, "heal": False}
         )
-        engine = make_engine(spec, log_dir=place, limits=self.job.limits)
+        engine = await make_engine(spec, log_dir=place, limits=self.job.limits)
         try:
             info = await engine.open()
             left_s = within_s - (time.monotonic() - start)
@@ -276,9 +276,9 @@ class MeasuringEngine(ObservedEngine):
             self.stop(("cut", "the time for tuning was over"))
         return loads
 
-    def give_back(self, route: str, kept: int) -> None:
-        """Give rows back; see `Engine.give_back`."""
-        self._engine.give_back(route, kept)
+    def preempt(self, route: str, kept: int) -> None:
+        """Preempt rows; see `Engine.preempt`."""
+        self._engine.preempt(route, kept)
 
     def incidents(self) -> list[Incident]:
         """Return the server's incidents; a death ends the trial."""

@@ -7,19 +7,23 @@ an error that says so.
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
 
 from batchrunner.core.errors import BatchrunError, EngineLostError, InputError
 from batchrunner.engines.registry import launched_model
 from batchrunner.input.batch_lines import request_lines
+from batchrunner.input.compression import HEAD_BYTES, codec_of, decompressed
 from batchrunner.input.request_bodies import URL
-from batchrunner.input.text_files import BOM
+from batchrunner.input.text_files import skip_bom
+from batchrunner.input.text_lines import read_lines
 from batchrunner.job.call import CUSTOM_ID, job_of_batch
 from batchrunner.job.spec import Job
 from batchrunner.output.batch_results import CANCELLED, EXPIRED, publish
@@ -120,22 +124,24 @@ class Batches:
             if batch["in_progress_at"] is None:
                 async with self._whole_files:
                     await asyncio.to_thread(self._validate, batch)
-                status = batch["status"] if control.reason == CANCELLED else "in_progress"
-                await self._state.save(BATCHES, batch, status=status, in_progress_at=now())
+                changes = {} if control.reason == CANCELLED else {"status": "in_progress"}
+                await self._state.save(BATCHES, batch, in_progress_at=now(), **changes)
             await self._answer_lines(batch, control)
         except InputError as failure:
             if batch["in_progress_at"]:
                 raise
-            batch["errors"] = {"object": "list", "data": [_invalid_file(failure)]}
-            await self._finish(batch, "failed")
+            path = self._state.path_of(FILES, batch["input_file_id"])
+            errors = {"object": "list", "data": [_invalid_file(failure, path)]}
+            await self._finish(batch, "failed", errors=errors)
             return
         if control.reason == _SHUTDOWN:
             return
         if control.reason != CANCELLED:
             await self._state.save(BATCHES, batch, status="finalizing", finalizing_at=now())
+        reason = control.reason if control.reason in EARLY_STATUS else None
         async with self._whole_files:
-            await self._publish(batch, control.reason)
-        await self._finish(batch, EARLY_STATUS.get(control.reason or "", "completed"))
+            results = await self._publish(batch, reason)
+        await self._finish(batch, EARLY_STATUS[reason] if reason else "completed", **results)
 
     async def _answer_lines(self, batch: Record, control: Control) -> None:
         """Run the batch in its turn until all lines are answered or `control` stops it."""
@@ -170,9 +176,9 @@ class Batches:
         if report.rows_left:
             raise BatchrunError(report.reason)
 
-    async def _finish(self, batch: Record, status: str) -> None:
-        """Give a batch its final status and delete its run."""
-        await self._state.save(BATCHES, batch, **{"status": status, f"{status}_at": now()})
+    async def _finish(self, batch: Record, status: str, **changes: Any) -> None:
+        """Give a batch its final status, with further changes, and delete its run."""
+        await self._state.save(BATCHES, batch, **{"status": status, f"{status}_at": now(), **changes})
         run = self._state.path_of(BATCHES, batch["id"])
         await asyncio.to_thread(shutil.rmtree, run, ignore_errors=True)
 
@@ -196,15 +202,19 @@ class Batches:
     def _lines(self, batch: Record) -> Iterator[tuple[int, Mapping[str, Any], str | None]]:
         """Yield each line of a batch's file: its number, its request, and what is wrong with it."""
         path = self._state.path_of(FILES, batch["input_file_id"])
-        with path.open("rb") as file:
-            lines = itertools.chain([file.readline().removeprefix(BOM)], file)
-            for number, request, problem, _ in request_lines(lines, path.name):
+        with pa.OSFile(str(path)) as file:
+            codec = codec_of(file.read(HEAD_BYTES), None)
+            file.seek(0)
+            source = decompressed(file, codec)
+            skip_bom(source)
+            for number, request, problem, _ in request_lines(read_lines(source), path.name):
                 yield number, request, problem and f"{path.name}: line {number}: {problem}"
 
-    async def _publish(self, batch: Record, reason: str | None) -> None:
-        """Write the files of answered and failed lines; their names stay the same after a kill.
+    async def _publish(self, batch: Record, reason: str | None) -> Record:
+        """Write the files of answered and failed lines; return the changes of the batch.
 
-        `reason` says why the batch ended early; each unanswered line fails with it.
+        The names of the files stay the same after a kill. `reason` says why the batch ended early; each
+        unanswered line fails with it.
         """
         names = {kind: f"{batch['id'].replace('batch_', 'file-')}-{kind}" for kind in ("output", "error")}
         output, error = (self._state.path_of(FILES, name) for name in names.values())
@@ -216,12 +226,12 @@ class Batches:
         published = await asyncio.to_thread(publish, run, output, error, unanswered=unanswered)
         if published is None:
             raise BatchrunError("results of some lines are missing")
-        batch["usage"] = published.usage
-        batch["request_counts"] = request_counts(
+        counts = request_counts(
             total=published.completed + published.failed,
             completed=published.completed,
             failed=published.failed,
         )
+        changes: Record = {"usage": published.usage, "request_counts": counts}
         for (kind, name), path in zip(names.items(), (output, error), strict=True):
             if path.stat().st_size:
                 await self._state.add_file(
@@ -230,17 +240,21 @@ class Batches:
                     purpose="batch_output",
                     expires_after=batch["output_expires_after"],
                 )
-                batch[f"{kind}_file_id"] = name
+                changes[f"{kind}_file_id"] = name
             else:
                 path.unlink()
+        return changes
 
 
-def _invalid_file(failure: InputError) -> Record:
-    """Return the error of a batch whose file cannot be run, with the line number that its message names."""
+def _invalid_file(failure: InputError, path: Path) -> Record:
+    """Return the error of a batch whose file at `path` cannot be run, with the line that its message names.
+
+    Clients get the name of the file, but not its path on the server.
+    """
     line = _LINE_NUMBER.search(failure.message)
     return {
         "code": "invalid_file",
-        "message": failure.message,
+        "message": failure.message.replace(str(path), path.name),
         "param": None,
         "line": line and int(line[1]),
     }

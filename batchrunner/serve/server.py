@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from yarl import URL
 
 from batchrunner.core.console import show
-from batchrunner.core.errors import BatchrunError, EngineAwayError, JobError
+from batchrunner.core.errors import BatchrunError, EngineAwayError, JobError, StorageError
 from batchrunner.core.files import is_uri
 from batchrunner.core.processes import SignalWatch
 from batchrunner.core.types import BATCH_PATHS, EMBEDDINGS_PATH
@@ -198,7 +198,10 @@ class Api:
         A server without a key serves local programs only: the page of a website could reach localhost too.
         """
         if not self._key:
-            host = (request.url.host or "").lower()
+            try:
+                host = (request.url.host or "").lower()
+            except ValueError:  # the header Host has a port beyond 65535, for example
+                host = ""
             if host not in LOCAL_HOSTS or "Origin" in request.headers:
                 raise ApiError(403, f"Only programs on this machine may call. Set {API_KEY_VARIABLE}.")
             return
@@ -300,9 +303,8 @@ class Api:
 
     async def _delete(self, request: web.Request) -> Record:
         name = (await self._one(request))["id"]
-        if any(batch["input_file_id"] == name for batch in self._state.unfinished_batches()):
+        if not await self._state.delete_file(name):
             raise ApiError(409, "A batch reads this file: cancel the batch first.", "id", "file_in_use")
-        self._state.delete_file(name)
         return {"id": name, "object": "file", "deleted": True}
 
     async def _create(self, request: web.Request) -> Record:
@@ -311,11 +313,12 @@ class Api:
         new_batch = NewBatch.model_validate_json(body)
         if new_batch.endpoint not in self._endpoints:
             raise invalid("endpoint", f"supported are {', '.join(self._endpoints)}")
-        file = self._records[FILES].get(new_batch.input_file_id)
-        if file is None or file["purpose"] != "batch":
-            raise invalid("input_file_id", "no such file with the purpose 'batch'")
+        file = self._records[FILES].get(new_batch.input_file_id, {})
+        no_input = invalid("input_file_id", "no such file with the purpose 'batch'")
+        if file.get("purpose") != "batch":
+            raise no_input
         self._check_file_count()
-        batch = await self._state.save(BATCHES, {
+        batch: Record = {
             **dict.fromkeys(NULL_FIELDS),
             **new_batch.model_dump(),
             "id": new_id("batch_"),
@@ -326,7 +329,9 @@ class Api:
             "expires_at": now() + math.ceil(new_batch.completion_window),
             "completion_window": json.loads(body)["completion_window"],
             "request_counts": request_counts(total=0),
-        })  # fmt: skip
+        }
+        if not await self._state.add_batch(batch):
+            raise no_input
         self._batches.start(batch)
         return batch
 
@@ -334,7 +339,7 @@ class Api:
         batch = await self._one(request)
         if batch["status"] in {"validating", "in_progress"}:
             await self._batches.cancel(batch)
-        elif batch["status"] != "cancelling":
+        if batch["status"] != "cancelling":
             raise ApiError(409, f"Cannot cancel a batch with status '{batch['status']}'.")
         return batch
 
@@ -434,7 +439,10 @@ async def serve(
             batches.start(batch)
         show([str(URL.build(scheme="http", host=host, port=runner.addresses[0][1], path="/v1"))])
         while not stop_event.is_set():
-            state.delete_expired()
+            try:
+                await state.delete_expired()
+            except StorageError as failure:
+                log.warning("%s; the next try is in %g s", failure, SWEEP_S)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop_event.wait(), SWEEP_S)
     if batches.lost is not None:

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from batchrunner.sglang.device import has_gpu, output_of, program_environment
-
 HELP_TIMEOUT_S = 120.0
 """Patience in seconds: `--help` imports torch, which takes 6 s, and more from a cold network disk."""
 CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
@@ -73,6 +71,23 @@ def name_in(args: Mapping[str, Any], name: str) -> str:
     return next((spelling for spelling in spellings(name) if spelling in args), name)
 
 
+LARGEST = 1e15
+"""Largest number that is plausible as an argument, limit or memory of a server."""
+
+
+def number(value: Any) -> float | None:
+    """Return a value of another program if it is a plausible number, otherwise None."""
+    counts = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
+    return float(value) if counts else None
+
+
+def attention_ranks(arguments: Mapping[str, Any]) -> int:
+    """Return the ranks among which DP attention divides the requests of one replica; 1 without it."""
+    ranks = number(arguments.get("attn_dp_size")) or 1
+    older = ranks == 1 and arguments.get("enable_dp_attention")  # before --attn-dp-size
+    return int((number(arguments.get("dp_size")) if older else ranks) or 1)
+
+
 def arguments_in(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments among flags and variables, for `engine.args`."""
     return {name: value for name, value in args.items() if name not in VARIABLES}
@@ -112,6 +127,8 @@ def installed(python: str | None = None, environ: Mapping[str, str] | None = Non
 
 def version_of(python: str | None, environ: Mapping[str, str]) -> str | None:
     """Return the version of an interpreter's SGLang; `environ` is the job's. None where it has none."""
+    from batchrunner.sglang.device import output_of, program_environment  # noqa: PLC0415 - few runs ask
+
     command = [python or sys.executable, "-c", _VERSION]
     return output_of(command, HELP_TIMEOUT_S, program_environment(environ)).strip() or None
 
@@ -174,6 +191,8 @@ def slots_per_request(arguments: Mapping[str, Any]) -> int:
 
 @functools.cache
 def _ask(python: str, environ: tuple[tuple[str, str], ...]) -> Flags:
+    from batchrunner.sglang.device import has_gpu, output_of, program_environment  # noqa: PLC0415
+
     environment = program_environment(dict(environ), cpu=not has_gpu())
     help_text = output_of([python, "-m", "sglang.launch_server", "--help"], HELP_TIMEOUT_S, environment)
     return parse_help(help_text, version_of(python, dict(environ)))

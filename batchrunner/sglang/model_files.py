@@ -10,11 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tenacity import Retrying
-
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.files import read_json
-from batchrunner.core.retry import backoff
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.fields import is_hub_name
 from batchrunner.sglang.flags import name_in
@@ -141,6 +138,9 @@ def check_on_hub(spec: ServerEngine) -> None:
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
+    from tenacity import Retrying  # noqa: PLC0415
+
+    from batchrunner.core.retry import backoff  # noqa: PLC0415
 
     hub = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
 

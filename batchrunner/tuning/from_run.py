@@ -18,8 +18,9 @@ from batchrunner.output.events import read_events
 from batchrunner.output.run_dir import RunDir, look_at_run
 from batchrunner.output.run_json import require_run_json
 from batchrunner.output.samples import RunSample, sample_of
+from batchrunner.sglang.flags import number
 from batchrunner.sglang.logs.lines import ServerReady
-from batchrunner.sglang.logs.reader import LogReader, number
+from batchrunner.sglang.logs.reader import LogReader
 from batchrunner.sglang.logs.series import Prefills, Series, sample_of_load
 from batchrunner.tuning.signals import has_enough
 from batchrunner.tuning.situation import ClientActivity, Situation, has_media

@@ -5,14 +5,18 @@ least a quarter of the readings show it (`is_frequent`). The concurrency law, ad
 and `batchrun tune` all call these functions, so they never disagree.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from batchrunner.core.console import counted
-from batchrunner.sglang.logs.series import LoadSample, Series
+
+if TYPE_CHECKING:
+    from batchrunner.sglang.logs.series import LoadSample, Series
 
 
 @dataclass(slots=True)

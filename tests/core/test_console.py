@@ -79,8 +79,8 @@ def test_durations(seconds: float, text: str) -> None:
     ("rows", "tokens", "end"),
     [
         (0, 0, ""),
-        (1, 12, ", 1 row given back (12 tokens lost)"),
-        (31, 1204, ", 31 rows given back (1,204 tokens lost)"),
+        (1, 12, ", 1 row preempted (12 tokens lost)"),
+        (31, 1204, ", 31 rows preempted (1,204 tokens lost)"),
     ],
 )
 def test_the_line_of_a_background_run(rows: int, tokens: int, end: str) -> None:

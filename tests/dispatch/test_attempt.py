@@ -20,8 +20,8 @@ from batchrunner.core.errors import (
     EngineBusyError,
     EngineDiedError,
     EngineDownError,
-    GivenBackError,
     NoAnswerError,
+    PreemptedError,
     RequestError,
     RowRefusedError,
 )
@@ -36,10 +36,10 @@ from batchrunner.dispatch.attempt import (
     FailureHistory,
     FailureKind,
     Fate,
-    Refusals,
+    RefusalCause,
+    cause_of,
     control_for,
     fate_of,
-    is_culprit,
     kind_of,
     pause_before_retry,
 )
@@ -62,7 +62,7 @@ def test_each_error_has_a_kind() -> None:
         EngineBusyError("status 503"): K.BUSY,
         EngineDownError("no connection"): K.DOWN,
         EngineDiedError("connection lost"): K.DIED,
-        GivenBackError("aborted"): K.RETURNED,
+        PreemptedError("aborted"): K.PREEMPTED,
         RequestError("any other"): K.INVALID,
     }
     assert {str(error): kind_of(error) for error in kinds} == {str(e): kind for e, kind in kinds.items()}
@@ -72,8 +72,11 @@ def test_each_error_has_a_kind() -> None:
     ("attempt", "fate"),
     [
         # rows that we took back ourselves, whatever else is known of them
-        (FailedAttempt(K.RETURNED), Fate.REQUEUE),
-        (FailedAttempt(K.RETURNED, failures=9, deaths=9, is_culprit=True, is_engine_lost=True), Fate.REQUEUE),
+        (FailedAttempt(K.PREEMPTED), Fate.REQUEUE),
+        (
+            FailedAttempt(K.PREEMPTED, failures=9, deaths=9, is_culprit=True, is_engine_lost=True),
+            Fate.REQUEUE,
+        ),
         # rows that are at fault
         (FailedAttempt(K.INVALID), Fate.END),
         (FailedAttempt(K.INVALID, has_other_route=True), Fate.END),
@@ -129,7 +132,7 @@ def test_the_table_decides_every_attempt() -> None:
             number = next(n for n, rule in enumerate(RULES) if kind in rule.kinds and rule.applies(attempt))
             used.add(number)
             fate = fate_of(attempt)
-            assert (fate is Fate.REQUEUE) == (kind is K.RETURNED)
+            assert (fate is Fate.REQUEUE) == (kind is K.PREEMPTED)
             assert fate is not Fate.RETRY or kind not in REJECTED
             assert fate is not Fate.LOSE_ENGINE or (attempt.is_engine_lost and kind in UNAVAILABLE)
             assert fate is not Fate.END or kind in REJECTED | FAILED
@@ -213,10 +216,9 @@ class Engine:
         """Go on to the next end of a request."""
         self.now, _, row, sent_at, refused = heapq.heappop(self.ends)
         if not refused:
-            self.record.newest = max(self.record.newest, sent_at)
-            self.record.answered += row is None or row.attempts == 1
+            self.record.record_answer(sent_at, is_counted=row is None or row.attempts == 1)
         elif row is None:
-            self.record.refused += 1
+            self.record.record_refusal()
         else:
             self.refused(row)
         self.record.has_control = self.record.has_control and row is not None
@@ -224,13 +226,12 @@ class Engine:
     def refused(self, row: PendingRow) -> None:
         """Give a row up, or send it again later."""
         history = row.failures = row.failures or FailureHistory()
-        is_first = history.refusals is None
-        refusals = history.refusals = history.refusals or Refusals(row.sent_at)
-        answers_others = refusals.add(self.record, self.now)
-        if is_culprit(refusals, MAX_ATTEMPTS):
+        refusals = history.record_refusal(self.record, sent_at=row.sent_at, now=self.now)
+        cause = cause_of(refusals, self.record, others_in_flight=bool(self.ends), max_attempts=MAX_ATTEMPTS)
+        if cause is RefusalCause.ROW:
             self.given_up[row.request.ref.row] = row.attempts
             return
-        if not (is_first or self.record.has_control or (answers_others and self.ends)):
+        if cause is RefusalCause.NEEDS_CONTROL:
             self.record.has_control = True
             self.send(None)
         busy = EngineBusyError("503")
@@ -304,3 +305,25 @@ def test_a_control_asks_for_little() -> None:
     body = RequestBody(EMBEDDINGS_PATH, b'{"input": ["a", "b"]}', "m", 0)
     record.last = request(4, "")._replace(kind="body", prompt=body)
     assert orjson.loads(control_for(record, request(3, "")).prompt.content)["input"] == "1"
+
+
+def test_the_cause_of_refusals() -> None:
+    """A first refusal says nothing; later ones wait for other rows, or need a control where there is none."""
+    history, record = FailureHistory(), RouteRecord()
+
+    def refuse(now: float, *, others_in_flight: bool = False) -> RefusalCause:
+        refusals = history.record_refusal(record, sent_at=now, now=now)
+        return cause_of(refusals, record, others_in_flight=others_in_flight, max_attempts=2)
+
+    assert refuse(1.0) is RefusalCause.OPEN
+    assert refuse(2.0, others_in_flight=True) is RefusalCause.NEEDS_CONTROL  # nobody was answered since
+    record.record_answer(2.5)
+    assert refuse(3.0, others_in_flight=True) is RefusalCause.OPEN
+    record.has_control = True
+    assert refuse(4.0) is RefusalCause.OPEN
+    record.has_control = False
+    assert refuse(5.0) is RefusalCause.NEEDS_CONTROL
+    assert record.refused == 1  # once for each row
+    for _ in range(1000):
+        record.record_answer(6.0)
+    assert refuse(5.5) is RefusalCause.ROW

@@ -16,7 +16,7 @@ MANY = 10**6
 def size_after(*ends: float) -> BundleSize:
     size = BundleSize(FILL_S)
     for end in ends:
-        size.ended(1000.0 + end)
+        size.record_end(1000.0 + end)
     return size
 
 
@@ -41,7 +41,7 @@ def test_the_size_follows_the_rows() -> None:
     fast, fixed = size_after(*(row / 4000 for row in range(4000))), BundleSize(FILL_S, 7)
     for second in range(1002, 1010):
         for size in (short, fast, fixed):
-            size.ended(float(second))
+            size.record_end(float(second))
     assert [size.rows(MANY) for size in (short, fast, fixed)] == [1, 1, 7]
     assert size_after(*(2.0 * wave for wave in range(9) for _ in range(8))).rows(MANY) == 1
 

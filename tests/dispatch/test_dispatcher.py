@@ -13,7 +13,7 @@ from batchrunner.core.errors import (
     EngineBusyError,
     EngineDiedError,
     EngineLostError,
-    GivenBackError,
+    PreemptedError,
     RequestError,
     RowRefusedError,
 )
@@ -210,7 +210,7 @@ async def test_rows_that_were_returned_do_not_count_the_attempt() -> None:
     def returns(_row: int, times: int) -> RequestError | None:
         if times > 1:
             return None
-        returned = GivenBackError("aborted")
+        returned = PreemptedError("aborted")
         returned.tokens = 7
         return returned
 

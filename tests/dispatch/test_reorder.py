@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.types import Completion, Outcome, Request, RowRef
-from batchrunner.dispatch.queue import PendingRow
 from batchrunner.dispatch.reorder import (
     FOLLOWERS_A_CHECK,
     LAST_ROWS,
     WINDOW_ROWS,
+    OrderedRow,
     OutputLengths,
     PrimeTask,
     Reorderer,
@@ -61,7 +61,7 @@ def arranger(info: EngineInfo = INFO, *, dedupe: bool = True, caches: int = 1) -
 
 def arranged(
     by: Reorderer, batches: Sequence[Sequence[Request | Outcome]]
-) -> tuple[list[PendingRow], list[PrimeTask], list[Outcome]]:
+) -> tuple[list[OrderedRow], list[PrimeTask], list[Outcome]]:
     """Arrange whole batches; the rows that are still to come are known exactly."""
     left = [sum(map(len, batches[end:])) for end in range(1, len(batches) + 1)]
     read = iter(left)
@@ -77,13 +77,13 @@ def arranged(
     for found in by.reorder(Source(source(), lambda: last)):
         items += found
     return (
-        [item for item in items if isinstance(item, PendingRow)],
+        [item for item in items if isinstance(item, OrderedRow)],
         [item for item in items if isinstance(item, PrimeTask)],
         [item for item in items if isinstance(item, Outcome)],
     )
 
 
-def rows_of(works: Iterable[PendingRow]) -> list[int]:
+def rows_of(works: Iterable[OrderedRow]) -> list[int]:
     return [work.request.ref.row for work in works]
 
 
@@ -147,8 +147,8 @@ def test_rows_do_not_wait_for_a_source_that_waits() -> None:
     """An empty batch says that more may take long: what is there goes."""
     by = arranger()
     stream = by.reorder(Source([[request(0, "a")], [], [request(1, "b")]]))
-    assert rows_of(item for item in next(stream) if isinstance(item, PendingRow)) == [0]
-    assert rows_of(item for items in stream for item in items if isinstance(item, PendingRow)) == [1]
+    assert rows_of(item for item in next(stream) if isinstance(item, OrderedRow)) == [0]
+    assert rows_of(item for items in stream for item in items if isinstance(item, OrderedRow)) == [1]
 
 
 def test_the_longest_go_first_at_the_end() -> None:
@@ -289,10 +289,10 @@ TIGHT = EngineInfo(kind="test", model="m", max_total_tokens=20_000, prefill_toke
 
 def follow(lead: ReuseDistance, *, missed: int, computed_before: bool = False) -> list[str]:
     """Tell a lead of followers with 400 shared tokens, some of which missed them; return what it says."""
-    parent = PendingRow(request(0, "x"), prefix_ready_at=1.0 if computed_before else 3.0)
+    parent = OrderedRow(request(0, "x"), prefix_ready_at=1.0 if computed_before else 3.0)
     reasons = []
     for row in range(FOLLOWERS_A_CHECK):
-        work = PendingRow(request(row, "x"), prompt_bytes=2000, leader=parent, shared_bytes=1600, sent_at=2.0)
+        work = OrderedRow(request(row, "x"), prompt_bytes=2000, leader=parent, shared_bytes=1600, sent_at=2.0)
         change = lead.record(work, Completion(["x"], ["stop"], [1], 500, 0 if row < missed else 390))
         reasons += [change.reason] if change else []
     return reasons

@@ -14,7 +14,7 @@ import pytest
 import batchrunner
 from batchrunner.core.errors import AnotherModelError, EngineLostError, EngineStartError, ResumeError
 from batchrunner.core.timing import TIMING
-from batchrunner.engines.http import proxy_limit
+from batchrunner.engines.http import proxies
 from batchrunner.engines.http.connections import free_port
 from tests.conftest import batchrun, eventually, job_of, results_of, rows_in, run_job
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
@@ -68,9 +68,9 @@ def test_a_request_that_ends_without_an_answer(
 
     From then on that counts as an attempt, as a row does that is not answered within `request_timeout`.
     """
-    monkeypatch.setattr(proxy_limit, "LEAST_AGE_S", 0.0)
-    monkeypatch.setattr(proxy_limit, "SAME_AGE_S", PATIENCE_S)
-    monkeypatch.setattr(proxy_limit, "BETWEEN_S", 0.0)
+    monkeypatch.setattr(proxies, "LEAST_AGE_S", 0.0)
+    monkeypatch.setattr(proxies, "SAME_AGE_S", PATIENCE_S)
+    monkeypatch.setattr(proxies, "BETWEEN_S", 0.0)
     monkeypatch.setattr(TIMING, "status_timeout", PATIENCE_S)
     computed_on: list[Sent] = []
 
@@ -84,7 +84,7 @@ def test_a_request_that_ends_without_an_answer(
     job = job_of(tmp_path, server, rows=4, limits={**limits, "max_attempts": 4})
     result = run_job(job, tmp_path, code=3)
     assert computed_on == []
-    assert len(rows_sent(server)) <= 4 * 4 + proxy_limit.REQUESTS - 1
+    assert len(rows_sent(server)) <= 4 * 4 + proxies.REQUESTS - 1
     lines = [line for line in result.stderr.splitlines() if "a proxy on the way ends requests" in line]
     assert len(lines) == (what != "hold")
     word = "no answer within 0.3 s" if what == "hold" else "the limit of a proxy"

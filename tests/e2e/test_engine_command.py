@@ -58,3 +58,31 @@ def test_an_engine_that_cannot_be_started(tmp_path: Path) -> None:
     assert "no CUDA GPUs are available" in dead.stderr
     assert Path(dead.stderr.rpartition("[")[2].rstrip("]\n")).exists()
     assert "export" not in dead.stderr
+
+
+@pytest.mark.gateway
+def test_replicas_behind_a_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One address for two replicas: jobs that attach to it send their rows to both, and Ctrl-C ends all."""
+    seen = 'open(os.environ["SEEN"], "a").write(sys.argv[sys.argv.index("--port") + 1] + "\\n")\n'
+    own = launchable(tmp_path, seen + ANSWERS, SEEN=str(tmp_path / "seen"))
+    file = write_job(job_of(tmp_path, own), tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    command = [sys.executable, "-m", "batchrunner", "engine", str(file), "--replicas", "2", "--gateway"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            url = process.stdout.readline().strip()
+            shown = next(line for line in process.stderr if "export" in line).strip().rpartition("=")[2]
+            monkeypatch.setenv("SGLANG_API_KEY", shown)
+            run = run_job(job := job_of(tmp_path) | {"engine": url}, tmp_path)
+            assert column_of(job, "output") == [f"to row {n}" for n in range(10)]
+            assert f"{url} is a Model Gateway" in run.stderr
+            process.send_signal(signal.SIGINT)
+            assert process.wait(PATIENCE_S) == 0
+        finally:
+            process.kill()
+    replicas = [int(port) for port in (tmp_path / "seen").read_text().split()]
+    assert len(replicas) == 2
+    assert all(map(is_free, [*replicas, int(url.rpartition(":")[2])]))

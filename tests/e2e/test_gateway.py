@@ -1,15 +1,11 @@
-"""The workers of a real Model Gateway, `smg`: rows go to those that it lists, directly."""
+"""A real Model Gateway, `smg`: rows go directly to the workers that it lists, or through it."""
 
 import logging
-import secrets
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 import batchrunner
@@ -18,6 +14,7 @@ from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.connections import free_port
 from tests.conftest import eventually, job_of, results_of, rows_in, run_job, write_rows
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.real_gateway import RealGateway
 
 KEY_VARIABLE = "SGLANG_API_KEY"
 
@@ -28,46 +25,6 @@ pytestmark = [pytest.mark.gateway, pytest.mark.filterwarnings("default")]
 def _quiet_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gateway asks every worker by HTTP/2 too, which the fake's library logs as an error."""
     monkeypatch.setattr(logging.getLogger("aiohttp.server"), "disabled", True)
-
-
-class RealGateway:
-    """The real gateway in a process of its own, with whatever workers a test gives it."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.key = secrets.token_hex(8)
-        self.url = f"http://127.0.0.1:{free_port()}"
-        self._http = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.key}"})
-        port = self.url.rpartition(":")[2]
-        own = ["--host", "127.0.0.1", "--port", port, "--prometheus-port", str(free_port())]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "smg.launch_router", *own, "--api-key", self.key, *arguments],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        eventually(self._is_up, 60)
-
-    def _is_up(self) -> bool:
-        try:
-            return self._http.get("/health").status_code == 200
-        except httpx.TransportError:
-            return False
-
-    def listed(self) -> dict[str, str]:
-        return {worker["url"]: worker["id"] for worker in self._http.get("/workers").json()["workers"]}
-
-    def use(self, *urls: str) -> None:
-        """Bring its list of workers to these."""
-        at_once = {"drain_settle_secs": 0}
-        for url, number in self.listed().items():
-            if url not in urls:
-                self._http.delete(f"/workers/{number}")
-        for url in set(urls).difference(self.listed()):
-            self._http.post("/workers", json={"url": url, "api_key": self.key, "health": at_once})
-        eventually(lambda: self.listed().keys() == set(urls))
-
-    def end(self) -> None:
-        self._http.close()
-        self.process.kill()
-        self.process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -189,8 +146,10 @@ def test_what_stands_in_the_way(
         monkeypatch.setenv(KEY_VARIABLE, "wrong")
         assert "refuses the API key" in said(gateway.url)
     monkeypatch.setenv(KEY_VARIABLE, gateway.key)
-    assert "must be within reach from here" in said(gateway.url)
-    job = job_of(tmp_path, {"kind": "attach", "urls": [gateway.url]})
+    assert "no worker of the gateway answers" in said(gateway.url)
+    direct = job_of(tmp_path, {"kind": "gateway", "url": gateway.url, "route": "workers"})
+    assert "must be within reach from here" in run_job(direct, tmp_path, code=2).stderr
+    job = job_of(tmp_path, {"kind": "attach", "urls": [gateway.url, "http://127.0.0.1:9"]})
     told = run_job(job, tmp_path, code=2).stderr
     assert f"is a Model Gateway, not a server: write `engine: {{kind: gateway, url: {gateway.url}}}`" in told
     gateway.use()

@@ -560,7 +560,7 @@ def test_a_tool_that_blocks(
     tmp_path: Path, server: FakeSGLang, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it blocks, the other rows of its process wait: a line says so, and what to write."""
-    monkeypatch.setattr("batchrunner.dispatch.rollouts.LOOK_S", 0.01)
+    monkeypatch.setattr("batchrunner.dispatch.rollouts.CHECK_S", 0.01)
     blocks = call.startswith("time")
     seen = tmp_path / "seen"
 

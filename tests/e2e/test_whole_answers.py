@@ -131,7 +131,7 @@ def test_an_answer_without_what_was_asked_for(tmp_path: Path, server: FakeSGLang
     job = asking(tmp_path, server, ["logprobs"], rows=2, **KINDS[kind], limits={"max_attempts": 2})
     assert batchrunner.run(job).exit_code == 3
     (row, _) = results_of(job)
-    assert row["error"] == "the answer came without logprobs, which output.columns asks for"
+    assert row["error"] == "the answer came without logprobs, which output.columns requests"
     assert (row["output"], row["attempts"]) == (None, 2)
 
 

@@ -16,6 +16,7 @@ from batchrunner.core.errors import (
     RequestError,
     RowRefusedError,
 )
+from batchrunner.core.server_replies import error_of
 from batchrunner.core.types import Completion, Outcome, Request, RowRef
 from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http import replies
@@ -73,25 +74,26 @@ def check_bundle(events: list[bytes], rows: int) -> dict[int, list[str]]:
     ref = RowRef(0, _CARRIED, 0)
     requests = [Request(ref, "input_ids", [n], {}) for n in range(rows)]
     answers = _Answers()
-    answer = BundleAnswer(requests, answers.ended, Endpoint(URL, HangDetector(60.0)), ModelGuard())
+    endpoint = Endpoint(URL, HangDetector(60.0))
+    answer = BundleAnswer(requests, answers.ended, endpoint, ModelGuard(), asyncio.Semaphore())
 
     async def read() -> None:
         with contextlib.suppress(AnotherModelError):  # two versions of the weights: it ends a run on purpose
             for event in events:
-                await answer.take([event])
+                await answer.process([event])
 
     asyncio.run(read())
     assert set(answers.ends) <= {*range(rows)}
     assert set(answers.ends.values()) <= {1}
     if answer.refusal is not None:
         refusal = answer.refusal
-        str(replies.error_of(refusal.status, refusal.content)).encode("utf-8")
+        str(error_of(refusal.status, refusal.content)).encode("utf-8")
     return answers.texts
 
 
 def check_error(code: int, body: bytes, retry_after: str | None) -> None:
     """Read a reply with another status."""
-    error = replies.error_of(code, body, retry_after)
+    error = error_of(code, body, retry_after)
     assert isinstance(error, RequestError)
     assert code not in {429, 502, 503, 504} or not isinstance(error, (AttemptFailedError, RowRefusedError))
     str(error).encode("utf-8")

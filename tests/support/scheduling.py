@@ -17,7 +17,7 @@ GROUPS = {
     "deaths": ("test_real_engine_starts.py",),
     "slurm": ("test_slurm.py",),
     "ray": ("tests/ray/test_stages.py", "tests/ray/test_whole_job.py"),
-    "gateway": ("test_gateway.py",),
+    "gateway": ("test_gateway.py", "test_through_gateway.py"),
     "browser": ("test_page_in_browser.py",),
     "wheel": ("test_wheel.py",),
     "site": ("tests/test_site.py",),

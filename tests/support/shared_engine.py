@@ -99,7 +99,7 @@ class SharedEngine:
     user_tokens: tuple[int, int] = (200, 100)
     """Tokens of a user's prompt and answer."""
     lost: int = 0
-    """Rows that were given back."""
+    """Rows that were preempted."""
     ended: int = 0
 
     def __post_init__(self) -> None:

@@ -1,24 +1,31 @@
-"""The background law: how many requests one scheduler is given that serves others first. Pure.
+"""The background law: the window of one scheduler that serves its users first. Pure.
 
-What runs and waits there beyond ours is its users'. A fresh sample sets the window W:
+What runs or waits there beyond our rows belongs to its users. A fresh sample sets the window W:
 
-    W ← 0                            while users wait, and between two times of sending while they are there
-    W ← slots + ahead                while no users are there; slots is max_running_requests, and
-                                     `ahead` is what ends in a forward pass
-    W ← slots - spare - users        else
-    W ≤ full·fits - users            fits: what the KV pool holds, by the rows that run, at first by lengths
+    W ← 0                       while users wait; and between two rounds of sending while users are there
+    W ← slots + ahead           while there are no users, if the server lets users go first
+    W ← slots - spare - users   otherwise
+    W ≤ full·fits - users
 
-Of ours, those are given back that wait, sample after sample, as the server's admission takes no more: it
-counts as full with what it runs then. And where users wait, as many of ours as of them, twice as many at the
-next sample, and so on: nothing else makes room in the pool, as SGLang's own preemption regards slots alone.
-Where that is on and all slots are taken, it is left to it: the rows keep their tokens, and wait for a slot.
+- slots: `max_running_requests`. ahead: the rows that end within a forward pass.
+- fits: the requests that the KV pool holds, by those that run now; at first by their expected lengths.
+- spare: room for the next users. With a server that lets users go first, it is the largest recent rise of
+  users between two samples. With any other server it is twice that rise, and at least an eighth of the slots.
+- full: 0.9 with a server that lets users go first, and 0.75 with any other: a user who finds no room there
+  waits for the next sample, which is up to 15 forward passes late.
 
-With a server that lets users go first, `spare` is what came at once lately, and `full` is 0.9. With any other
-one it is twice as many, an eighth of the slots at least, and `full` 0.75: who finds no room there waits for
-the next gauge, 15 passes late. Rows in the way of half of `spare` are given back before somebody waits.
+Rows of ours are preempted in three cases:
 
-Gauges are older than our own count. Ours were between that count and the one at the last sample: the larger
-says how many users there are for sure, the smaller how many there may be.
+- Rows wait sample after sample though slots are free: the server's admission takes no more. The waiting rows
+  are preempted, and the server counts as full with what it runs now.
+- Users wait: as many rows as users that wait, twice as many at the next sample, and so on. Nothing else makes
+  room in the KV pool, as SGLang's own preemption looks at slots alone. Where that is on and all slots are
+  taken, it does the work: its victims keep their tokens and wait for a slot.
+- A server that does not let users go first has less than half of `spare` free: before any user has to wait.
+
+The gauges are older than our count of rows in flight. When they were taken, our rows were between that count
+and the one at the last sample. So the larger count says how many users there are for certain, and the smaller
+one how many there may be.
 """
 
 import math
@@ -39,17 +46,17 @@ from batchrunner.dispatch.concurrency.law import (
 CAUTIOUS_USAGE = 0.75
 """Token usage to which the pool is filled where the server does not let users go first."""
 LEAST_SPARE, MOST_SPARE = 1 / 8, 3 / 8
-"""Share of the slots that is kept free there at least, and anywhere at most."""
+"""Least share of the slots that is kept free there, and largest share that is kept free on any server."""
 FIRST_SHARE = 0.6
-"""Share of the rows that the pool fits with which it begins: admission reserves more for new rows."""
+"""Share of the rows that fit the pool which is sent at first: admission reserves more for new rows."""
 PACE_S = 0.25
-"""Seconds between two times of sending while users are there, who have to wait for each prefill pass."""
+"""Seconds between two rounds of sending while users are there: they have to wait for each prefill pass."""
 TRUST_S = 30.0
-"""Time in which that doubles which admission is trusted to take."""
+"""Seconds in which the number of rows that admission is expected to take doubles."""
 PASS_S = 0.05
 """Seconds of a forward pass."""
 MOST_ROUNDS = 10
-"""Samples up to which the number of rows that are given back doubles."""
+"""Samples up to which the number of preempted rows doubles."""
 
 
 class BackgroundController(Controller):
@@ -60,58 +67,51 @@ class BackgroundController(Controller):
     def __init__(
         self, scheduler: str, fits: int, band: QueueBand, *, most: int, now: float, yields: bool
     ) -> None:
-        """Take how many rows the pool `fits`, and whether the server `yields`: lets users go first."""
+        """`fits` is the number of rows that fit the pool; a server that `yields` lets users go first."""
         super().__init__(scheduler, 0, band, most=most, now=now)
         self.state = "background"
         self.users = self.ours = 0
         """Requests at the last sample."""
         self.kept: int | None = None
-        """Rows of ours that may stay, where some are to be given back."""
+        """Rows of ours that may stay in flight; None if none is to be preempted."""
         self._yields = yields
         self._full = GOOD_USAGE if yields else CAUTIOUS_USAGE
         self._fits = fits
-        self._takes = FIRST_SHARE * fits  # what the server's admission takes
-        self._spare = self._queue = self._were_running = 0
-        self._rise = 0.0  # most users that came between two samples lately
-        self._rounds = 0  # samples since users wait
+        self._admits = FIRST_SHARE * fits  # rows that the server's admission is expected to take
+        self._spare = self._last_queue = self._last_running = 0
+        self._rise = 0.0  # largest recent rise of users between two samples
+        self._rounds = 0  # consecutive samples in which users wait
         self._sent_at = now
 
     def sample(
         self,
         now: float,
-        seen: Reading,
+        reading: Reading,
         *,
         may_grow: bool = True,  # noqa: ARG002 - the users say it
     ) -> list[Decision | CornerChange]:
-        """Use a fresh sample; return what changed."""
-        gap_s = self._learn(now, seen)
-        total, before = seen.running + seen.queue, self.users
-        smaller, larger = sorted((seen.in_flight, self.ours))
-        self.ours, self.users, at_most = seen.in_flight, max(0, total - larger), max(0, total - smaller)
-        self._rise = max(self.users - before, self._rise * 0.5 ** (gap_s / MINUTE_S))
-        slots = seen.max_running or UNKNOWN_ENGINE_WINDOW
+        """Process a fresh sample; return the changes."""
+        gap_s = self._learn(now, reading)
+        most_users = self._count_users(gap_s, reading)
+        slots = reading.max_running or UNKNOWN_ENGINE_WINDOW
         ahead = math.ceil(self._rate * PASS_S) + 1
-        self.kept = self._without_stuck(gap_s, seen, slots, ahead)
-        room = min(self._free_slots(slots, ahead), self._free_pool(now, seen)) - at_most
-        if at_most and seen.queue:  # users may be among those who wait
-            room = min(room, seen.in_flight - min(seen.queue, at_most))
-        is_calm = now - self._pressed_at >= CALM_S
+        self.kept = self._kept_without_stuck(gap_s, reading, slots, ahead)
+        room = min(self._free_slots(slots, ahead), self._free_pool(now, reading)) - most_users
+        if most_users and reading.queue:  # users may be among those who wait
+            room = min(room, reading.in_flight - min(reading.queue, most_users))
+        is_calm = now - self._refused_at >= CALM_S
         self.state = "background" if is_calm else "pressure"
         if not is_calm:
             room = min(room, self.window)
-        why = f"{self.users} requests of users, #queue-req {seen.queue}, token usage {seen.usage:.2f}"
-        if waits := min(seen.queue, self.users):
-            room, why = 0, f"{why}: {waits} of the users' wait"
-            if self._yields and seen.running >= IN_USE * slots and seen.usage <= GOOD_USAGE:
-                self._rounds = 0  # SGLang preempts rows of ours, which may be those that wait
-            else:
-                if self._rounds or waits > ahead or not self._yields:
-                    self.kept = max(0, seen.in_flight - waits * 2**self._rounds)
-                self._rounds = min(self._rounds + 1, MOST_ROUNDS)
+        why = f"{self.users} requests of users, #queue-req {reading.queue}, token usage {reading.usage:.2f}"
+        waiting_users = min(reading.queue, self.users)
+        if waiting_users:
+            room, why = 0, f"{why}: {waiting_users} of the users' wait"
+            self._make_room(reading, waiting_users, slots, ahead)
         else:
             self._rounds = 0
-            may_stay = max(0, int(room) + at_most - self.users + self._spare // 2)
-            if self.users and not self._yields and seen.in_flight > may_stay:
+            may_stay = max(0, int(room) + most_users - self.users + self._spare // 2)
+            if self.users and not self._yields and reading.in_flight > may_stay:
                 self.kept = may_stay
         decisions = self._move(int(room), why)
         if self.users and now - self._sent_at < PACE_S:
@@ -120,31 +120,48 @@ class BackgroundController(Controller):
             self._sent_at = now
         return [*decisions]
 
-    def _without_stuck(self, gap_s: float, seen: Reading, slots: int, ahead: int) -> int | None:
-        """Return how many of ours stay where others are waiting that the server does not take; None: all."""
-        stuck, self._queue = min(seen.queue, self._queue), seen.queue
-        starts = seen.running > self._were_running
-        self._were_running = seen.running
-        self._takes *= 2 ** (gap_s / TRUST_S)
+    def _count_users(self, gap_s: float, reading: Reading) -> int:
+        """Update the certain number of users, and its recent rise; return their largest possible number."""
+        total, before = reading.running + reading.queue, self.users
+        smaller, larger = sorted((reading.in_flight, self.ours))
+        self.ours, self.users = reading.in_flight, max(0, total - larger)
+        self._rise = max(self.users - before, self._rise * 0.5 ** (gap_s / MINUTE_S))
+        return max(0, total - smaller)
+
+    def _make_room(self, reading: Reading, waiting_users: int, slots: int, ahead: int) -> None:
+        """Choose how many of our rows may stay while users wait."""
+        if self._yields and reading.running >= IN_USE * slots and reading.usage <= GOOD_USAGE:
+            self._rounds = 0  # SGLang preempts rows of ours, which may be those that wait
+            return
+        if self._rounds or waiting_users > ahead or not self._yields:
+            self.kept = max(0, reading.in_flight - waiting_users * 2**self._rounds)
+        self._rounds = min(self._rounds + 1, MOST_ROUNDS)
+
+    def _kept_without_stuck(self, gap_s: float, reading: Reading, slots: int, ahead: int) -> int | None:
+        """Return how many of ours may stay if waiting rows are stuck; None if they are not."""
+        stuck, self._last_queue = min(reading.queue, self._last_queue), reading.queue
+        starts = reading.running > self._last_running
+        self._last_running = reading.running
+        self._admits *= 2 ** (gap_s / TRUST_S)
         # rows without decoding use no pool, and are in no gauge while they run
-        if starts or stuck <= ahead or seen.running >= IN_USE * slots or not seen.usage:
+        if starts or stuck <= ahead or reading.running >= IN_USE * slots or not reading.usage:
             return None
-        self._takes = seen.running
-        return max(0, seen.in_flight - stuck)
+        self._admits = reading.running
+        return max(0, reading.in_flight - stuck)
 
     def _free_slots(self, slots: int, ahead: int) -> int:
-        """Return how many requests may be there by the slots, ours and the users'."""
+        """Return how many requests, ours and the users', the slots allow."""
         if self._yields and not self.users:
             return slots + ahead
         spare = self._rise if self._yields else max(1, LEAST_SPARE * slots, 2 * self._rise)
         self._spare = math.ceil(min(spare, MOST_SPARE * slots))
         return max(1, slots - self._spare)
 
-    def _free_pool(self, now: float, seen: Reading) -> float:
-        """Return how many requests may be there by the KV pool, ours and the users'."""
+    def _free_pool(self, now: float, reading: Reading) -> float:
+        """Return how many requests, ours and the users', the KV pool allows."""
         fits = float(self._fits)
         if self._usage and now - self._began > self._life_s:
             fits = self._running / self._usage
-        room = self._full * min(fits, self._takes)
-        over = seen.usage / self._full
-        return max(1.0, room if over < 1 else min(room, (seen.running + seen.queue) / over))
+        room = self._full * min(fits, self._admits)
+        over = reading.usage / self._full
+        return max(1.0, room if over < 1 else min(room, (reading.running + reading.queue) / over))

@@ -18,10 +18,13 @@ without any decision. A fresh sample moves W:
   workload heavy tail, where the number of running rows keeps growing.
 - nearly full: token usage was 0.8 or more within the last life of a row, mean(running) / mean(λ), and the
   slots are not the limit. λ' = mean(λ)·0.9 / mean(usage): rows begin as fast as a well used pool takes them.
-  Rows that begin together would fill it together, be retracted, and begin together again: short/long, 3 %
-  slower. KV-starved keeps its queue, as it lengthens at that pace.
-- overfull: more than about one retraction a minute. A count that halves each minute is 3 or more. It is 12 at
-  most, so that one bad moment counts for two minutes (drifting). The other means are over a life of a row.
+  Rows that begin together would fill the pool together, be retracted, and begin together again: 3 % slower on
+  the workload short/long. The queue still grows at that pace (workload KV-starved).
+- The state pool of a hybrid model holds no row back: a state does not grow with its request. Where it is
+  full, it is the pool that binds, and the scheduler is not too conservative (the corner `states`).
+- overfull: more than about one retraction a minute: a count that halves each minute is 3 or more. The count
+  is 12 at most, so that one burst counts for two minutes (workload drifting). The other means are over a life
+  of a row.
 
 Rules of SGLang's guides that it follows. `#queue-req` 0 frequently: submit more (W doubles). 100-2000 is
 healthy (q*). Token usage over 0.9 is good, and about one retraction a minute is fine (nothing is held back
@@ -30,10 +33,7 @@ and sending more cannot help (the corner `held`).
 
 States: `start` until the queue has reached `low`, then `steady`. `pressure`: a 429, a 503 or a timeout makes
 W 0.7·W, once a second at most, and nothing grows for 5 s. `blind`: no fresh sample for a while; W stays.
-`tail`: nothing is left to send. `fixed`: the job sets W. The last two are set from outside.
-
-The state pool of a hybrid model holds no row back, since a state does not grow with its request. Where it is
-full, it is the pool that binds, and the scheduler is not too conservative (the corner `states`).
+`tail`: no row remains to be sent. `fixed`: the job sets W. `stop_steering` sets the last two.
 
 Sources: integral control with dead time, K·τ ≤ 1/e; Past-Future Scheduler (ASPLOS 2025) for the pace.
 """
@@ -74,7 +74,7 @@ BLIND_AFTER_PERIODS = 4
 """Sampling periods without a fresh sample that make the state `blind`; see `silent_scheduler` too."""
 SMALL = 0.05
 """Largest change of the window, as a share of it, that is not logged."""
-TOLD_AFTER_S = 5.0
+SHOWN_AFTER_S = 5.0
 """Seconds that a load state must last before it is shown."""
 HELD_HALF_LIFE_S = 144.0
 """Half-life, in seconds, of the share of time in which the server held back. A minute without a break makes
@@ -139,35 +139,35 @@ class Controller:
         self.state = "start"
         self.corner: Corner | None = None
         """Load state shown to users; set or cleared after 5 s (`held` at once)."""
-        self._logged = self._first = self.window
+        self._logged_window = self._first_window = self.window
         self._most = most
         self._began = self._doubled_at = now
         self._fresh_at: float | None = None
         self._period_s = 0.0
-        self._pressed_at = -CALM_S
-        self._near_at = float("-inf")
+        self._refused_at = -CALM_S
+        self._nearly_full_at = float("-inf")
         self._ended = self._retractions = 0.0  # so far
-        self._retracted = 0.0  # recent ones: a count that halves each minute
+        self._recent_retractions = 0.0  # recent ones: a count that halves each minute
         self._rate = 0.0  # rows that end, a second
         self._at_work = 0.0  # requests that run or travel
         self._running = self._mean_rate = self._usage = 0.0  # means over a life
         self._life_s = LONGEST_LIFE_S
-        self._due = 0.0  # rows that may begin
-        self._held = 0.0
-        self._now: Corner | None = None
-        self._told: Corner | None = None
-        self._since = now
+        self._start_credit = 0.0  # rows that may begin, with a fraction
+        self._held_share = 0.0  # recent share of time in which the server held back
+        self._corner_now: Corner | None = None  # since `_corner_since`
+        self._logged_corner: Corner | None = None
+        self._corner_since = now
 
-    def sample(self, now: float, seen: Reading, *, may_grow: bool = True) -> list[Decision | CornerChange]:
+    def sample(self, now: float, reading: Reading, *, may_grow: bool = True) -> list[Decision | CornerChange]:
         """Process a fresh sample; return the changes. `may_grow` is false if the route has a long queue."""
-        gap_s = self._learn(now, seen)
-        in_use = seen.in_flight >= IN_USE * self.window
-        calm = now - self._pressed_at >= CALM_S
-        is_full = self._is_full(now, seen)
-        if self.state != "start" or seen.queue >= self.band.low or is_full:
+        gap_s = self._learn(now, reading)
+        in_use = reading.in_flight >= IN_USE * self.window
+        calm = now - self._refused_at >= CALM_S
+        is_full = self._is_full(now, reading)
+        if self.state != "start" or reading.queue >= self.band.low or is_full:
             self.state = "steady" if calm else "pressure"
-        steered = self._steer(now, seen, is_full=is_full, may_grow=may_grow and in_use and calm)
-        return [*steered, *self._watch(now, gap_s, seen, in_use=in_use)]
+        steered = self._steer(now, reading, is_full=is_full, may_grow=may_grow and in_use and calm)
+        return [*steered, *self._watch(now, gap_s, reading, in_use=in_use)]
 
     def tick(self, now: float) -> list[Decision]:
         """React to time that passes without a fresh sample."""
@@ -179,128 +179,137 @@ class Controller:
         stays = min(self.window, self.least * self._most)
         return self._move(stays, f"no fresh load for {silence_s:.0f} s", always=True)
 
+    def stop_steering(self, state: str) -> None:
+        """Leave the window as it is: `tail` or `fixed` says why. A fresh sample steers it again."""
+        self.state = state
+        self.corner = None
+
     def backpressure(self, now: float, what: str) -> list[Decision]:
         """Narrow the window after a refusal or a timeout."""
-        if now - self._pressed_at < BACK_OFF_EVERY_S:
+        if now - self._refused_at < BACK_OFF_EVERY_S:
             return []
-        self._pressed_at = now
+        self._refused_at = now
         self.state = "pressure"
-        least = min(self.window, max(1, self._first // 4))
+        least = min(self.window, max(1, self._first_window // 4))
         return self._move(max(least, round(self.window * BACK_OFF)), what)
 
     @property
     def is_overfull(self) -> bool:
         """Whether more than about one request a minute is retracted."""
-        return is_overfull(self._retracted)
+        return is_overfull(self._recent_retractions)
 
-    def _learn(self, now: float, seen: Reading) -> float:
+    def _learn(self, now: float, reading: Reading) -> float:
         """Update the averages with a sample; return the seconds since the last one."""
-        at_work = seen.in_flight - seen.queue
+        at_work = reading.in_flight - reading.queue
         if self._fresh_at is None:
-            self._at_work, self._ended, self._retractions = at_work, seen.ended, seen.retractions
+            self._at_work, self._ended, self._retractions = at_work, reading.ended, reading.retractions
         gap_s = now - (now if self._fresh_at is None else self._fresh_at)
         self._fresh_at = now
         if gap_s:
-            self._rate = (self._rate + (seen.ended - self._ended) / gap_s) / 2
-        self._ended = seen.ended
+            self._rate = (self._rate + (reading.ended - self._ended) / gap_s) / 2
+        self._ended = reading.ended
         self._period_s = (self._period_s + gap_s) / 2 if self._period_s else gap_s
         self._at_work += _weight(gap_s, HALF_LIFE_S) * (at_work - self._at_work)
         # plain means since the beginning, until decaying means weigh a sample more
         known_s = max(now - self._began, gap_s) or 1.0
         weight = max(gap_s / known_s, _weight(gap_s, max(self._life_s, LEAST_LIFE_S)))
-        self._running += weight * (seen.running - self._running)
+        self._running += weight * (reading.running - self._running)
         self._mean_rate += weight * (self._rate - self._mean_rate)
-        self._usage += weight * (seen.usage - self._usage)
+        self._usage += weight * (reading.usage - self._usage)
         if self._mean_rate > 0:
             self._life_s = min(self._running / self._mean_rate, LONGEST_LIFE_S)
-        more = max(0.0, seen.retractions - self._retractions)
+        more = max(0.0, reading.retractions - self._retractions)
         self._retractions += more
-        self._retracted = min(MOST_COUNTED, self._retracted * 0.5 ** (gap_s / MINUTE_S) + more)
+        self._recent_retractions = min(
+            MOST_COUNTED, self._recent_retractions * 0.5 ** (gap_s / MINUTE_S) + more
+        )
         return gap_s
 
-    def _is_full(self, now: float, seen: Reading) -> bool:
+    def _is_full(self, now: float, reading: Reading) -> bool:
         """Tell whether the KV pool is nearly full, or overfull."""
-        is_at_cap = reaches_cap(max(seen.running, self._running), seen.max_running)
-        if seen.usage >= NEAR_USAGE and not is_at_cap:
-            self._near_at = now
-        return self.is_overfull or now - self._near_at < max(self._life_s, self._period_s)
+        is_at_cap = reaches_cap(max(reading.running, self._running), reading.max_running)
+        if reading.usage >= NEAR_USAGE and not is_at_cap:
+            self._nearly_full_at = now
+        return self.is_overfull or now - self._nearly_full_at < max(self._life_s, self._period_s)
 
-    def _steer(self, now: float, seen: Reading, *, is_full: bool, may_grow: bool) -> list[Decision]:
+    def _steer(self, now: float, reading: Reading, *, is_full: bool, may_grow: bool) -> list[Decision]:
         low, high = self.band.low, self.band.high
-        if not is_full and (seen.queue == 0 or (self.state == "start" and seen.queue < low)):
+        if not is_full and (reading.queue == 0 or (self.state == "start" and reading.queue < low)):
             # no gauge counts rows in a prefill, and short rows end between two samples
             ended = self._mean_rate * (now - self._doubled_at)
-            if not may_grow or max(seen.running + seen.queue, ended) < IN_USE * self.window:
+            if not may_grow or max(reading.running + reading.queue, ended) < IN_USE * self.window:
                 return []
             self._doubled_at = now
             step = min(self.window, max(1, high // 2))
-            return self._move(self.window + step, f"#queue-req {seen.queue} is under {low}: growing fast")
+            return self._move(self.window + step, f"#queue-req {reading.queue} is under {low}: growing fast")
         wanted = 0.0 if self.is_overfull else (low + 2 * self._rate * self._period_s) / (1 - DEAD_BAND)
         target = min(max(wanted, 1.5 * low), 10 * low, high / 2)
-        ours = min(seen.in_flight, self.window)  # requests beyond the window are not replaced when they end
+        ours = min(
+            reading.in_flight, self.window
+        )  # requests beyond the window are not replaced when they end
         queue = ours - self._at_work
-        if abs(seen.in_flight - seen.running - seen.queue) <= DEAD_BAND * target:
-            queue = ours - seen.in_flight + seen.queue  # the gauges are newer than W's last move
+        if abs(reading.in_flight - reading.running - reading.queue) <= DEAD_BAND * target:
+            queue = ours - reading.in_flight + reading.queue  # the gauges are newer than W's last move
         error = target - queue
         window = float(self.window)
-        reason = f"#queue-req {seen.queue} (about {queue:.0f}), wanted {target:.0f}"
+        reason = f"#queue-req {reading.queue} (about {queue:.0f}), wanted {target:.0f}"
         if error < -DEAD_BAND * target:
             # narrow only as far as rows can end in a half-life: by then the scheduler may run more of them
-            least = seen.in_flight - max(1.0, self._rate * HALF_LIFE_S)
+            least = reading.in_flight - max(1.0, self._rate * HALF_LIFE_S)
             window = min(window, max(ours + GAIN * error, least))
         elif error > DEAD_BAND * target and may_grow:
             window += GAIN * error
-        room = self._room(seen, target) if is_full else window
+        room = self._room(reading, target) if is_full else window
         if room < window:
-            window, reason = room, f"token usage {seen.usage:.2f}: rows begin as the KV pool takes them"
+            window, reason = room, f"token usage {reading.usage:.2f}: rows begin as the KV pool takes them"
         return self._move(int(window), reason)
 
-    def _room(self, seen: Reading, target: float) -> float:
+    def _room(self, reading: Reading, target: float) -> float:
         """Return how many requests may be in flight while the pool is nearly full."""
         usage = max(self._usage, NEAR_USAGE / 4)
-        self._due += self._mean_rate * GOOD_USAGE / usage * self._period_s
-        begin, self._due = divmod(self._due, 1)
+        self._start_credit += self._mean_rate * GOOD_USAGE / usage * self._period_s
+        begin, self._start_credit = divmod(self._start_credit, 1)
         if self.is_overfull:
-            return max(1.0, min(seen.running + begin, GOOD_USAGE * self._running / usage))
-        return max(1.0, seen.running + min(seen.queue, (1 - DEAD_BAND) * target) + begin)
+            return max(1.0, min(reading.running + begin, GOOD_USAGE * self._running / usage))
+        return max(1.0, reading.running + min(reading.queue, (1 - DEAD_BAND) * target) + begin)
 
-    def _watch(self, now: float, gap_s: float, seen: Reading, *, in_use: bool) -> list[CornerChange]:
+    def _watch(self, now: float, gap_s: float, reading: Reading, *, in_use: bool) -> list[CornerChange]:
         """Update the load state that is shown; return it if it is new. A slow input has no load state."""
-        corner = self._corner(gap_s, seen, in_use=in_use)
-        if corner is not self._now:
-            self._now, self._since = corner, now
-        if corner is not Corner.HELD and now - self._since < TOLD_AFTER_S:
+        corner = self._corner(gap_s, reading, in_use=in_use)
+        if corner is not self._corner_now:
+            self._corner_now, self._corner_since = corner, now
+        if corner is not Corner.HELD and now - self._corner_since < SHOWN_AFTER_S:
             return []
         self.corner = corner
-        if corner is None or corner is self._told:
+        if corner is None or corner is self._logged_corner:
             return []
-        self._told = corner
-        what = f"#queue-req {seen.queue}, token usage {seen.usage:.2f}{corner.meaning}"
+        self._logged_corner = corner
+        what = f"#queue-req {reading.queue}, token usage {reading.usage:.2f}{corner.meaning}"
         return [
             CornerChange(
                 scheduler=self.scheduler,
                 corner=corner,
-                queue=seen.queue,
-                token_usage=round(seen.usage, 4),
+                queue=reading.queue,
+                token_usage=round(reading.usage, 4),
                 reason=what,
             )
         ]
 
-    def _corner(self, gap_s: float, seen: Reading, *, in_use: bool) -> Corner | None:
+    def _corner(self, gap_s: float, reading: Reading, *, in_use: bool) -> Corner | None:
         # token usage 0 marks a task without decoding, about which the pool says nothing
-        is_held_now = in_use and seen.usage > 0 and holds_back(seen) and not self.is_overfull
-        self._held += _weight(gap_s, HELD_HALF_LIFE_S) * (is_held_now - self._held)
+        is_held = in_use and reading.usage > 0 and holds_back(reading) and not self.is_overfull
+        self._held_share += _weight(gap_s, HELD_HALF_LIFE_S) * (is_held - self._held_share)
         if not in_use:
             return None
-        share = self._held / HELD_ENDS if self._now is Corner.HELD else self._held
-        return corner_of(seen, overfull=self.is_overfull, share_held=share)
+        share = self._held_share / HELD_ENDS if self._corner_now is Corner.HELD else self._held_share
+        return corner_of(reading, overfull=self.is_overfull, share_held=share)
 
     def _move(self, window: int, reason: str, *, always: bool = False) -> list[Decision]:
         """Set the window; return the change unless it is small."""
         self.window = max(self.least, min(window, self._most))
-        if not always and abs(self.window - self._logged) <= SMALL * self._logged:
+        if not always and abs(self.window - self._logged_window) <= SMALL * self._logged_window:
             return []
-        old, self._logged = self._logged, self.window
+        old, self._logged_window = self._logged_window, self.window
         return [Decision(scheduler=self.scheduler, old=old, new=self.window, state=self.state, reason=reason)]
 
 

@@ -32,17 +32,20 @@ class SchedulerLimit:
     name: str
     route: "RouteLimit"
     controller: Controller
-    heard_at: float
-    """Time of its last sample, in seconds of the monotonic clock."""
+    polled_at: float
+    """Time of the last poll that brought its load, in seconds of the monotonic clock."""
     reports_load: bool
     last: SchedulerLoad | None = None
     """Its last sample; None before the first."""
     reported_retractions: int = 0
     """Retractions that its load has reported since the first sample."""
 
-    def is_silent(self, now: float) -> bool:
-        """Tell whether it has stopped reporting its load."""
-        return self.last is not None and now - self.heard_at > TIMING.silent_scheduler
+    def is_unreachable(self, now: float) -> bool:
+        """Tell whether polls of its load have failed for a while.
+
+        The law's state `blind` is another sign: the load of an idle scheduler can be read, and is not fresh.
+        """
+        return self.last is not None and now - self.polled_at > TIMING.silent_scheduler
 
     def update(self, load: SchedulerLoad) -> bool:
         """Store a sample; tell whether it is new. If samples have no time, any change makes one new."""
@@ -93,26 +96,28 @@ class RouteLimit:
         """The scheduler to which the route leads; None if it leads to several."""
         return self.schedulers[0] if len(self.schedulers) == 1 else None
 
-    def is_silent(self, now: float) -> bool:
-        """Tell whether all its schedulers have stopped reporting their load."""
-        return bool(self.schedulers) and all(scheduler.is_silent(now) for scheduler in self.schedulers)
+    def is_unreachable(self, now: float) -> bool:
+        """Tell whether polls of all its schedulers have failed for a while."""
+        return bool(self.schedulers) and all(scheduler.is_unreachable(now) for scheduler in self.schedulers)
+
+    def count_recent(self, gap_s: float) -> None:
+        """Add the newly ended rows to the recent ones, and let these decay for `gap_s` seconds."""
+        recent = self.recent + self.ended.rows - self.counted
+        self.recent = max(LEAST_ROWS, recent * 0.5 ** (gap_s / HALF_LIFE_S))
+        self.counted = self.ended.rows
 
 
 def shares(
-    routes: Sequence[RouteLimit], remaining: int, gap_s: float, silent: Collection[RouteLimit] = ()
+    routes: Sequence[RouteLimit], remaining: int, unreachable: Collection[RouteLimit] = ()
 ) -> list[int]:
-    """Update each route's recent rows; return how many of the remaining rows each route may hold.
+    """Return how many of the remaining rows each route may hold, by its recent rows.
 
     A row that waits in a replica's queue cannot move to another replica. Without shares, the replica with the
     longest queue would work alone at the end. A share is in proportion to the rows that the route ended
-    recently; a `silent` route gets one row. The shares add up to at least `remaining`, so that no row waits
-    for ever. While much input remains, no share is below a window. `gap_s` is the time since the last call.
+    recently; an `unreachable` route gets one row. The shares add up to at least `remaining`, so that no row
+    waits for ever. While much input remains, no share is below a window.
     """
-    for route in routes:
-        ended = route.recent + route.ended.rows - route.counted
-        route.recent = max(LEAST_ROWS, ended * 0.5 ** (gap_s / HALF_LIFE_S))
-        route.counted = route.ended.rows
-    able = [route for route in routes if route not in silent] or routes
+    able = [route for route in routes if route not in unreachable] or routes
     total = sum(route.recent for route in able)
     return [max(1, math.ceil(remaining * route.recent / total)) if route in able else 1 for route in routes]
 
@@ -145,7 +150,7 @@ class ConcurrencyLimits:
     """The schedulers, by their names."""
     routes: list[RouteLimit] = field(init=False)
     """Routes of the engine; more may be added later."""
-    _shared_at: float | None = None  # a clock may begin anywhere
+    _shared_at: float | None = None  # time of the last shares; a clock may begin anywhere
 
     def __post_init__(self) -> None:
         """Create the engine's routes; their schedulers are added by `begin`."""
@@ -218,17 +223,27 @@ class ConcurrencyLimits:
             self._add(load, now) for load in loads if load.scheduler not in self.schedulers
         ]
         for load in loads:
-            self.schedulers[load.scheduler].heard_at = now
+            self.schedulers[load.scheduler].polled_at = now
+        self._forget_absent_schedulers(now)
         if not self.is_background and (unsent == 0 or self.fixed is not None):
             for scheduler in self.schedulers.values():
-                scheduler.controller.state = "fixed" if unsent else "tail"
-                scheduler.controller.corner = None
+                scheduler.controller.stop_steering("fixed" if unsent else "tail")
             return [] if self.fixed is not None else changes
         changes += self._sample(loads, now)
         changes += self._share_out(unsent + sum(route.in_flight for route in self.routes), now)
         for scheduler in self.schedulers.values():
             changes += scheduler.controller.tick(now)
         return changes
+
+    def _forget_absent_schedulers(self, now: float) -> None:
+        """Forget a silent scheduler whose route has others that report: a gateway has lost that worker."""
+        for route in self.routes:
+            reporting = [scheduler for scheduler in route.schedulers if not scheduler.is_unreachable(now)]
+            if reporting and len(reporting) < len(route.schedulers):
+                for scheduler in route.schedulers:
+                    if scheduler not in reporting:
+                        del self.schedulers[scheduler.name]
+                route.schedulers = reporting
 
     def backpressure(self, url: str, why: str, now: float) -> list[Decision]:
         """Narrow the windows of a route that refused a request or let it wait too long."""
@@ -283,7 +298,7 @@ class ConcurrencyLimits:
             controller = BackgroundController(
                 name, fits, band, most=self.most, now=now, yields=self.info.yields
             )
-            why = "background: what the users leave"
+            why = "background: spare capacity"
         route = self._route_to(load.route)
         scheduler = SchedulerLimit(name, route, controller, now, reports_load=load.source != "engine")
         self.schedulers[name] = scheduler
@@ -362,10 +377,12 @@ class ConcurrencyLimits:
             return []
         gap_s = now - (now if self._shared_at is None else self._shared_at)
         self._shared_at = now
-        silent = [route for route in self.routes if route.is_silent(now)]
-        new_shares = shares(self.routes, remaining, gap_s, silent)
-        if self.is_background:  # the users limit each route; the call above has updated the recent rows
+        for route in self.routes:
+            route.count_recent(gap_s)
+        if self.is_background:  # the users limit each route
             return []
+        unreachable = [route for route in self.routes if route.is_unreachable(now)]
+        new_shares = shares(self.routes, remaining, unreachable)
         decisions: list[Decision] = []
         for route, new_share in zip(self.routes, new_shares, strict=True):
             before, window = route.share, self._wanted(route)

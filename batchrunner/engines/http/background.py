@@ -1,6 +1,6 @@
-"""Attached servers that serve others first: rows have the lowest priority, and are given back on demand.
+"""Attached servers that serve others first: rows have the lowest priority, and are preempted on demand.
 
-A row is given back by SGLang's `/abort_request`. Its answer then says that it was aborted, and after how many
+A row is preempted by SGLang's `/abort_request`. Its answer then says that it was aborted, and after how many
 tokens. Closing the connection would not do: SGLang looks for that every 4 s.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from batchrunner.core.engine_info import EngineInfo
-from batchrunner.core.errors import EngineStartError, GivenBackError, RequestError
+from batchrunner.core.errors import EngineStartError, PreemptedError, RequestError
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion, Request
 from batchrunner.engines.http.client import AttachedServers
@@ -25,13 +25,13 @@ _OUTPUT_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 
 
 class BackgroundServers(AttachedServers):
-    """Servers whose users go first: see `Engine.give_back`."""
+    """Servers whose users go first: see `Engine.preempt`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._given_back: dict[asyncio.Task[Any], int] = {}
-        """Rows that are being given back, and their output tokens."""
-        self._taking: set[asyncio.Task[None]] = set()
+        self._preempted: dict[asyncio.Task[Any], int] = {}
+        """Output tokens of the rows that are being preempted."""
+        self._preemptions: set[asyncio.Task[None]] = set()
 
     async def open(self) -> EngineInfo:
         """Connect, and say what the users of these servers will notice; see `Engine.open`."""
@@ -51,35 +51,35 @@ class BackgroundServers(AttachedServers):
         return replace(
             info,
             yields=yields,
-            one_by_one="each row can be given back to the users by itself",
+            one_by_one="each row can be preempted by itself",
             notes=(note, *info.notes),
         )
 
     async def generate(self, request: Request, route: str) -> Completion:
-        """Send one request once; see `Engine.generate`. Raises GivenBackError where it was given back."""
+        """Send one request once; see `Engine.generate`. Raises PreemptedError for a preempted row."""
         task = asyncio.current_task()
         assert task is not None
         try:
             return await super().generate(request, route)
         except RequestError as failure:
-            if task not in self._given_back:
+            if task not in self._preempted:
                 raise
-            given_back = GivenBackError(str(failure))
-            given_back.tokens = self._given_back[task]
-            raise given_back from None
+            preempted = PreemptedError(str(failure))
+            preempted.tokens = self._preempted[task]
+            raise preempted from None
         finally:
-            self._given_back.pop(task, None)
+            self._preempted.pop(task, None)
 
-    def give_back(self, route: str, kept: int) -> None:
-        """Take the youngest rows of a route from the engine; see `Engine.give_back`."""
+    def preempt(self, route: str, kept: int) -> None:
+        """Take the youngest rows of a route from the engine; see `Engine.preempt`."""
         endpoint = self.endpoints[route]
         abortable = [(task, request) for task, request in endpoint.requests.items() if request.rids]
         for task, request in abortable[kept:]:
-            if task not in self._given_back:
-                self._given_back[task] = 0
-                taking = asyncio.create_task(self._take_back(endpoint, task, request))
-                self._taking.add(taking)
-                taking.add_done_callback(self._taking.discard)
+            if task not in self._preempted:
+                self._preempted[task] = 0
+                preemption = asyncio.create_task(self._preempt_row(endpoint, task, request))
+                self._preemptions.add(preemption)
+                preemption.add_done_callback(self._preemptions.discard)
 
     def _known_arguments(self) -> Iterator[Mapping[str, Any]]:
         """Yield the arguments of the servers that answered at the start."""
@@ -96,18 +96,18 @@ class BackgroundServers(AttachedServers):
         return fields
 
     async def _post(self, endpoint: Endpoint, path: str, body: bytes) -> bytes:
-        """Post a body, and count the output tokens of a row that is given back."""
+        """Post a body, and count the output tokens of a preempted row."""
         reply = await super()._post(endpoint, path, body)
         task = asyncio.current_task()
-        if task in self._given_back:
-            self._given_back[task] = sum(map(int, _OUTPUT_TOKENS.findall(reply)))
+        if task in self._preempted:
+            self._preempted[task] = sum(map(int, _OUTPUT_TOKENS.findall(reply)))
         return reply
 
     async def _abort(self, endpoint: Endpoint, rids: Sequence[str]) -> bool:
-        """Abort requests, unless they are given back and so aborted already."""
-        return asyncio.current_task() in self._given_back or await super()._abort(endpoint, rids)
+        """Abort requests, unless they are preempted and so aborted already."""
+        return asyncio.current_task() in self._preempted or await super()._abort(endpoint, rids)
 
-    async def _take_back(self, endpoint: Endpoint, task: asyncio.Task[Any], request: SentRequest) -> None:
+    async def _preempt_row(self, endpoint: Endpoint, task: asyncio.Task[Any], request: SentRequest) -> None:
         """Abort a request; one that goes on all the same loses its connection."""
         if await self._abort(endpoint, request.rids):
             await asyncio.sleep(TIMING.status_timeout)

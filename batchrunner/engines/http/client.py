@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 from yarl import URL
@@ -37,6 +37,7 @@ from batchrunner.core.errors import (
     RequestError,
     RowRefusedError,
 )
+from batchrunner.core.server_replies import error_of, known_status
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import Engine, RowEnded
@@ -44,8 +45,7 @@ from batchrunner.engines.hang_detector import Hang, HangDetector, progress_of
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.connections import open_connections
 from batchrunner.engines.http.guard import GuardedConnector, ModelGuard, common_model, model_in
-from batchrunner.engines.http.proxies import by_proxy
-from batchrunner.engines.http.proxy_limit import ENDED_BY_PROXY, REQUESTS
+from batchrunner.engines.http.proxies import ENDED_BY_PROXY, REQUESTS, by_proxy
 from batchrunner.engines.http.replies import JSON_BEGINS
 from batchrunner.engines.http.server import Endpoint, HangPause, SentRequest
 from batchrunner.engines.http.server_info import (
@@ -57,7 +57,7 @@ from batchrunner.engines.http.server_info import (
     describe,
     in_words,
     pooling_note,
-    running_by_states,
+    state_pool,
 )
 from batchrunner.engines.http.wire import PostedAnswer, PostSender
 from batchrunner.input.request_bodies import with_model
@@ -80,6 +80,16 @@ _OK = HTTPStatus.OK.value  # a lookup in an enumeration takes as long as ten oth
 Answer = TypeVar("Answer")
 
 
+class ServerDescription(NamedTuple):
+    """What a server reports of itself at the start of a run."""
+
+    url: str
+    model: dict[str, Any]
+    """Its `/model_info`."""
+    arguments: dict[str, Any]
+    """Its `/server_info`: arguments and limits."""
+
+
 class HttpEngine(Engine):
     """Sends requests to replicas of one model, each of whose URLs is a route, and polls their loads.
 
@@ -96,7 +106,7 @@ class HttpEngine(Engine):
         limits: LimitsSpec,
         task: TaskName = GENERATE,
     ) -> None:
-        """`task` is what the servers' model must be able to do."""
+        """Take the `task` that the servers' model must be able to do."""
         self.endpoints: dict[str, Endpoint] = {}
         """Where requests are sent, by route."""
         self.serving: list[Endpoint] = []
@@ -109,46 +119,41 @@ class HttpEngine(Engine):
         if api_key:
             SECRETS.add(api_key)
         self._limits = limits
-        self._rows: aiohttp.ClientSession | None = None
-        self._questions: aiohttp.ClientSession | None = None
-        self._asks: ServerQuestions | None = None
+        self._row_session: aiohttp.ClientSession | None = None
+        self._question_session: aiohttp.ClientSession | None = None
+        self._server_questions: ServerQuestions | None = None
         self._reports_load = False
         """Whether servers report their load."""
-        self._clock: asyncio.Task[None] | None = None
+        self._timeout_loop: asyncio.Task[None] | None = None
         self._rid_prefix = f"batchrunner-{secrets.token_hex(6)}"
         self._rid_numbers = itertools.count()
         self._vocabulary: int | None = None
         self._vector_length = VectorLength()
+        self.model_to_send: str | None = None
+        """Model name that every request must have; None where servers take any."""
         self._model_names: frozenset[str] = frozenset()
         self._names_to_send: dict[str, str] = {}
         """Model name to send in a whole request, by the name that its row gives."""
-        self._naming = asyncio.Lock()
+        self._name_lock = asyncio.Lock()
+        self._large_answers = asyncio.Semaphore(replies.LARGE_AT_ONCE)
+        """Permits to read large answers."""
 
     async def connect(self, urls: Sequence[str], remedy: str = START) -> EngineInfo:
         """Connect to the replicas, and read the description of each that answers.
 
         Raises EngineStartError if no replica can be reached (with the `remedy`) or one cannot do the work.
         """
-        self._clock = asyncio.create_task(self._end_late_requests())
+        self._timeout_loop = asyncio.create_task(self._end_late_requests())
         connections, limited_by = open_connections(len(urls))
         self._open_sessions()
-        assert self._questions is not None
-        self._asks = ServerQuestions(self._questions, remedy)
-        descriptions = await self._described(self._asks, urls)
-        models = [model for _, model, _ in descriptions]
-        servers = [arguments for _, _, arguments in descriptions]
-        # servers that answer come first: `tokens_of` asks the first endpoint
-        answering = [url for url, _, _ in descriptions]
-        for url in dict.fromkeys([*answering, *urls]):
-            self.endpoints[url] = self._new_endpoint(url)
-        for url, _, arguments in descriptions:
-            self.endpoints[url].arguments = arguments
-        self.serving = [self.endpoints[url] for url in urls]
-        model = common_model([*map(model_in, models, servers)])
-        self._reports_load = await self._loads_of(answering[0]) != []
-        loads = await self.loads()
-        has_all_loads = {load.server for load in loads} >= {*answering}
-        info = describe(models, servers, loads if has_all_loads else [])
+        assert self._question_session is not None
+        self._server_questions = ServerQuestions(self._question_session, remedy)
+        descriptions = await self._describe_servers(self._server_questions, urls)
+        self._add_endpoints(descriptions, urls)
+        models = [description.model for description in descriptions]
+        arguments = [description.arguments for description in descriptions]
+        model = common_model([*map(model_in, models, arguments)])
+        info = describe(models, arguments, await self._first_loads(descriptions))
         self.guard.model = model
         for endpoint in self.serving:
             self._watch_model(endpoint)
@@ -169,6 +174,23 @@ class HttpEngine(Engine):
             notes=tuple(notes),
         )
 
+    def _add_endpoints(self, descriptions: Sequence[ServerDescription], urls: Sequence[str]) -> None:
+        """Create the endpoints; those that answer come first, as `tokens_of` asks the first one."""
+        arguments = {description.url: description.arguments for description in descriptions}
+        for url in dict.fromkeys([*arguments, *urls]):
+            endpoint = self.endpoints[url] = self._new_endpoint(url)
+            endpoint.arguments = arguments.get(url)
+            pool = None if endpoint.arguments is None else state_pool(endpoint.arguments)
+            endpoint.running_by_states = pool.most_running if pool else None
+        self.serving = [self.endpoints[url] for url in urls]
+
+    async def _first_loads(self, descriptions: Sequence[ServerDescription]) -> Sequence[SchedulerLoad]:
+        """Find out whether servers report their load; return the loads if all servers that answer do."""
+        self._reports_load = await self._loads_of(descriptions[0].url) != []
+        loads = await self.loads()
+        servers = {load.server for load in loads}
+        return loads if all(description.url in servers for description in descriptions) else []
+
     @property
     def replicas(self) -> list[str]:
         """URLs of the servers that get rows."""
@@ -179,29 +201,31 @@ class HttpEngine(Engine):
 
     def _watch_model(self, endpoint: Endpoint) -> None:
         """Let the guard ask a server for its model."""
-        assert self._asks is not None
-        self.guard.watch(endpoint, functools.partial(self._asks.model, endpoint.url, self.guard.model))
+        assert self._server_questions is not None
+        self.guard.watch(
+            endpoint, functools.partial(self._server_questions.model, endpoint.url, self.guard.model)
+        )
 
-    async def _described(
+    async def _describe_servers(
         self, questions: ServerQuestions, urls: Sequence[str]
-    ) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-        """Return URL, model and arguments of each server that answers.
+    ) -> list[ServerDescription]:
+        """Return the description of each server that answers.
 
         A server that does not answer gets rows once it answers. Raises EngineAwayError where none answers,
         EngineStartError where one cannot do the work.
         """
-        questions_at_start = (questions.at_start(url, self._task) for url in urls)
-        descriptions: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        questions_at_start = [questions.at_start(url, self._task) for url in urls]
+        replies_at_start = await asyncio.gather(*questions_at_start, return_exceptions=True)
+        descriptions: list[ServerDescription] = []
         absences: list[EngineAwayError] = []
-        for url, answer in zip(
-            urls, await asyncio.gather(*questions_at_start, return_exceptions=True), strict=True
-        ):
-            if isinstance(answer, EngineAwayError):
-                absences.append(answer)
-            elif isinstance(answer, BaseException):
-                raise answer
+        for url, reply in zip(urls, replies_at_start, strict=True):
+            if isinstance(reply, EngineAwayError):
+                absences.append(reply)
+            elif isinstance(reply, BaseException):
+                raise reply
             else:
-                descriptions.append((url, *answer))
+                model, arguments = reply
+                descriptions.append(ServerDescription(url, model, arguments))
         if not descriptions:
             raise absences[0]
         for absence in absences:
@@ -211,9 +235,9 @@ class HttpEngine(Engine):
     async def close(self) -> None:
         """Close all connections."""
         self._reports_load = False
-        if self._clock is not None:
-            self._clock.cancel()
-        for session in (self._rows, self._questions):
+        if self._timeout_loop is not None:
+            self._timeout_loop.cancel()
+        for session in (self._row_session, self._question_session):
             if session is not None:
                 await session.close()
 
@@ -228,7 +252,7 @@ class HttpEngine(Engine):
             if request.kind == "body":
                 body = with_model(request.prompt, await self._name_to_send(endpoint, request.prompt.model))
             else:
-                body = wire.bytes_of(wire.body_of(request))
+                body = wire.bytes_of(self._addressed(wire.body_of(request)))
             reply = await self._post(endpoint, wire.path_of(request), body)
         completion = replies.completion_of(request, reply)
         if request.task is not None:
@@ -268,7 +292,7 @@ class HttpEngine(Engine):
         """Ask the first replica; see `Engine.tokens_of`."""
         body = wire.bytes_of(wire.tokenize_body(request, special=special))
         endpoint = next(iter(self.endpoints.values()))
-        answer = await self._exchange(endpoint, wire.TOKENIZE_PATH, body, replies.whole)
+        answer = await self._exchange(endpoint, wire.TOKENIZE_PATH, body, self._whole)
         if answer.status in NO_SUCH_PATH:
             return None
         if answer.status != _OK:
@@ -276,7 +300,7 @@ class HttpEngine(Engine):
         return replies.tokens_in(answer.content)
 
     def incidents(self) -> list[Incident]:
-        """Return what happened to the servers; see `Engine.incidents`."""
+        """Return the servers' incidents; see `Engine.incidents`."""
         incidents = [*self._incidents]
         self._incidents.clear()
         return incidents
@@ -298,10 +322,13 @@ class HttpEngine(Engine):
 
     async def _loads_of(self, url: str) -> list[SchedulerLoad] | None:
         """Return the loads that a server reports: empty where it reports none, None without an answer."""
-        assert self._questions is not None
+        assert self._question_session is not None
         try:
-            by_states = running_by_states(self.endpoints[url].arguments or {})
-            return await ServerStatus(self._questions, url).load(TIMING.status_timeout, by_states)
+            status, by_states = (
+                ServerStatus(self._question_session, url),
+                self.endpoints[url].running_by_states,
+            )
+            return await status.load(TIMING.status_timeout, by_states)
         except (*NOT_REACHED, *NOT_SGLANG) as failure:
             log.debug("the load of %s could not be read: %r", url, failure)
             return None if isinstance(failure, NOT_REACHED) else []
@@ -317,9 +344,9 @@ class HttpEngine(Engine):
                 timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S),
             )
 
-        self._rows = session(GuardedConnector(self.guard, limit=0, keepalive_timeout=KEEPALIVE_S))
+        self._row_session = session(GuardedConnector(self.guard, limit=0, keepalive_timeout=KEEPALIVE_S))
         # each question has a new connection: an old one may lead to a server that is shutting down
-        self._questions = session(aiohttp.TCPConnector(limit=0, force_close=True))
+        self._question_session = session(aiohttp.TCPConnector(limit=0, force_close=True))
 
     async def _end_late_requests(self) -> None:
         """End requests that take too long: a timer for each would be 8 % of the instructions of a row."""
@@ -334,8 +361,8 @@ class HttpEngine(Engine):
         liveness = endpoint.liveness
         question = liveness.question
         if question is None:
-            assert self._questions is not None
-            status = ServerStatus(self._questions, endpoint.url)
+            assert self._question_session is not None
+            status = ServerStatus(self._question_session, endpoint.address)
             question = liveness.question = asyncio.ensure_future(status.is_alive())
             question.add_done_callback(liveness.forget_question)
         alive = await asyncio.shield(question)
@@ -346,7 +373,7 @@ class HttpEngine(Engine):
         """Tell whether a server that ended after `sent_at` ended for a reason that is no row's fault."""
         return False
 
-    async def _cut_off(self, endpoint: Endpoint, sent_at: float, message: str) -> RequestError:
+    async def _connection_lost_error(self, endpoint: Endpoint, sent_at: float, message: str) -> RequestError:
         """Return the error of a row that was sent to a server at `sent_at` and cut off, with a message.
 
         If the server is alive, the row may be at fault, and the attempt counts against it. If the server
@@ -368,15 +395,15 @@ class HttpEngine(Engine):
         """
         if name is None or name in self._model_names or ":" in name:
             return name
-        async with self._naming:  # only the first row with a name asks the server
+        async with self._name_lock:  # only the first row with a name asks the server
             if name not in self._names_to_send:
-                self._names_to_send[name] = await self._known_name(endpoint.url, name)
+                self._names_to_send[name] = await self._resolve_name(endpoint.url, name)
         return self._names_to_send[name]
 
-    async def _known_name(self, url: str, name: str) -> str:
+    async def _resolve_name(self, url: str, name: str) -> str:
         """Return the server's form of a name without a colon; log which model answers for an unknown one."""
-        assert self._asks is not None
-        if name in await self._asks.adapters(url):
+        assert self._server_questions is not None
+        if name in await self._server_questions.adapters(url):
             return f"{wire.ANY_MODEL}:{name}"
         if name != wire.ANY_MODEL:
             served = " or ".join(sorted(self._model_names))
@@ -388,10 +415,14 @@ class HttpEngine(Engine):
         fields = self._added_fields(endpoint, path)
         rids = (str(fields["rid"]),) if "rid" in fields else ()
         body = wire.with_fields(body, fields) if fields else body
-        answer = await self._exchange(endpoint, path, body, replies.whole, rids=rids)
+        answer = await self._exchange(endpoint, path, body, self._whole, rids=rids)
         if answer.status != _OK or not answer.content.lstrip().startswith(JSON_BEGINS):
             raise self._refusal(endpoint, answer)
         return answer.content
+
+    async def _whole(self, answer: PostedAnswer) -> replies.WholeAnswer:
+        """Read the body of an answer, in a turn if it is large."""
+        return await replies.whole(answer, self._large_answers)
 
     def _added_fields(self, endpoint: Endpoint, path: str) -> dict[str, Any]:  # noqa: ARG002 - for subclasses
         """Return fields to add to a body: the name by which its request can be aborted.
@@ -402,16 +433,22 @@ class HttpEngine(Engine):
             return {}
         return {"rid": f"{self._rid_prefix}-{next(self._rid_numbers):010}"}
 
+    def _addressed(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return a body with the model's name, where the address needs it to find a server."""
+        if self.model_to_send is not None:
+            body["model"] = self.model_to_send
+        return body
+
     async def _post_task(self, endpoint: Endpoint, requests: Sequence[Request]) -> list[bytes]:
         """Send requests of one task without decoding, and return the replies; raises as `_post`."""
         task = requests[0].task
         assert task is not None
-        bodies = [wire.bytes_of(body) for body in task.bodies(requests)]
+        bodies = [wire.bytes_of(self._addressed(body)) for body in task.bodies(requests)]
         return [await self._post(endpoint, task.path, body) for body in bodies]
 
     def _refusal(self, endpoint: Endpoint, answer: replies.WholeAnswer) -> RequestError:
         """Return the error for an answer whose status is not 200 or whose content is not JSON."""
-        error = replies.error_of(answer.status, answer.content, answer.retry_after)
+        error = error_of(answer.status, answer.content, answer.retry_after)
         if isinstance(error, EngineBusyError) and answer.status != HTTPStatus.TOO_MANY_REQUESTS:
             endpoint.doubt()
         return error
@@ -431,8 +468,8 @@ class HttpEngine(Engine):
     async def _send_bundle(self, endpoint: Endpoint, requests: Sequence[Request], ended: RowEnded) -> None:
         """Send prompts in one body, and pass on the answer of each when it comes."""
         fields = self._added_fields(endpoint, wire.GENERATE_PATH)
-        body = wire.bytes_of(wire.bundle_body(requests) | fields)
-        bundle = BundleAnswer(requests, ended, endpoint, self.guard)
+        body = wire.bytes_of(self._addressed(wire.bundle_body(requests) | fields))
+        bundle = BundleAnswer(requests, ended, endpoint, self.guard, self._large_answers)
         # SGLang names the rows of a bundle in this way.
         rids = tuple(f"{fields['rid']}_{index}" for index in range(len(requests)))
         answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, bundle.read, rids=rids)
@@ -455,7 +492,7 @@ class HttpEngine(Engine):
 
         A request without an answer is aborted before its error is raised: its rows may be sent again.
         """
-        if endpoint.closed:
+        if endpoint.closed is not None:
             raise EngineDownError(endpoint.closed)
         task = asyncio.current_task()
         assert task is not None
@@ -467,13 +504,13 @@ class HttpEngine(Engine):
         except asyncio.CancelledError:
             if task in endpoint.requests or task.uncancel():  # somebody else cancelled the task
                 raise
-            if endpoint.closed:
+            if endpoint.closed is not None:
                 raise EngineDownError(endpoint.closed) from None
             await self._abort(endpoint, rids)
             raise NoAnswerError(f"no answer within {self._limits.request_timeout:g} s") from None
         except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
             endpoint.requests.pop(task, None)  # nobody cancels the task any more
-            raise await self._error_of(endpoint, failure, request) from None
+            raise await self._transport_error(endpoint, failure, request) from None
         finally:
             endpoint.requests.pop(task, None)
         endpoint.answers += 1
@@ -497,8 +534,7 @@ class HttpEngine(Engine):
         """Send a body; return the status of the answer, and what was read of it."""
         sender = endpoint.senders.get(path)
         if sender is None:
-            assert self._rows is not None
-            sender = endpoint.senders[path] = PostSender(self._rows, URL(endpoint.url + path))
+            sender = endpoint.senders[path] = self._new_sender(endpoint, path)
         if endpoint.doubts:
             await self.guard.confirm(endpoint)
         posted = await sender.post(body)
@@ -506,6 +542,10 @@ class HttpEngine(Engine):
             return posted.status, await read(posted)
         finally:
             posted.release()
+
+    def _new_sender(self, endpoint: Endpoint, path: str) -> PostSender:
+        assert self._row_session is not None
+        return PostSender(self._row_session, URL(endpoint.address + path))
 
     async def _abandon(self, endpoint: Endpoint, request: SentRequest, why: str) -> None:
         """Abort a request that was ended without an answer; raises NoAnswerError at the limit of a proxy."""
@@ -532,16 +572,18 @@ class HttpEngine(Engine):
         return not any(outcomes)
 
     async def _post_abort(self, endpoint: Endpoint, rid: str) -> None:
-        assert self._questions is not None
+        assert self._question_session is not None
         timeout = aiohttp.ClientTimeout(total=TIMING.status_timeout)
-        async with self._questions.post(
+        async with self._question_session.post(
             endpoint.url + wire.ABORT_PATH, json={"rid": rid}, timeout=timeout, raise_for_status=True
         ):
             pass
 
-    async def _error_of(self, endpoint: Endpoint, failure: Exception, request: SentRequest) -> Exception:
+    async def _transport_error(
+        self, endpoint: Endpoint, failure: Exception, request: SentRequest
+    ) -> Exception:
         """Return the error of the rows of a request that failed on its way."""
-        url = endpoint.url
+        url = endpoint.address
         if isinstance(failure, (aiohttp.ClientError, OSError)):
             endpoint.doubt()
         match failure:
@@ -553,7 +595,7 @@ class HttpEngine(Engine):
                 return EngineDownError(f"no connection to {url}{by_proxy(url)}: {in_words(failure)}")
             case aiohttp.ClientError() | OSError():
                 message = f"connection lost: {in_words(failure)}"
-                error = await self._cut_off(endpoint, request.sent_at, message)
+                error = await self._connection_lost_error(endpoint, request.sent_at, message)
                 if isinstance(error, AttemptFailedError):  # the server is alive, and may compute on
                     await self._abandon(endpoint, request, message)
                 return error
@@ -569,7 +611,9 @@ class BundleAnswer:
     ended: RowEnded
     endpoint: Endpoint
     guard: ModelGuard
-    over: set[int] = field(default_factory=set)
+    large_answers: asyncio.Semaphore
+    """Permits to read large answers."""
+    ended_rows: set[int] = field(default_factory=set)
     """Places in the bundle of the rows that have ended."""
     refusal: replies.WholeAnswer | None = None
     """Error event for the whole bundle, in the form of an answer."""
@@ -581,12 +625,12 @@ class BundleAnswer:
         """
         kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if kind != "text/event-stream":
-            return await replies.whole(answer)
+            return await replies.whole(answer, self.large_answers)
         lines = replies.EventLines()
         try:
             async with asyncio.timeout(None) as end:
                 async for part in answer.content.iter_any():
-                    await self.take(lines.feed(part))
+                    await self.process(lines.feed(part))
                     if self._is_over and end.when() is None:
                         end.reschedule(asyncio.get_running_loop().time() + TIMING.stream_end)
         except TimeoutError:
@@ -596,9 +640,9 @@ class BundleAnswer:
 
     @property
     def _is_over(self) -> bool:
-        return len(self.over) == len(self.requests)
+        return len(self.ended_rows) == len(self.requests)
 
-    async def take(self, events: Sequence[bytes]) -> None:
+    async def process(self, events: Sequence[bytes]) -> None:
         """Process the data of events; ignore an event that cannot be read or belongs to no pending row.
 
         Raises AnotherModelError where the server serves another model.
@@ -615,14 +659,14 @@ class BundleAnswer:
             if index is None:
                 if event.error is not None:
                     code = event.error.get("code") if isinstance(event.error, dict) else None
-                    self.refusal = replies.WholeAnswer(replies.known_status(code), content)
+                    self.refusal = replies.WholeAnswer(known_status(code), content)
             elif event.meta_info.finish_reason is not None and 0 <= index < len(self.requests):
                 await self._end(index, event)
 
     async def _end(self, index: int, event: replies.Event) -> None:
-        if index in self.over:
+        if index in self.ended_rows:
             return
-        self.over.add(index)
+        self.ended_rows.add(index)
         self.endpoint.answers += 1
         try:
             completion = replies.completion_of(self.requests[index], event)
@@ -654,7 +698,7 @@ class AttachedServers(HttpEngine):
         super().__init__(api_key=api_key, limits=limits, task=task)
         self._urls = urls
         self._gateway = gateway
-        self._watching: asyncio.Task[None] | None = None
+        self._watch_loop: asyncio.Task[None] | None = None
 
     async def open(self) -> EngineInfo:
         """Connect and read the description of every server; see `Engine.open`."""
@@ -669,7 +713,7 @@ class AttachedServers(HttpEngine):
                 raise EngineAwayError(f"{gateway}: the gateway has no workers that speak HTTP")
             remedy = "the gateway's workers must be within reach from here: rows go to them directly"
         info = await self.connect(urls, remedy)
-        self._watching = asyncio.create_task(self._watch())
+        self._watch_loop = asyncio.create_task(self._watch())
         if gateway is None:
             return info
         notes = (f"{len(urls)} workers of the gateway {gateway}: {', '.join(urls)}", *info.notes)
@@ -677,9 +721,9 @@ class AttachedServers(HttpEngine):
 
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load of each scheduler that answers now; raises AnotherModelError for a new model."""
-        if self._watching is not None and self._watching.done():
-            ended, self._watching = self._watching, asyncio.create_task(self._watch())
-            ended.result()
+        if self._watch_loop is not None and self._watch_loop.done():
+            failed_loop, self._watch_loop = self._watch_loop, asyncio.create_task(self._watch())
+            failed_loop.result()
         loads = await super().loads()
         for endpoint in self.serving:
             progress = progress_of(load for load in loads if load.server == endpoint.url)
@@ -692,7 +736,7 @@ class AttachedServers(HttpEngine):
 
     async def close(self) -> None:
         """Close all connections."""
-        watching, self._watching = self._watching, None  # so a poll that still runs starts no new watch
+        watching, self._watch_loop = self._watch_loop, None  # so a poll that still runs starts no new watch
         if watching is not None:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
@@ -704,25 +748,29 @@ class AttachedServers(HttpEngine):
             await asyncio.sleep(TIMING.model_check)
             if self._gateway is not None:
                 with contextlib.suppress(EngineDownError):  # it is away: rows do not need it
-                    self._follow(await self._workers(self._gateway))
+                    self._update_workers(await self._workers(self._gateway))
             for endpoint in self.serving:
                 with contextlib.suppress(EngineDownError):  # it is away: rows find out
                     await self.guard.confirm(endpoint)
 
     async def _workers(self, gateway: str) -> list[str]:
-        async with aiohttp.ClientSession(headers=self._headers) as session:
-            return await ServerQuestions(session, "start the gateway, or correct engine.url").workers(gateway)
+        """Return the addresses of a gateway's workers that speak HTTP; raises EngineDownError."""
+        from batchrunner.engines.http.gateway_workers import GatewayQuestions  # noqa: PLC0415 - for few jobs
 
-    def _follow(self, urls: Sequence[str]) -> None:
+        async with aiohttp.ClientSession(headers=self._headers) as session:
+            workers = await GatewayQuestions(session, gateway).workers()
+        return [worker.url for worker in workers if not (worker.is_grpc or worker.is_leaving)]
+
+    def _update_workers(self, urls: Sequence[str]) -> None:
         """Send rows to the workers that the gateway lists now, and no more to others."""
         for endpoint in self.serving:
             if endpoint.url not in urls:
                 log.info("%s gets no more rows: the gateway lists it no more", endpoint.url)
-                endpoint.closed = f"the gateway lists {endpoint.url} no more"
+                endpoint.set_listed(is_listed=False)
         for url in set(urls).difference(self.replicas):
             log.info("%s gets rows: the gateway lists it", url)
             if url in self.endpoints:
-                self.endpoints[url].closed = None
+                self.endpoints[url].set_listed(is_listed=True)
             else:
                 endpoint = self.endpoints[url] = self._new_endpoint(url)
                 self._watch_model(endpoint)
@@ -734,10 +782,9 @@ class AttachedServers(HttpEngine):
         self._incidents.append(Incident("hangs", endpoint.url, why))
         hang_s = self._limits.hang
         log.warning("%s: its rows are sent again, and it gets none for %g s or until it moves", why, hang_s)
-        endpoint.hang_pause = HangPause(time.monotonic() + hang_s, progress)
-        endpoint.close(why)
+        endpoint.pause(HangPause(why, until=time.monotonic() + hang_s, progress=progress))
 
     def _reopen(self, endpoint: Endpoint) -> None:
         log.warning("%s gets rows again", endpoint.url)
         self._incidents.append(Incident("back", endpoint.url))
-        endpoint.hang_pause = endpoint.closed = None
+        endpoint.resume()

@@ -4,6 +4,11 @@ A connection leads to one process for as long as it lives. So a new connection t
 server has said, after the connection was made, that it serves the run's model (`GuardedConnector`). Behind a
 proxy that says nothing: there the question is put again after each sign of an absence (`doubt`), before an
 answer counts (`confirm`).
+
+Polls and failed requests notice any server that is away for a while. The question at a new connection is for
+a change without an absence: a Kubernetes Service or a port forward that is switched to another server. A
+second later `AttachedServers` would notice it too, but rows of the other model would be stored by then. The
+question costs nothing a row: one request answers for all connections that open together.
 """
 
 import asyncio
@@ -27,15 +32,15 @@ MODEL_FIELDS = {
 
 
 def model_in(*replies: Mapping[str, Any]) -> dict[str, str]:
-    """Return what replies to `/model_info` and `/server_info` say of the model; the first one wins."""
+    """Return the model's description in replies to `/model_info` and `/server_info`; the first reply wins."""
     merged = {name: value for reply in reversed(replies) for name, value in reply.items()}
     return {name: str(merged[name]) for name in MODEL_FIELDS if merged.get(name) is not None}
 
 
 def common_model(models: Sequence[Model]) -> dict[str, str]:
-    """Return what all replicas say of their model; raises EngineStartError where they serve different ones.
+    """Return the description that all replicas share; raises EngineStartError for different models.
 
-    Names under which they serve it may differ.
+    The names under which they serve the model may differ.
     """
     for name, words in MODEL_FIELDS.items():
         values = {model[name] for model in models if name in model}
@@ -49,7 +54,7 @@ def common_model(models: Sequence[Model]) -> dict[str, str]:
 
 
 class ModelGuard:
-    """Compares the model of servers with the run's: one question to a server answers all who wait for it."""
+    """Compares the servers' models with the run's. All callers that wait for a server share one question."""
 
     def __init__(self) -> None:
         self.model: Model = {}
@@ -92,21 +97,25 @@ class ModelGuard:
             raise _another_model(endpoint.url, "weight_version", self.weights, version)
 
     async def _ask(self, endpoint: Endpoint, watch: ModelWatch) -> BatchrunError | EngineDownError | None:
-        """Return what is wrong with the model of a server; None if it is the run's."""
+        """Return the error of a server with another model or without an answer; else None."""
         async with watch.lock:
             await asyncio.sleep(0)  # the answer is for all who ask now
             watch.next_question = None
             doubts = endpoint.doubts
             try:
-                model = await watch.ask()
-                for name, was in self.model.items():
-                    if model.get(name, was) != was:
-                        raise _another_model(endpoint.url, name, was, model[name])
+                refuse_another(endpoint.url, self.model, await watch.ask())
             except (BatchrunError, EngineDownError) as error:
                 return error
             if endpoint.doubts == doubts:
                 endpoint.doubts = 0
             return None
+
+
+def refuse_another(url: str, run_model: Model, model: Model) -> None:
+    """Raise AnotherModelError where a server's model is another than the run's."""
+    for name, was in run_model.items():
+        if model.get(name, was) != was:
+            raise _another_model(url, name, was, model[name])
 
 
 def _another_model(url: str, name: str, was: str, now: str) -> AnotherModelError:

@@ -3,25 +3,29 @@
 Whatever bytes come, reading them ends in a completion or in a RequestError of the row.
 """
 
+import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Annotated, Any
 
+import aiohttp
 import msgspec
-import orjson
 
 from batchrunner.core.errors import (
     AttemptFailedError,
     BundleRefusedError,
-    EngineBusyError,
-    EngineDownError,
     RequestError,
-    RowRefusedError,
-    hidden,
 )
-from batchrunner.core.strict_json import decode_reply, strict_json
+from batchrunner.core.server_replies import (
+    FinishReason,
+    TokenCount,
+    Word,
+    decode_reply,
+    raise_abort,
+    strict_json,
+)
 from batchrunner.core.types import (
     CHAT_PATH,
     EMBEDDINGS_PATH,
@@ -35,31 +39,18 @@ from batchrunner.input.request_bodies import fields_of, prompts_in
 from batchrunner.job.output import RESPONSE
 from batchrunner.job.tasks import check_embeddings
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
-"""A count of tokens, or a token id: the columns of the results have 32 bits."""
-Word = Annotated[str, msgspec.Meta(max_length=100)]
-"""A finish reason; SGLang's have ten characters."""
-TokenLogprob = tuple[float | None, Count, str | None]
+TokenLogprob = tuple[float | None, TokenCount, str | None]
 """A token: the logarithm of its probability (LOWEST for minus infinity), its id and its text."""
-
-
-class Reason(msgspec.Struct):
-    """Why an output ended."""
-
-    type: Word
-    matched: Any = None
-    message: Any = None
-    status_code: Any = None
 
 
 class Meta(msgspec.Struct):
     """The `meta_info` of a sample."""
 
-    finish_reason: Reason | Word | None = None
-    prompt_tokens: Count | None = None
-    completion_tokens: Count | None = None
-    cached_tokens: Count | None = None
-    num_retractions: Count | None = None
+    finish_reason: FinishReason | Word | None = None
+    prompt_tokens: TokenCount | None = None
+    completion_tokens: TokenCount | None = None
+    cached_tokens: TokenCount | None = None
+    num_retractions: TokenCount | None = None
     weight_version: str | None = None
     output_token_logprobs: list[TokenLogprob] | None = None
     output_top_logprobs: list[list[TokenLogprob] | None] | None = None
@@ -121,21 +112,21 @@ class Choice(msgspec.Struct):
 class CachedTokens(msgspec.Struct):
     """The details of a prompt."""
 
-    cached_tokens: Count | None = None
+    cached_tokens: TokenCount | None = None
 
 
 class Usage(msgspec.Struct):
     """The counts of a reply in OpenAI's form."""
 
-    prompt_tokens: Count | None = None
-    completion_tokens: Count | None = None
+    prompt_tokens: TokenCount | None = None
+    completion_tokens: TokenCount | None = None
     prompt_tokens_details: CachedTokens | None = None
 
 
 class Extension(msgspec.Struct):
     """The token ids that SGLang adds to a chat."""
 
-    output_ids: list[list[Count]] | None = None
+    output_ids: list[list[TokenCount]] | None = None
 
 
 class Metadata(msgspec.Struct):
@@ -156,22 +147,23 @@ class ChoicesReply(msgspec.Struct):
 class TokensReply(msgspec.Struct):
     """The answer of `/v1/tokenize`."""
 
-    tokens: list[Count]
+    tokens: list[TokenCount]
 
 
 _read_choices = msgspec.json.Decoder(ChoicesReply)
 _read_generate = msgspec.json.Decoder(Sample | Annotated[list[Sample], msgspec.Meta(min_length=1)])
-_read_ids = msgspec.json.Decoder(list[Count] | None)
+_read_ids = msgspec.json.Decoder(list[TokenCount] | None)
 _read_tokens = msgspec.json.Decoder(TokensReply)
 _read_event = msgspec.json.Decoder(Event)
 
 MOST_ANSWER_BYTES = 128 << 20
-"""Most bytes of an answer, or of an event in one: a part of the results holds 64 MiB."""
-ERROR_CHARACTERS = 500
-"""Most characters of an error message in a result row."""
+"""Maximum bytes of an answer: a part of the results holds 64 MiB."""
+MOST_EVENT_BYTES = 16 << 20
+"""Maximum bytes of an event in an answer to several rows; a row with a larger one is sent again alone."""
+LARGE_BYTES, LARGE_AT_ONCE = 1 << 20, 8
+"""Bytes from which an answer counts as large, and the number of large answers that are read at once: a
+thousand answers that do not end must not fill the memory."""
 _OK = HTTPStatus.OK.value
-_BUSY = {429, 502, 503, 504}
-_REFUSED = {400, 404, 413, 422}
 _DATA = b"data:"
 JSON_BEGINS = b"{", b"["
 """First bytes of a JSON answer; any other content is a page for people."""
@@ -194,24 +186,35 @@ class WholeAnswer(msgspec.Struct):
     retry_after: str | None = None
 
 
-async def whole(answer: PostedAnswer) -> WholeAnswer:
-    """Read the body of an answer; raises AttemptFailedError if it exceeds MOST_ANSWER_BYTES."""
+async def whole(answer: PostedAnswer, large_answers: asyncio.Semaphore) -> WholeAnswer:
+    """Read the body of an answer; raises AttemptFailedError if it exceeds MOST_ANSWER_BYTES.
+
+    `large_answers` has the permits to read a large answer; see LARGE_BYTES.
+    """
     stream = answer.content
     if stream.is_eof() and stream.total_bytes <= MOST_ANSWER_BYTES:
         content = stream.read_nowait()
     else:
         body = bytearray()
-        async for part in stream.iter_any():
-            body += part
-            if len(body) > MOST_ANSWER_BYTES:
-                raise AttemptFailedError(f"the answer is larger than {MOST_ANSWER_BYTES >> 20} MiB")
+        await _read_on(stream, body, LARGE_BYTES)
+        if len(body) > LARGE_BYTES:
+            async with large_answers:
+                await _read_on(stream, body, MOST_ANSWER_BYTES)
+        if len(body) > MOST_ANSWER_BYTES:
+            raise AttemptFailedError(f"the answer is larger than {MOST_ANSWER_BYTES >> 20} MiB")
         content = bytes(body)
     retry_after = None if answer.status == _OK else answer.headers.get("Retry-After")
     return WholeAnswer(answer.status, content, retry_after)
 
 
+async def _read_on(stream: aiohttp.StreamReader, body: bytearray, most: int) -> None:
+    """Add to a body until its stream ends or it has more than `most` bytes."""
+    while len(body) <= most and (part := await stream.readany()):
+        body += part
+
+
 def read_event(content: bytes) -> Event:
-    """Decode an event; raises where it is none."""
+    """Decode an event; raises for any other content."""
     return decode_reply(_read_event, content)
 
 
@@ -231,52 +234,9 @@ class EventLines:
             lines[0] = bytes(self._rest) + lines[0]
             self._rest.clear()
         self._rest += rest
-        if len(self._rest) > MOST_ANSWER_BYTES:
-            raise BundleRefusedError(f"an event is larger than {MOST_ANSWER_BYTES >> 20} MiB")
+        if len(self._rest) > MOST_EVENT_BYTES:
+            raise BundleRefusedError(f"an event is larger than {MOST_EVENT_BYTES >> 20} MiB")
         return [line[len(_DATA) :].strip() for line in lines if line.startswith(_DATA)]
-
-
-def error_of(status: int, body: bytes, retry_after: str | None = None) -> RequestError:
-    """Return the error of a row whose reply is no answer; with status 200 the reply was not JSON."""
-    body = strict_json(body)
-    explanation = short(_sentence_in(body))
-    message = f"{status}: {explanation or 'no explanation'}"
-    error: RequestError
-    if status == HTTPStatus.OK:
-        error = EngineDownError(f"not an answer of SGLang: {explanation or 'nothing'}")
-    elif status == HTTPStatus.UNAUTHORIZED:  # every row would be refused
-        error = EngineDownError(f"refuses the API key ({message}): see engine.api_key_env")
-    elif status in _BUSY:
-        pause_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
-        error = EngineBusyError(message, pause_s)
-    else:
-        error = (RowRefusedError if status in _REFUSED else AttemptFailedError)(message)
-    error.body = body
-    return error
-
-
-def known_status(code: Any) -> int:
-    """Return the status of an error inside a reply with status 200; 500 where it has none."""
-    is_status = type(code) is int and HTTPStatus.BAD_REQUEST <= code < 600  # noqa: PLR2004
-    return code if is_status else HTTPStatus.INTERNAL_SERVER_ERROR.value
-
-
-def short(text: str) -> str:
-    """Return the first paragraph as one line of at most 500 characters: a stack trace may follow it."""
-    line = " ".join(hidden(text).strip().split("\n\n")[0].split())  # hidden first: a key may be cut in two
-    return line if len(line) <= ERROR_CHARACTERS else line[: ERROR_CHARACTERS - 1] + "…"
-
-
-def _sentence_in(body: bytes) -> str:
-    """Return the sentence in an error's body, of which SGLang has several formats."""
-    try:
-        value = orjson.loads(body)
-        for key in ("error", "message", "detail"):
-            if isinstance(value, dict) and value.get(key):
-                value = value[key]
-        return value if isinstance(value, str) else orjson.dumps(value).decode()
-    except Exception:  # noqa: BLE001 - nothing that a server sends may end a run
-        return body.decode(errors="replace")
 
 
 class Answer(msgspec.Struct):
@@ -292,20 +252,6 @@ class Answer(msgspec.Struct):
     reasoning: str | None = None
     """Reasoning that the server has separated from the text."""
     calls: list[ToolCall] | None = None
-
-
-def _decoded(decoder: msgspec.json.Decoder[Any], reply: bytes) -> Any:
-    """Decode a reply, after a repair if necessary; raises AttemptFailedError if that fails."""
-    try:
-        return decoder.decode(reply)
-    except Exception:  # noqa: BLE001, S110 - it may be odd JSON
-        pass
-    try:
-        return decoder.decode(strict_json(reply))
-    except Exception:  # noqa: BLE001 - as above
-        raise AttemptFailedError(
-            f"not an answer of SGLang: {short(reply.decode(errors='replace'))}"
-        ) from None
 
 
 def completion_of(request: Request, reply: bytes | Sample | list[bytes]) -> Completion:
@@ -325,8 +271,8 @@ def completion_of(request: Request, reply: bytes | Sample | list[bytes]) -> Comp
         if request.kind == "body":
             return _from_body(request.prompt, reply)
         if request.kind == "messages":
-            return _from_chat(request, _decoded(_read_choices, reply))
-        samples = _decoded(_read_generate, reply)
+            return _from_chat(request, decode_reply(_read_choices, reply))
+        samples = decode_reply(_read_generate, reply)
         return _from_generate(request, samples if isinstance(samples, list) else (samples,))
     except RequestError:
         raise
@@ -353,7 +299,8 @@ def _from_chat(request: Request, reply: ChoicesReply) -> Completion:
     has_ids = ids is not None and len(ids) == len(choices)
     answers = []
     for number, choice in enumerate(choices):
-        _word_and_match(choice.meta_info)
+        raise_abort(choice.meta_info.finish_reason)
+        raise_abort(choice.finish_reason)
         message = choice.message
         if message is None or (len(choices) > 1 and not _says_something(message)):
             raise AttemptFailedError(f"sample {number} of {len(choices)} has no text")
@@ -369,7 +316,19 @@ def _from_chat(request: Request, reply: ChoicesReply) -> Completion:
             )
         )
     first = choices[0].meta_info
+    if first.prompt_tokens is None and reply.usage is not None:
+        _fill_counts(answers, reply.usage)
     return _completion(request, answers, first.prompt_tokens, first.cached_tokens)
+
+
+def _fill_counts(answers: Sequence[Answer], usage: Usage) -> None:
+    """Add the counts of a chat whose choices have none, as a gateway's with gRPC workers."""
+    meta = answers[0].meta
+    meta.prompt_tokens = usage.prompt_tokens
+    if usage.prompt_tokens_details is not None:
+        meta.cached_tokens = usage.prompt_tokens_details.cached_tokens
+    if len(answers) == 1:
+        meta.completion_tokens = usage.completion_tokens
 
 
 def _says_something(message: Message) -> bool:
@@ -377,18 +336,10 @@ def _says_something(message: Message) -> bool:
 
 
 def _word_and_match(meta: Meta) -> tuple[str | None, Any]:
-    """Return why an output ended, and the stop text or token that ended it.
-
-    A reply with status 200 can be an abort. Then raises the error for the status of the abort.
-    """
+    """Return why an output ended, and the stop text or token that ended it; raises the error of an abort."""
     reason = meta.finish_reason
-    if not isinstance(reason, Reason):
-        return reason, None
-    if reason.type != "abort":
-        return reason.type, reason.matched
-    explanation = reason.message if isinstance(reason.message, str) else ""
-    body = orjson.dumps({"message": explanation or "aborted by the engine"})
-    raise error_of(known_status(reason.status_code), body)
+    raise_abort(reason)
+    return (reason.type, reason.matched) if isinstance(reason, FinishReason) else (reason, None)
 
 
 def _completion(
@@ -410,8 +361,6 @@ def _completion(
         retractions += meta.num_retractions or 0
         if answer.text or answer.reason == ENDED or answer.reasoning or answer.calls:
             is_empty = False
-    if "abort" in reasons:
-        raise AttemptFailedError("aborted by the engine")
     if is_empty:
         raise AttemptFailedError("empty answer")
     weights = answers[0].meta.weight_version
@@ -430,11 +379,11 @@ def _completion(
     if asks.only_reasoning and len(answers) == 1 and TAGS not in texts[0] and not answers[0].reasoning:
         return completion._replace(columns=NO_REASONING)  # nearly always so
     if "reasoning" in asks.names:
-        answers = [_parted(answer) for answer in answers]
+        answers = [_split_reasoning(answer) for answer in answers]
     return completion._replace(texts=[answer.text for answer in answers], columns=_columns(asks, answers))
 
 
-def _parted(answer: Answer) -> Answer:
+def _split_reasoning(answer: Answer) -> Answer:
     """Split a text into reasoning and answer; without an end tag, reasoning extends to the end of the text.
 
     Both parts are stripped, as in SGLang's reasoning parsers. A text without reasoning stays unchanged.
@@ -451,23 +400,23 @@ def _parted(answer: Answer) -> Answer:
 
 
 def _columns(asks: AskedColumns, answers: Sequence[Answer]) -> dict[str, list[Any]]:
-    """Return the columns that are asked for.
+    """Return the requested columns.
 
-    Raises AttemptFailedError where a token's id or probability was asked for and did not come.
+    Raises AttemptFailedError if the reply lacks a requested token id or probability.
     """
     metas = [answer.meta for answer in answers]
     values: dict[str, Callable[[], list[Any]]] = {
         "reasoning": lambda: [answer.reasoning for answer in answers],
         "tool_calls": lambda: [_calls(answer.calls) for answer in answers],
         "matched_stop": lambda: [_text(answer.matched) for answer in answers],
-        "output_ids": lambda: [_there(answer.ids, "output_ids") for answer in answers],
-        "logprobs": lambda: [_tokens(_there(meta.output_token_logprobs, "logprobs")) for meta in metas],
+        "output_ids": lambda: [_required(answer.ids, "output_ids") for answer in answers],
+        "logprobs": lambda: [_tokens(_required(meta.output_token_logprobs, "logprobs")) for meta in metas],
         "top_logprobs": lambda: [
-            [_tokens(tokens or []) for tokens in _there(meta.output_top_logprobs, "top_logprobs")]
+            [_tokens(tokens or []) for tokens in _required(meta.output_top_logprobs, "top_logprobs")]
             for meta in metas
         ],
         # all samples have the same prompt
-        "prompt_logprobs": lambda: [_tokens(_there(metas[0].input_token_logprobs, "prompt_logprobs"))],
+        "prompt_logprobs": lambda: [_tokens(_required(metas[0].input_token_logprobs, "prompt_logprobs"))],
     }
     return {name: values[name]() for name in values if name in asks.names}
 
@@ -495,17 +444,17 @@ def _tokens(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
     return [{"id": number, "token": text, "logprob": logprob} for logprob, number, text in tokens]
 
 
-def _there(value: Any, name: str) -> Any:
+def _required(value: Any, name: str) -> Any:
     if value is None:
-        raise AttemptFailedError(f"the answer came without {name}, which output.columns asks for")
+        raise AttemptFailedError(f"the answer came without {name}, which output.columns requests")
     return value
 
 
 def tokens_in(reply: bytes) -> list[int] | None:
-    """Read a reply of `/v1/tokenize`; None where it is none."""
+    """Return the token ids in a reply of `/v1/tokenize`; None for any other reply."""
     try:
         return _read_tokens.decode(reply).tokens
-    except Exception:  # noqa: BLE001 - as above
+    except Exception:  # noqa: BLE001 - nothing that a server sends may end a run
         return None
 
 
@@ -526,7 +475,7 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
             cached_tokens=None,
             columns=columns,
         )
-    answer = _decoded(_read_choices, reply)
+    answer = decode_reply(_read_choices, reply)
     _check_choices(body, answer.choices)
     first, usage = answer.choices[0], answer.usage or Usage()
     details = usage.prompt_tokens_details
@@ -542,8 +491,8 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
 
 
 def _check_choices(body: RequestBody, choices: list[Choice]) -> None:
-    if any(choice.finish_reason == "abort" for choice in choices):
-        raise AttemptFailedError("aborted by the engine")
+    for choice in choices:
+        raise_abort(choice.finish_reason)
     is_chat = body.path == CHAT_PATH
     if any((choice.message if is_chat else choice.text) is None for choice in choices):
         raise AttemptFailedError(f"not an answer of {body.path}: a choice has no text")
@@ -565,7 +514,7 @@ def _as_line(reply: bytes, model: str | None) -> str:
 
 
 def answers_of(requests: Sequence[Request], replies: Sequence[bytes]) -> list[Completion | RequestError]:
-    """Read the replies to requests of one task without decoding; raises where they are none."""
+    """Return the answers in replies to requests of a task without decoding; raises for other replies."""
     task = requests[0].task
     assert task is not None
     return task.answers(requests, replies)

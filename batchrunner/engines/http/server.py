@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import BatchrunError, EngineDownError
 from batchrunner.engines.hang_detector import Hang, HangDetector
-from batchrunner.engines.http.proxy_limit import ProxyLimit
+from batchrunner.engines.http.proxies import ProxyLimit
 from batchrunner.engines.http.wire import PostSender
 
 Model = Mapping[str, str]
@@ -65,7 +65,9 @@ class ModelWatch:
 class HangPause(NamedTuple):
     """A pause of a server that hangs: it gets no rows."""
 
+    why: str
     until: float
+    """End of the pause at the latest, in seconds of the monotonic clock."""
     progress: object
     """Its progress (`hang_detector.progress_of`) when the hang was noticed."""
 
@@ -80,9 +82,13 @@ class Endpoint:
 
     url: str
     hangs: HangDetector
+    address: str = ""
+    """Where its requests go; `url` where nothing else is said."""
     liveness: Liveness = field(default_factory=Liveness)
     arguments: Mapping[str, Any] | None = None
     """Its arguments at the start of the run; None where it did not answer then."""
+    running_by_states: int | None = None
+    """Requests whose states fitted into its state pool then; None where it has none."""
     watch: ModelWatch | None = None
     """None before the run's model is known."""
     doubts: int = 0
@@ -94,10 +100,16 @@ class Endpoint:
     answers: int = 0
     """Requests answered so far, with whatever status."""
     proxy_limit: ProxyLimit = field(default_factory=ProxyLimit)
-    closed: str | None = None
-    """Reason why it gets no requests now; None while it gets them."""
+    is_listed: bool = True
+    """Whether its gateway lists it; always true without a gateway."""
     hang_pause: HangPause | None = None
     """None while it does not hang."""
+    closed: str | None = None
+    """Reason why it gets no requests now, by the two fields above; None while it gets them."""
+
+    def __post_init__(self) -> None:
+        """Send requests to the server itself, unless they go through a gateway."""
+        self.address = self.address or self.url
 
     @property
     def in_flight(self) -> int:
@@ -114,10 +126,27 @@ class Endpoint:
         own_loads = [load for load in loads if load.server == self.url]
         return self.hangs.poll(time.monotonic(), own_loads, in_flight=self.in_flight, answers=self.answers)
 
-    def close(self, why: str) -> None:
+    def pause(self, hang_pause: HangPause) -> None:
         """Send no more requests, and cancel those in flight, so that their rows are sent again."""
-        self.closed = why
+        self.hang_pause = hang_pause
+        self._update_closed()
         self.end_requests(math.inf)
+
+    def resume(self) -> None:
+        """End the pause of a hang."""
+        self.hang_pause = None
+        self._update_closed()
+
+    def set_listed(self, *, is_listed: bool) -> None:
+        """Record whether its gateway lists it; requests in flight end either way."""
+        self.is_listed = is_listed
+        self._update_closed()
+
+    def _update_closed(self) -> None:
+        if not self.is_listed:
+            self.closed = f"the gateway sends no rows to {self.url} now"
+        else:
+            self.closed = None if self.hang_pause is None else self.hang_pause.why
 
     def end_requests(self, sent_before: float) -> None:
         """Cancel the requests that were sent before a time, and remove them from `requests`."""

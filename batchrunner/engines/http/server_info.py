@@ -1,4 +1,4 @@
-"""What servers say of themselves: their load, their model and arguments, and a Model Gateway's workers.
+"""Reports of servers on themselves: load, model, arguments, and a Model Gateway's workers.
 
 The load is from `/v1/loads`. `/model_info` and `/server_info` make EngineInfo and TokenizerInfo.
 """
@@ -20,8 +20,7 @@ from batchrunner.engines.http.guard import model_in
 from batchrunner.engines.http.proxies import by_proxy, proxy_of
 from batchrunner.engines.http.server import Model
 from batchrunner.job.tasks import TASKS, TaskName
-from batchrunner.sglang.flags import slots_per_request
-from batchrunner.sglang.logs.reader import Facts
+from batchrunner.sglang.flags import StatePool, attention_ranks, number, slots_per_request
 from batchrunner.sglang.model_files import model_identity, takes_mean
 
 MODEL_INFO, SERVER_INFO = "/model_info", "/server_info"
@@ -30,6 +29,8 @@ MODELS = "/v1/models"
 """Path of the names that requests in OpenAI's form may ask for."""
 LOADS, METRICS = "/v1/loads?include=core,queues", "/metrics"
 """Paths of the server's load, and of its counters."""
+WORKERS = "/workers"
+"""Path of a Model Gateway's list of workers."""
 NO_SUCH_PATH = frozenset({404, 405})
 """Statuses of a path that a server does not have."""
 KEY_REFUSED = frozenset({401, 403})
@@ -119,7 +120,7 @@ class _Queues(msgspec.Struct):
 
 
 class _Scheduler(msgspec.Struct):
-    """What a scheduler tells of its load; a gauge out of its range makes it no load."""
+    """Load of a scheduler in `/v1/loads`; a gauge outside its range makes the whole load invalid."""
 
     num_running_reqs: Requests
     num_waiting_reqs: Requests
@@ -212,10 +213,10 @@ def _work(load: _Scheduler) -> float | None:
     return load.total_prefill_busy_us + (load.decode_moments or [0])[0]
 
 
-def _check_does(task: TaskName, model: Mapping[str, Any], who: str) -> None:
-    """Raise EngineStartError where a model cannot do a task, by its `/model_info`; what is not told may be.
+def check_does(task: TaskName, model: Mapping[str, Any], who: str) -> None:
+    """Raise EngineStartError if a model cannot do a task; `/model_info` may leave that open.
 
-    `who` says in words which server it is, and which model it serves.
+    `who` names the server and its model.
     """
     kind, generates = TASKS.get(task), model.get("is_generation")
     by_generation = kind is None or kind.by_generation
@@ -229,7 +230,7 @@ def _check_does(task: TaskName, model: Mapping[str, Any], who: str) -> None:
 
 
 def check_architecture(task: TaskName, architectures: object, who: str) -> None:
-    """Raise EngineStartError where a model has no head for a task; one without architectures may have."""
+    """Raise EngineStartError if a model's known architectures have no head for a task."""
     kind = TASKS.get(task)
     if kind is None or not kind.architectures or not isinstance(architectures, list) or not architectures:
         return
@@ -238,29 +239,27 @@ def check_architecture(task: TaskName, architectures: object, who: str) -> None:
         raise EngineStartError(f"{who}, whose architecture {names} has no head for task: {task}")
 
 
+async def is_gateway(url: str, headers: Mapping[str, str]) -> bool:
+    """Tell whether a Model Gateway is at an address; what does not answer soon is none.
+
+    `/loads` is open to a key that may not read the list of workers.
+    """
+    async with aiohttp.ClientSession(headers=headers) as session:
+        status = ServerStatus(session, url)
+        with contextlib.suppress(*NOT_REACHED):
+            for path in (WORKERS, "/loads"):
+                _, reply = await status.mapping(path, TIMING.status_timeout)
+                if isinstance(reply.get("workers"), list) or str(reply.get("version")).startswith("smg"):
+                    return True
+    return False
+
+
 class ServerQuestions:
-    """Asks servers what they are: at the start, where an odd answer ends the run, and later."""
+    """Questions to servers about their model and arguments: at the start, and later in the run."""
 
     def __init__(self, session: aiohttp.ClientSession, remedy: str) -> None:
-        """`remedy` is what to do where nothing answers."""
+        """`remedy` is the advice to a user whose server does not answer."""
         self._session, self._remedy = session, remedy
-
-    async def workers(self, gateway: str) -> list[str]:
-        """Return the URLs of a Model Gateway's workers that speak HTTP, and are not on their way out.
-
-        Raises EngineDownError where there is no list.
-        """
-        listed = (await self._ask(gateway, "/workers", TIMING.server_open)).get("workers")
-        if not isinstance(listed, list):
-            raise EngineDownError(f"{gateway}: is not SGLang's Model Gateway (no /workers)")
-        return [
-            str(worker["url"]).rstrip("/")
-            for worker in listed
-            if isinstance(worker, dict)
-            and str(worker.get("url")).startswith("http")
-            and worker.get("connection_mode") != "grpc"
-            and worker.get("status") != "draining"
-        ]
 
     async def at_start(self, url: str, task: TaskName) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what a server says of its model, and of its arguments and limits.
@@ -277,7 +276,7 @@ class ServerQuestions:
             raise EngineAwayError(str(failure), hint=hint) from None
         if not server:
             await self._refuse_gateway(url)
-        _check_does(task, model, f"{url}: serves {model['model_path']}")
+        check_does(task, model, f"{url}: serves {model['model_path']}")
         if server.get("skip_tokenizer_init"):
             raise EngineStartError(
                 f"{url}: runs with --skip-tokenizer-init and returns no text", hint="start it without"
@@ -286,8 +285,10 @@ class ServerQuestions:
 
     async def _refuse_gateway(self, url: str) -> None:
         """Raise EngineStartError where a Model Gateway is at the address of a server."""
+        reply = dict[str, Any]()
         with contextlib.suppress(EngineDownError):
-            await self.workers(url)
+            reply = await self._ask(url, WORKERS, TIMING.server_open)
+        if isinstance(reply.get("workers"), list):
             raise EngineStartError(
                 f"{url}: is a Model Gateway, not a server",
                 hint=f"write `engine: {{kind: gateway, url: {url}}}`",
@@ -404,14 +405,12 @@ def limit_in_effect(state: Mapping[str, Any], argument: str) -> Any:
     return limit
 
 
-def running_by_states(server: Mapping[str, Any]) -> int | None:
-    """Return how many requests' states a server's first scheduler holds, by its `/server_info`.
-
-    None without a state pool, which only a hybrid model has.
-    """
+def state_pool(server: Mapping[str, Any]) -> StatePool | None:
+    """Return the state pool of a server's first scheduler, by its `/server_info`; None without one."""
     state = next(iter(scheduler_states(server)), {})
-    slots = limit_of(state.get("max_mamba_cache_size"))
-    return slots // slots_per_request({**server, **state}) if slots else None
+    slots, memory = limit_of(state.get("max_mamba_cache_size")), state.get("memory_usage")
+    kv_gb = number(memory.get("kvcache")) if isinstance(memory, dict) else None
+    return StatePool(slots, slots_per_request({**server, **state}), kv_gb=kv_gb) if slots else None
 
 
 LEAST_DEFAULT_RUNNING = 2048
@@ -431,17 +430,16 @@ def memory_caps_running(server: Mapping[str, Any]) -> bool:
         return False
     if argument is None:
         return bool(state.get("max_mamba_cache_size")) and in_effect < LEAST_DEFAULT_RUNNING
-
-    return in_effect < argument // Facts(arguments=dict(server)).attn_dp
+    return in_effect < argument // attention_ranks(server)
 
 
 def tokenizer_info(model: Mapping[str, Any], server: Mapping[str, Any]) -> TokenizerInfo:
-    """Describe how a server makes tokens of prompts."""
+    """Describe how a server tokenizes prompts."""
     return TokenizerInfo(
         tokenizer=str(server.get("tokenizer_path") or model["model_path"]),
         model=str(model["model_path"]),
-        own=_own(model, server),
-        own_chat=_own_chat(model, server),
+        why_server=_why_server(model, server),
+        why_server_chat=_why_server_chat(model, server),
         model_sampling=server.get("sampling_defaults") == "model",
         cuts=bool(server.get("allow_auto_truncate")),
         longest_prompt=limit_of(server.get("max_req_input_len")),
@@ -458,7 +456,7 @@ def _common_to(infos: Sequence[TokenizerInfo]) -> TokenizerInfo:
     """Return the tokenisation of all replicas; only the server's where their arguments differ."""
     first = infos[0]
     if any(info != first for info in infos):
-        return TokenizerInfo(first.tokenizer, first.model, own="the replicas' arguments differ")
+        return TokenizerInfo(first.tokenizer, first.model, why_server="the replicas' arguments differ")
     return first
 
 
@@ -468,8 +466,8 @@ def _runs_with(server: Mapping[str, Any], arguments: Iterable[str]) -> str | Non
     return argument and f"the server runs with --{argument.replace('_', '-')}"
 
 
-def _own(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
-    """Say why only the server can make tokens of any prompt; None where the client can too."""
+def _why_server(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
+    """Return why only the server can tokenize prompts; None if the client can too."""
     if "sampling_defaults" not in server:
         return "the server does not report its arguments"
     for name, usual in (("tokenizer_mode", "auto"), ("tokenizer_backend", "huggingface")):
@@ -480,8 +478,8 @@ def _own(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _own_chat(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
-    """Say why only the server can make tokens of messages; None where the client can too."""
+def _why_server_chat(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
+    """Return why only the server can tokenize messages; None if the client can too."""
     if reason := _runs_with(server, _CHAT_ARGUMENTS):
         return reason
     if str(model.get("model_type")) in OWN_CHAT_MODELS:
@@ -490,9 +488,9 @@ def _own_chat(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None
 
 
 def pooling_note(model: Mapping[str, Any]) -> str | None:
-    """Return a line for the user where a server makes vectors otherwise than the model's authors.
+    """Return a note for the user if a server pools vectors differently than the model's authors.
 
-    `model` is its `/model_info`. None where either is not known.
+    `model` is its `/model_info`. None if they agree, or if either is unknown.
     """
     embedding, path = model.get("embedding"), str(model.get("model_path"))
     pooling = embedding.get("pooling") if isinstance(embedding, dict) else None

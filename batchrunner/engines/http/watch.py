@@ -26,10 +26,11 @@ from batchrunner.engines.http.server_info import (
     limit_in_effect,
     memory_caps_running,
     scheduler_states,
+    state_pool,
 )
-from batchrunner.sglang.flags import StatePool, slots_per_request
+from batchrunner.sglang.flags import number
 from batchrunner.sglang.logs.lines import ServerReady
-from batchrunner.sglang.logs.reader import Facts, number
+from batchrunner.sglang.logs.reader import Facts
 from batchrunner.sglang.logs.series import Series, sample_of_load
 from batchrunner.tuning.situation import Situation
 
@@ -94,9 +95,7 @@ class _Server:
         memory = state.get("memory_usage")
         memory = memory if isinstance(memory, dict) else {}
         self._facts.ready = _limits(info, state, memory)
-        if slots := int(number(state.get("max_mamba_cache_size")) or 0):
-            per_request, kv_gb = slots_per_request({**info, **state}), number(memory.get("kvcache"))
-            self._facts.states = StatePool(slots, per_request, kv_gb=kv_gb)
+        self._facts.states = state_pool(info)
         self._facts.weights_gb = number(memory.get("weight"))
         self._facts.card_gb = _free_at_first(memory)
         with contextlib.suppress(*NOT_REACHED):  # The model's class is optional.
@@ -171,12 +170,12 @@ def _limits(info: dict[str, Any], state: dict[str, Any], memory: dict[str, Any])
     pool, chunk, running, context = (
         None if (limit := number(merged.get(name))) is None else int(limit) for name in names
     )
-    left = None if info.get("device") == "cpu" else number(memory.get("startup_available"))
+    free_gb = None if info.get("device") == "cpu" else number(memory.get("startup_available"))
     return ServerReady(
         max_total_num_tokens=pool,
         chunked_prefill_size=chunk,
         max_running_requests=running,
         context_len=context,
-        gpu_gb=left,
+        gpu_gb=free_gb,
         memory_caps_running=memory_caps_running(info),
     )

@@ -3,6 +3,7 @@
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -44,7 +45,7 @@ def path_of(request: Request) -> str:
 
 
 def refuse_deadly(request: Request, vocabulary: int | None) -> None:
-    """Raise RowRefusedError for a prompt that a server would accept and die of, or that its task cannot take.
+    """Raise RowRefusedError for a prompt that would kill a server, or that its task cannot take.
 
     In SGLang 0.5.23 an empty `text` and a token id that the model does not have end the scheduler, and with
     it every row in flight.
@@ -105,7 +106,7 @@ def generate_body(request: Request) -> dict[str, Any]:
     if request.lora_path is not None:
         body["lora_path"] = request.lora_path
     if request.asks is not None and request.asks.of_tokens:
-        body.update(_asked_of_generate(request.asks))
+        body.update(_generate_logprob_fields(request.asks))
     return body
 
 
@@ -131,8 +132,8 @@ def _samples(request: Request) -> int:
     return request.sampling.get("n") or 1
 
 
-def _refuse_parted(request: Request) -> None:
-    """Raise RowRefusedError for a chat with several samples and files of a kind: each would see only one."""
+def _refuse_split_files(request: Request) -> None:
+    """Raise RowRefusedError for a chat with several samples and files: SGLang gives each sample one file."""
     if _samples(request) == 1:
         return
     counts = Counter[str]()
@@ -171,8 +172,8 @@ def _with_urls(part: Any, files: Sequence[PromptFile]) -> list[Any]:
     return [{"type": name, name: {"url": url}} for url in _urls(file)]
 
 
-def _asked_of_generate(asks: AskedColumns) -> dict[str, Any]:
-    """Return the fields of `/generate` that bring the probabilities asked for; token ids come anyway."""
+def _generate_logprob_fields(asks: AskedColumns) -> dict[str, Any]:
+    """Return the fields of `/generate` that request probabilities; token ids come without a request."""
     if asks.names.isdisjoint(OF_TOKENS):
         return {}
     fields: dict[str, Any] = {"return_logprob": True, "return_text_in_logprobs": True}
@@ -183,8 +184,8 @@ def _asked_of_generate(asks: AskedColumns) -> dict[str, Any]:
     return fields
 
 
-def _asked_of_chat(asks: AskedColumns) -> dict[str, Any]:
-    """Return the fields of the chat endpoint that bring what is asked for; raises RowRefusedError."""
+def _chat_logprob_fields(asks: AskedColumns) -> dict[str, Any]:
+    """Return the fields of a chat that request token ids and probabilities; raises RowRefusedError."""
     if "prompt_logprobs" in asks.names:
         raise RowRefusedError(
             "output.columns: prompt_logprobs: SGLang gives none for a chat that is not tokenised here"
@@ -216,14 +217,14 @@ def bundle_body(requests: Sequence[Request]) -> dict[str, Any]:
         body["lora_path"] = [request.lora_path for request in requests]
     asks = requests[0].asks  # all rows of a job ask for the same
     if asks is not None and asks.of_tokens:
-        body.update(_asked_of_generate(asks))
+        body.update(_generate_logprob_fields(asks))
     return body
 
 
 def chat_body(request: Request) -> dict[str, Any]:
     """Make the body for `/v1/chat/completions`, with `return_meta_info` for the counts of each sample."""
     if request.media:
-        _refuse_parted(request)
+        _refuse_split_files(request)
     sampling = dict(request.sampling)
     body: dict[str, Any] = {"model": ANY_MODEL, "messages": _messages_of(request), "return_meta_info": True}
     if request.continues:
@@ -247,17 +248,17 @@ def chat_body(request: Request) -> dict[str, Any]:
     if request.lora_path is not None:
         body["lora_path"] = request.lora_path
     if request.tools is not None:
-        given = {"tools": request.tools.tools, "tool_choice": request.tools.choice}
-        body.update({name: value for name, value in given.items() if value is not None})
+        tool_fields = {"tools": request.tools.tools, "tool_choice": request.tools.choice}
+        body.update({name: value for name, value in tool_fields.items() if value is not None})
     if request.asks is not None and request.asks.of_tokens:
-        body.update(_asked_of_chat(request.asks))
+        body.update(_chat_logprob_fields(request.asks))
     return body
 
 
 def tokenize_body(request: Request, *, special: bool = True) -> dict[str, Any]:
-    """Make the body for `/v1/tokenize`, to get the tokens that the prompt's own endpoint would use.
+    """Make the body for `/v1/tokenize`, which returns the tokens that the prompt's endpoint would use.
 
-    Without `special` a text is one that stands inside of a prompt.
+    With `special` they include the tokens that begin and end a prompt.
     """
     if request.kind == "messages":
         body = {"messages": _messages_of(request), "chat_template_kwargs": request.chat_template_kwargs}
@@ -307,13 +308,19 @@ class PostSender:
     TLS, the pool and the reading of HTTP are aiohttp's own, and so are requests by a proxy.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, url: URL) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, url: URL, *, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Take the session, the URL, and headers beside the session's."""
         assert session.connector is not None
         self._session = session
         self._connector = session.connector
         self._url = url
         # tells the connector where to connect, and has the headers that aiohttp adds
-        self._request = aiohttp.ClientRequest("POST", url, headers={**session.headers, "Content-Type": JSON})
+        self._headers = headers
+        self._request = aiohttp.ClientRequest(
+            "POST", url, headers={**session.headers, "Content-Type": JSON, **headers}
+        )
         self._head = f"POST {url.raw_path_qs} HTTP/1.1\r\n{_lines(self._request.headers)}".encode()
         is_known = tuple(int(part) for part in aiohttp.__version__.split(".")[:2]) <= _NEWEST_KNOWN
         self._proxy = proxy_of(str(url))
@@ -355,7 +362,9 @@ class PostSender:
     async def _post_by_session(self, body: bytes) -> PostedAnswer:
         payload = aiohttp.BytesPayload(body, content_type=JSON)
         options = self._proxy.options if self._proxy else {}
-        return await self._session.post(self._url, data=payload, allow_redirects=False, **options)
+        return await self._session.post(
+            self._url, data=payload, headers=self._headers, allow_redirects=False, **options
+        )
 
 
 def _lines(headers: Mapping[str, str]) -> str:

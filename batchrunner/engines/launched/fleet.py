@@ -8,7 +8,7 @@ import os
 import secrets
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
 from batchrunner.core.errors import EngineDownError, EngineStartError
@@ -37,6 +37,9 @@ from batchrunner.sglang.model_files import (
 )
 from batchrunner.tuning.memory import FlagMemory, memory_of
 from batchrunner.tuning.recover import Healer
+
+if TYPE_CHECKING:
+    from batchrunner.engines.launched.gateway import LaunchedGateway
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +76,8 @@ class LaunchedFleet(HttpEngine):
         self.memory: FlagMemory | None = None
         """Learned flags for jobs of this shape; None where flags are not tuned."""
         self._watching: list[asyncio.Task[None]] = []
+        self.gateway: LaunchedGateway | None = None
+        """The gateway before the servers; None without `engine.gateway`."""
 
     async def open(self) -> EngineInfo:
         """Start all servers at the same time, and wait until they are ready; see `Engine.open`."""
@@ -94,6 +99,16 @@ class LaunchedFleet(HttpEngine):
         await _start_all([server.start() for server in servers])
         info = await self.connect([*self._replicas])
         self._watching = [asyncio.create_task(server.watch()) for server in servers]
+        notes = (*((CPU_NOTE,) if cpu else ()), *info.notes)
+        if spec.gateway:
+            from batchrunner.engines.launched.gateway import LaunchedGateway  # noqa: PLC0415
+
+            self.gateway = LaunchedGateway(
+                python=spec.python, key=self._key, log_path=self._log_dir / "engine-gateway.log"
+            )
+            await self.gateway.start([*self._replicas])
+            self._watching.append(asyncio.create_task(self.gateway.watch()))
+            notes = (f"other clients can use the replicas by the gateway {self.gateway.url}", *notes)
         has_all_gpus = len(servers) == 1 and not (cpu or "CUDA_VISIBLE_DEVICES" in spec.env)
         return dataclasses.replace(
             info,
@@ -103,7 +118,7 @@ class LaunchedFleet(HttpEngine):
             gpus=len(gpus()) * spec.nodes if has_all_gpus else None,
             tp=split_over(spec.args),
             log=str(servers[-1].log_path),
-            notes=(*((CPU_NOTE,) if cpu else ()), *info.notes),
+            notes=notes,
         )
 
     @property
@@ -153,6 +168,8 @@ class LaunchedFleet(HttpEngine):
             watching.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
         await super().close()
+        if self.gateway is not None:
+            await self.gateway.close()
         await asyncio.gather(*(replica.close() for replica in self._replicas.values()))
 
     def _make_servers(self, model: str, *, cpu: bool) -> list[SGLangServer]:

@@ -126,7 +126,7 @@ class SGLangServer:
         """Whether it had rows at the last poll; updated only while it is not up."""
         self.lost: EngineLostError | None = None
         """Why it will not be restarted again; None while it may be."""
-        self._may_not_restart = False  # True forbids restarts with other flags, but not after a death
+        self._flags_are_final = False  # no restart with other flags may come; after a death it is restarted
         self._process: asyncio.subprocess.Process | None = None
         self._logs: Mapping[Path, int] = {}  # offset in bytes of the last start in each log
         self._hang: asyncio.Future[Hang] | None = None
@@ -188,7 +188,7 @@ class SGLangServer:
     def adapt(self, args: Mapping[str, Any], why: str) -> None:
         """Restart it with other flags and variables once its rows have ended. A death reverts them."""
         self._change(args, why)
-        self.up = self._is_recalled = self._may_not_restart = False
+        self.up = self._is_recalled = self._flags_are_final = False
         self._settled.clear()
         self.hangs(PLANNED)
 
@@ -198,7 +198,7 @@ class SGLangServer:
 
     def stay(self) -> None:
         """Forbid restarts with other flags, and let no row wait for one."""
-        self._may_not_restart = True
+        self._flags_are_final = True
         self._settled.set()
 
     def _change(self, args: Mapping[str, Any], why: str) -> None:
@@ -210,7 +210,7 @@ class SGLangServer:
         """Wait until its rows have ended, at most as long as a start takes; new rows wait or go elsewhere."""
         self.has_work = True
         deadline = time.monotonic() + self.start_s
-        while self.has_work and time.monotonic() < deadline and not self._may_not_restart:  # noqa: ASYNC110 - polls set it
+        while self.has_work and time.monotonic() < deadline and not self._flags_are_final:  # noqa: ASYNC110 - polls set it
             await asyncio.sleep(TIMING.load_poll)
 
     def _heal(self) -> bool:
@@ -258,6 +258,7 @@ class SGLangServer:
     async def _launch(self) -> None:
         """Start the launcher; raises EngineStartError if the interpreter cannot be run."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        # The logs of earlier starts stay: later reads begin where this start does.
         self._logs = {log: log.stat().st_size for log in self._all_logs() if log.exists()}
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -267,7 +268,7 @@ class SGLangServer:
             )  # fmt: skip
         except OSError as failure:
             raise EngineStartError(f"engine.python {self._python}: cannot be run: {failure}") from None
-        config = {
+        config = {  # see launcher.py; it goes through a pipe, because other users can read arguments
             "module": MODULE,
             "argv": [*self._base_argv, *to_argv(self._args)],
             "key": self.key,
@@ -332,9 +333,10 @@ class SGLangServer:
     async def ready(self) -> None:
         """Wait until it is up.
 
-        Raises EngineLostError if it will never be up again, EngineDownError if no row may wait for it.
+        Raises EngineLostError if it will never be up again. Once its flags are final the run is ending: no
+        row waits then, and EngineDownError is raised if it is not up.
         """
-        if not self._may_not_restart:
+        if not self._flags_are_final:
             await self._settled.wait()
         if self.lost is not None:
             raise self.lost
@@ -372,7 +374,7 @@ class SGLangServer:
             hang = await self._end()
             if hang is PLANNED:
                 await self._drain()
-                if self._may_not_restart:
+                if self._flags_are_final:
                     self.up = True
                     continue
             self.up = False

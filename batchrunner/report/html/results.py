@@ -54,7 +54,7 @@ class RunResults:
 
 
 def read_results(tasks: Sequence[RunDir]) -> RunResults:
-    """Read the results of these tasks of a run; raises ResumeError where a part is damaged.
+    """Read the results of these workers of a run; raises ResumeError where a part is damaged.
 
     Rows in journals are only counted; they are from the last half minute.
     """

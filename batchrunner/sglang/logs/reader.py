@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from batchrunner.core.errors import InputError
-from batchrunner.sglang.flags import STATE_RATIO, StatePool, slots_per_request
+from batchrunner.sglang.flags import STATE_RATIO, StatePool, attention_ranks, number, slots_per_request
 from batchrunner.sglang.logs.lines import (
     STEPS_A_LINE,
     Arguments,
@@ -42,8 +42,6 @@ _CARDS: dict[Architecture, str] = {
 FP8: frozenset[Architecture] = frozenset({"hopper", "blackwell", "ada"})
 """Generations of cards that compute in 8-bit floats: NVIDIA's from compute capability 8.9 on."""
 _KV_OF_16_BITS = (None, "auto", "bf16", "bfloat16")
-LARGEST = 1e15
-"""Largest number that is plausible as an argument, limit or memory of a server."""
 KNOWN_CARDS = " ".join(_CARDS.values()).replace(" ", ", ")
 _MOE = re.compile(
     "Moe|MoE|Mixtral|Deepseek|GptOss|Kimi|MiniMax|Grok|Dbrx|Llama4|Qwen3Next|LongcatFlash|MiMoV2|Step3VL|Step3p5"
@@ -135,9 +133,7 @@ class Facts:
     @property
     def attn_dp(self) -> int:
         """Ranks among which DP attention divides the requests of one replica; 1 without DP attention."""
-        ranks = self.number("attn_dp_size") or 1
-        older = ranks == 1 and self.arguments.get("enable_dp_attention")  # before --attn-dp-size
-        return int((self.number("dp_size") if older else ranks) or 1)
+        return attention_ranks(self.arguments)
 
     @property
     def max_running(self) -> int | None:
@@ -198,12 +194,6 @@ class Facts:
         names = ("cuda_graph_max_bs_decode", "cuda_graph_max_bs")
         largest = number(config or next(filter(None, map(self.arguments.get, names)), None))
         return int(largest) if largest else None
-
-
-def number(value: Any) -> float | None:
-    """Return a value of another program if it is a plausible number, otherwise None."""
-    counts = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
-    return float(value) if counts else None
 
 
 def architecture_of(card: str) -> Architecture | None:

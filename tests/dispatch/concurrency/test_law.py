@@ -14,7 +14,7 @@ from batchrunner.core.engine_info import QueueBand
 from batchrunner.dispatch.concurrency.law import (
     BACK_OFF,
     MINUTE_S,
-    TOLD_AFTER_S,
+    SHOWN_AFTER_S,
     Controller,
     CornerChange,
     Decision,
@@ -232,7 +232,7 @@ def test_a_short_queue_is_sent_more_faster() -> None:
     before = scheduler.controller.window
     scheduler.tells(1, queue=0, usage=0.5)
     assert scheduler.controller.window == 4 * before
-    scheduler.tells(TOLD_AFTER_S, queue=0, usage=0.5)
+    scheduler.tells(SHOWN_AFTER_S, queue=0, usage=0.5)
     assert scheduler.news == [Corner.SHORT]
     assert scheduler.controller.corner is Corner.SHORT
 
@@ -244,7 +244,7 @@ def test_a_full_pool_is_no_short_queue() -> None:
     before = scheduler.controller.window
     scheduler.tells(1, queue=0, usage=0.95)
     assert before <= scheduler.controller.window <= before + BAND.low
-    scheduler.tells(TOLD_AFTER_S, queue=0, usage=0.95)
+    scheduler.tells(SHOWN_AFTER_S, queue=0, usage=0.95)
     assert scheduler.news == [Corner.GOOD, Corner.FULL]
 
 

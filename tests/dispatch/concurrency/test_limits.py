@@ -28,10 +28,11 @@ ROUTES = ("a", "b", "c")
 def test_no_row_is_kept_back(left: int, ended: list[str], silent: set[str], later_s: float) -> None:
     """Whoever is silent, and for however long, all that is left is shared out, and every route has a row."""
     routes = [RouteLimit(url) for url in ROUTES]
-    shares(routes, left, 0.0)
     for url in ended:
         routes[ROUTES.index(url)].ended.add(None)
-    found = shares(routes, left, later_s, [route for route in routes if route.url in silent])
+    for route in routes:
+        route.count_recent(later_s)
+    found = shares(routes, left, [route for route in routes if route.url in silent])
     assert sum(found) >= left
     assert min(found) >= 1
     if silent != set(ROUTES):
@@ -41,12 +42,16 @@ def test_no_row_is_kept_back(left: int, ended: list[str], silent: set[str], late
 def test_shares_follow_the_speed() -> None:
     """A replica ten times as fast gets ten times as much; one that slows down gets less by and by."""
     routes = fast, slow = RouteLimit("fast", recent=10), RouteLimit("slow", recent=10)
-    assert shares(routes, 1000, 0.0) == [500, 500]
+    assert shares(routes, 1000) == [500, 500]
     fast.ended.rows += 1000
     slow.ended.rows += 90
-    assert shares(routes, 1000, 1.0)[0] > 890
+    for route in routes:
+        route.count_recent(1.0)
+    assert shares(routes, 1000)[0] > 890
     slow.ended.rows += 1000
-    assert 430 < shares(routes, 1000, 120.0)[0] < 570
+    for route in routes:
+        route.count_recent(120.0)
+    assert 430 < shares(routes, 1000)[0] < 570
 
 
 def limits_of(*routes: str) -> ConcurrencyLimits:
@@ -171,7 +176,7 @@ class Server:
                 travelling = min(self.waiting, pass_rows)
                 self.waiting -= travelling
                 for _ in range(travelling):
-                    self.passes.sent(row_tokens)
+                    self.passes.record_sent(row_tokens)
                     self.limits.routes[0].ended.add(None)
                 self.now += 0.25 / self.passes_a_sample
             load = self._load()
@@ -199,3 +204,16 @@ def test_the_window_neither_starves_nor_piles_up(
     assert server.starved == 0
     assert 2 * rows <= server.limits.current_window <= 10 * rows
     assert server.limits.schedulers[URL].controller.corner is None
+
+
+def test_a_worker_that_a_gateway_has_lost_holds_no_window() -> None:
+    """Its window goes once it is silent, as long as another worker of the route reports."""
+    limits = limits_of("gateway")
+    one, two = (replace(signal("gateway", 10), scheduler=f"gateway#{n}", running=64) for n in (1, 2))
+    limits.begin([one, two], 0.0, unsent=10**6)
+    limits.observe([one, two], 0.0, unsent=10**6)
+    both = windows_of(limits)["gateway"]
+    for second in range(1, 12):
+        limits.observe([replace(one, taken_at=float(second))], float(second), unsent=10**6)
+    assert [scheduler.name for scheduler in limits.routes[0].schedulers] == ["gateway#1"]
+    assert windows_of(limits)["gateway"] < both

@@ -16,12 +16,16 @@ from batchrunner.core.errors import (
     BundleRefusedError,
     EngineDownError,
 )
+from batchrunner.core.timing import TIMING
+from batchrunner.engines.hang_detector import Hang, HangDetector
 from batchrunner.engines.http.client import AttachedServers
 from batchrunner.engines.http.connections import HeldPort, free_port
 from batchrunner.engines.http.replies import EventLines
 from batchrunner.engines.http.wire import PostedAnswer, PostSender
 from batchrunner.job.spec import LimitsSpec
+from tests.conftest import eventually
 from tests.support.fake_sglang import FakeSGLang
+from tests.support.prompts import request
 from tests.support.reader_checks import (
     ANY_JSON,
     KINDS,
@@ -71,7 +75,7 @@ def test_events_in_any_pieces(events: list[bytes], end: bytes, data: st.DataObje
 
 
 def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchrunner.engines.http.replies.MOST_ANSWER_BYTES", 100)
+    monkeypatch.setattr("batchrunner.engines.http.replies.MOST_EVENT_BYTES", 100)
     lines = EventLines()
     lines.feed(b"data: " + b"x" * 90)
     with pytest.raises(BundleRefusedError, match="an event is larger than"):
@@ -150,6 +154,39 @@ async def test_a_poll_as_an_engine_is_closed(turns: int) -> None:
         await engine.loads()
         await closing
         assert not [task for task in asyncio.all_tasks() if "_watch" in repr(task)]
+
+
+class HangingNow(HangDetector):
+    """A server that hangs, whatever its load."""
+
+    def poll(self, *_: Any, **__: Any) -> Hang:
+        return Hang(90.0, "did nothing for 90 s")
+
+
+async def test_a_gateway_lists_a_worker_that_hangs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is paused for a hang gets no rows when its gateway removes it and lists it again."""
+    monkeypatch.setattr(TIMING, "model_check", 0.01)
+    with FakeSGLang() as first, FakeSGLang() as second:
+        listed = [first.url, second.url]
+
+        async def workers(_: web.BaseRequest) -> web.Response:
+            return web.json_response({"workers": [{"url": url} for url in listed]})
+
+        async with serving(workers) as gateway:
+            engine = AttachedServers([], gateway=str(gateway), api_key=None, limits=LimitsSpec())
+            await engine.open()
+            try:
+                engine.endpoints[first.url].hangs = HangingNow(0.0)
+                await engine.loads()
+                listed.remove(first.url)
+                await asyncio.to_thread(eventually, lambda: len(engine.replicas) == 1)
+                listed.append(first.url)
+                await asyncio.to_thread(eventually, lambda: len(engine.replicas) == 2)
+                with pytest.raises(EngineDownError, match="did nothing for 90 s"):
+                    await engine.generate(request(0, "a"), first.url)
+                assert (await engine.generate(request(0, "a"), second.url)).texts
+            finally:
+                await engine.close()
 
 
 async def test_the_request_of_the_session() -> None:

@@ -32,10 +32,10 @@ def test_replicas_that_tokenize_in_two_ways_do_it_themselves() -> None:
     """Tokens that the client made would be right for one of them only."""
     alike = describe([MODEL, MODEL], [SERVER, SERVER], []).tokenizing
     assert alike is not None
-    assert (alike.own, alike.model_sampling) == (None, True)
+    assert (alike.why_server, alike.model_sampling) == (None, True)
     other = describe([MODEL, MODEL], [SERVER, {**SERVER, "tokenizer_path": "org/other"}], []).tokenizing
     assert other is not None
-    assert other.own == "the replicas' arguments differ"
+    assert other.why_server == "the replicas' arguments differ"
 
 
 URL = "http://127.0.0.1:30000"

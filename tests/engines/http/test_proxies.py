@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from batchrunner.engines.http.proxy_limit import ProxyLimit
+from batchrunner.engines.http.proxies import ProxyLimit
 
 LIMIT_S = 60.0
 

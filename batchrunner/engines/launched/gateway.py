@@ -1,0 +1,112 @@
+"""A Model Gateway (`smg`) before the servers of a run, for other clients: one address for all replicas.
+
+The run's own rows go to the replicas directly. The gateway never outlives this process, and is restarted if
+it dies.
+"""
+
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+import orjson
+
+from batchrunner.core.errors import EngineDownError, EngineStartError
+from batchrunner.core.timing import TIMING
+from batchrunner.engines.http.connections import free_port
+from batchrunner.engines.http.gateway_workers import GatewayQuestions, GatewayWorker
+from batchrunner.engines.launched.server import LAUNCHER
+from batchrunner.sglang.device import program_environment
+
+log = logging.getLogger(__name__)
+
+MODULE = "smg.launch_router"
+ARGUMENTS = (
+    *("--policy", "cache_aware", "--routing-key-override", "--routing-key-headers", "x-smg-routing-key"),
+    *("--max-concurrent-requests", "0", "--health-check-interval-secs", "5"),
+)
+"""Rows with a common prefix go to one replica, a routing key decides before that, and no limit refuses
+requests. A replica that was restarted is used again after some seconds."""
+START_S = 120.0
+"""Longest wait for the gateway to list all replicas, in seconds."""
+
+
+class LaunchedGateway:
+    """One `smg` before the replicas of this run."""
+
+    def __init__(self, *, python: str | None, key: str, log_path: Path) -> None:
+        self.url = f"http://127.0.0.1:{free_port()}"
+        """Its address."""
+        self._python = python or sys.executable
+        self._key = key
+        self._log_path = log_path
+        self._replicas: Sequence[str] = ()
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self, replicas: Sequence[str]) -> None:
+        """Start it before these replicas, and wait until it lists them; raises EngineStartError."""
+        self._replicas = replicas
+        await self._launch()
+        deadline = asyncio.get_running_loop().time() + START_S
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {self._key}"}) as session:
+            questions = GatewayQuestions(session, self.url)
+            while not {worker.url for worker in await _listed(questions)} >= {*replicas}:
+                if self._process is None or self._process.returncode is not None:
+                    raise EngineStartError(
+                        f"engine.gateway: smg did not start with {self._python} [{self._log_path}]",
+                        hint="install it there: pip install smg",
+                    )
+                if asyncio.get_running_loop().time() > deadline:
+                    raise EngineStartError(
+                        f"engine.gateway: smg did not find the replicas in {START_S:g} s [{self._log_path}]"
+                    )
+                await asyncio.sleep(TIMING.launch_poll)
+
+    async def watch(self) -> None:
+        """Restart it whenever it ends."""
+        while self._process is not None:
+            status = await self._process.wait()
+            log.warning("the gateway ended (exit %s): it is restarted [%s]", status, self._log_path)
+            await asyncio.sleep(TIMING.first_restart)
+            await self._launch()
+
+    async def close(self) -> None:
+        """End it."""
+        process, self._process = self._process, None
+        if process is not None:
+            assert process.stdin is not None
+            process.stdin.close()  # the launcher ends it when its pipe ends
+            await process.wait()
+
+    async def _launch(self) -> None:
+        port = self.url.rpartition(":")[2]
+        own = ["--host", "127.0.0.1", "--port", port]
+        metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+        config = {
+            "module": MODULE,
+            "argv": [*own, *metrics, *ARGUMENTS, "--worker-urls", *self._replicas],
+            "key": self._key,
+            "log": str(self._log_path),
+        }
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                self._python, str(LAUNCHER), stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+                env=program_environment({}),
+            )  # fmt: skip
+        except OSError as failure:
+            raise EngineStartError(f"engine.python {self._python}: cannot be run: {failure}") from None
+        assert self._process.stdin is not None
+        self._process.stdin.write(orjson.dumps(config) + b"\n")
+        await self._process.stdin.drain()
+
+
+async def _listed(questions: GatewayQuestions) -> list[GatewayWorker]:
+    """Return the workers that the gateway lists; none while it does not answer."""
+    try:
+        return await questions.workers(TIMING.status_timeout)
+    except EngineDownError:
+        return []

@@ -1,0 +1,303 @@
+"""Rows that go through a real Model Gateway, `smg`, whose workers are stand-ins for SGLang."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import batchrunner
+from batchrunner.core.timing import TIMING
+from tests.conftest import eventually, job_of, log_of, results_of, rows_in, run_job, write_rows
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.real_gateway import RealGateway
+
+KEY_VARIABLE = "SGLANG_API_KEY"
+
+pytestmark = [pytest.mark.gateway, pytest.mark.filterwarnings("default")]
+
+
+@pytest.fixture(autouse=True)
+def _quiet_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway asks every worker by HTTP/2 too, which the fake's library logs as an error."""
+    monkeypatch.setattr(logging.getLogger("aiohttp.server"), "disabled", True)
+
+
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[RealGateway]:
+    """A gateway that keeps rows with one routing key on one worker."""
+    gateway = RealGateway("--policy", "consistent_hashing", "--disable-retries", "--disable-circuit-breaker")
+    yield gateway
+    gateway.end()
+
+
+@pytest.fixture(scope="module")
+def unkeyed() -> Iterator[RealGateway]:
+    """A gateway that takes its workers in turn."""
+    gateway = RealGateway("--policy", "round_robin", "--disable-retries", "--disable-circuit-breaker")
+    yield gateway
+    gateway.end()
+
+
+@pytest.fixture
+def workers(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[RealGateway, FakeSGLang, FakeSGLang]]:
+    """The gateway that the test names, and two workers on its list."""
+    gateway: RealGateway = request.getfixturevalue(getattr(request, "param", "keyed"))
+    monkeypatch.setenv(KEY_VARIABLE, gateway.key)
+    with FakeSGLang(api_key=gateway.key) as one, FakeSGLang(api_key=gateway.key) as two:
+        gateway.use(one.url, two.url)
+        yield gateway, one, two
+    gateway.use()
+
+
+Workers = tuple[RealGateway, FakeSGLang, FakeSGLang]
+
+
+def through(gateway: RealGateway) -> dict[str, Any]:
+    return {"kind": "gateway", "url": gateway.url, "route": "gateway"}
+
+
+def rows_at(worker: FakeSGLang) -> list[str]:
+    """Return the prompts of the rows that reached a worker, without the requests that look for keys."""
+    return [sent.prompt for sent in worker.sent if "row" in sent.prompt]
+
+
+@pytest.mark.parametrize("workers", ["keyed", "unkeyed"], indirect=True)
+@pytest.mark.parametrize("prompt", [{"text": "text"}, {"user": "{{ text }}"}])
+def test_rows_go_through(tmp_path: Path, workers: Workers, prompt: dict[str, str]) -> None:
+    """Texts and chats are answered by both workers, once each, and a line says which way they go and why."""
+    gateway, one, two = workers
+    job = job_of(tmp_path, through(gateway), rows=60, prompt=prompt, window=8)
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, 60, 0)
+    assert rows_in(job) == list(range(60))
+    assert Counter(rows_at(one) + rows_at(two)).most_common(1)[0][1] == 1
+    assert min(len(rows_at(one)), len(rows_at(two))) > 10
+    assert (report.engine["kind"], report.engine["model"]) == ("gateway", "fake/model")
+    assert any(f"rows go through the gateway {gateway.url}" in note for note in report.engine["notes"])
+
+
+@pytest.mark.usefixtures("full_requests")
+def test_rows_with_a_prefix_stay_on_one_worker(tmp_path: Path, workers: Workers) -> None:
+    """The groups are shared out evenly, although the gateway's own ring of hashes would not do that."""
+    gateway, *servers = workers
+    for server in servers:  # an idle one would take groups from the other
+        server.delay_s = 0.1
+    ids = [[document] * 300 + [row] for row in range(240) for document in [row % 12]]
+    path = write_rows(tmp_path / "ids.parquet", len(ids), ids=ids)
+    job = job_of(
+        tmp_path, through(gateway), input={"path": str(path)}, prompt={"input_ids": "ids"}, window=64,
+        bundle=8, sampling={"max_new_tokens": 16},
+    )  # fmt: skip
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, 240, 0)
+    assert [row["output"] for row in results_of(job)] == [f"answer 0 to {row}" for row in ids]
+    assert report.bundles["most_rows"] > 1
+    at = [
+        {sent.body["input_ids"][0] for sent in worker.sent if "input_ids" in sent.body} for worker in servers
+    ]
+    assert at[0] | at[1] >= set(range(12))
+    assert len(at[0]) + len(at[1]) <= 16  # one group may move at the end; the search for keys sends token 1
+    assert min(map(len, at)) >= 5
+
+
+@pytest.mark.parametrize("workers", ["keyed", "unkeyed"], indirect=True)
+def test_the_load_of_each_worker_is_read_from_the_gateway(tmp_path: Path, workers: Workers) -> None:
+    """The windows follow the requests that the gateway counts at each worker."""
+    gateway, one, two = workers
+    one.delay_s = two.delay_s = 0.05
+    job = job_of(tmp_path, through(gateway), rows=600)
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 600, 0)
+    schedulers = {signal["scheduler"] for sample in log_of(job, "sample") for signal in sample["signals"]}
+    assert {scheduler.rpartition("#")[2] for scheduler in schedulers} == {one.url, two.url}
+    running = [s["running"] for sample in log_of(job, "sample") for s in sample["signals"]]
+    assert max(running) > 0
+
+
+def test_auto_goes_through_where_a_worker_is_out_of_reach(
+    tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Directly while all workers answer here; through the gateway where one refuses our key."""
+    gateway, *_ = workers
+    job = job_of(tmp_path, {"kind": "gateway", "url": gateway.url}, rows=4)
+    report = batchrunner.run(job)
+    assert any("2 workers of the gateway" in note for note in report.engine["notes"])
+    with FakeSGLang(api_key="another key") as hidden:
+        monkeypatch.setattr("batchrunner.engines.http.gateway._unreachable", lambda *_: _reason(hidden.url))
+        job = job_of(tmp_path, {"kind": "gateway", "url": gateway.url}, output={"path": str(tmp_path / "b")})
+        report = batchrunner.run(job)
+    note = next(note for note in report.engine["notes"] if "rows go through" in note)
+    assert f"({hidden.url} cannot be reached from here)" in note
+    assert report.rows_ok == 4
+
+
+async def _reason(url: str) -> str:
+    return f"{url} cannot be reached from here"
+
+
+def test_an_attached_gateway_is_used_as_one(tmp_path: Path, workers: Workers) -> None:
+    """An address of `kind: attach` at which a gateway is gets rows, and a line says so."""
+    gateway, one, two = workers
+    job = job_of(tmp_path, {"kind": "attach", "urls": [gateway.url]}, rows=40, window=8)
+    result = run_job(job, tmp_path, code=0)
+    assert f"{gateway.url} is a Model Gateway: it is used as `engine: {{kind: gateway}}`" in result.stderr
+    assert rows_in(job) == list(range(40))
+    assert len(rows_at(one)) + len(rows_at(two)) == 40
+
+
+@pytest.mark.usefixtures("quick_retries")
+def test_the_gateways_own_limits_fail_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that its queue refuses (429) or lets wait too long (503) are sent again until an answer."""
+    gateway = RealGateway(
+        *("--policy", "consistent_hashing", "--max-concurrent-requests", "2", "--queue-size", "2"),
+        *("--queue-timeout-secs", "1"),
+    )
+    monkeypatch.setenv(KEY_VARIABLE, gateway.key)
+    try:
+        with FakeSGLang(api_key=gateway.key) as one, FakeSGLang(api_key=gateway.key) as two:
+            gateway.use(one.url, two.url)
+            one.delay_s = two.delay_s = 0.05
+            job = job_of(tmp_path, through(gateway), rows=60, window=16, limits={"max_attempts": 1})
+            report = batchrunner.run(job)
+            assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 60, 0)
+            assert Counter(rows_at(one) + rows_at(two)).most_common(1)[0][1] == 1
+    finally:
+        gateway.end()
+
+
+@pytest.mark.usefixtures("quick_retries")
+@pytest.mark.parametrize("policy", ["consistent_hashing", "round_robin"])
+def test_the_gateway_dies_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """Rows wait for it, and it may have forgotten which key leads where."""
+    gateway = RealGateway("--policy", policy)
+    monkeypatch.setenv(KEY_VARIABLE, gateway.key)
+    with (
+        FakeSGLang(api_key=gateway.key) as one,
+        FakeSGLang(api_key=gateway.key) as two,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        gateway.use(one.url, two.url)
+        one.delay_s = two.delay_s = 0.02
+        restarting: list[Future[None]] = []
+
+        def restart() -> None:
+            gateway.restart()
+            gateway.use(one.url, two.url)
+
+        def script(_: Sent) -> Behaviour:
+            if len(one.sent) > 50 and not restarting:
+                restarting.append(thread.submit(restart))
+            return "answer"
+
+        one.script = script
+        job = job_of(tmp_path, through(gateway), rows=400, window=8, limits={"max_attempts": 1})
+        report = batchrunner.run(job)
+        restarting[0].result()
+        assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 400, 0)
+        assert rows_in(job) == list(range(400))
+    gateway.end()
+
+
+@pytest.mark.usefixtures("quick_retries")
+def test_a_worker_comes_and_another_goes(
+    tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that is registered gets a key and rows, one that is removed gets none any more."""
+    monkeypatch.setattr(TIMING, "load_poll", 0.05)
+    gateway, one, two = workers
+    one.delay_s = two.delay_s = 0.02
+    with FakeSGLang(api_key=gateway.key) as third, ThreadPoolExecutor(1) as thread:
+        third.delay_s = 0.02
+        changing: list[Future[None]] = []
+
+        def change() -> None:
+            gateway.use(one.url, two.url, third.url)
+            eventually(lambda: len(rows_at(third)) > 20)
+            gateway.use(two.url, third.url)
+
+        def script(_: Sent) -> Behaviour:
+            if len(rows_at(one)) > 10 and not changing:
+                changing.append(thread.submit(change))
+            return "answer"
+
+        one.script = script
+        job = job_of(tmp_path, through(gateway), rows=900, window=12, limits={"max_attempts": 1})
+        report = batchrunner.run(job)
+        changing[0].result()
+        assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 900, 0)
+        assert rows_in(job) == list(range(900))
+        assert len(rows_at(third)) > 50
+        gateway.use()
+
+
+def test_a_worker_of_another_model(tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under another name it gets no row and the run goes on; under the same name the run ends."""
+    monkeypatch.setattr(TIMING, "load_poll", 0.05)
+    gateway, one, two = workers
+    one.delay_s = two.delay_s = 0.02
+    with FakeSGLang(model="fake/other", api_key=gateway.key) as other, ThreadPoolExecutor(1) as thread:
+        changing: list[Future[None]] = []
+
+        def script(_: Sent) -> Behaviour:
+            if len(rows_at(one)) > 10 and not changing:
+                changing.append(thread.submit(gateway.use, one.url, two.url, other.url))
+            return "answer"
+
+        one.script = script
+        job = job_of(tmp_path, through(gateway), rows=300, window=8)
+        report = batchrunner.run(job)
+        changing[0].result()
+        assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 300, 0)
+        assert not rows_at(other)
+        gateway.use()
+
+
+def test_what_stands_in_the_way(keyed: RealGateway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No workers, no gateway, a wrong key, a task that it does not pass on, background: a sentence each."""
+
+    def said(**changes: Any) -> str:
+        job = job_of(tmp_path, {**through(keyed), **changes.pop("engine", {})}, **changes)
+        return run_job(job, tmp_path, code=2).stderr.splitlines()[-1]
+
+    monkeypatch.setenv(KEY_VARIABLE, keyed.key)
+    assert "the gateway has no workers" in said()
+    with FakeSGLang() as server:
+        assert "is not SGLang's Model Gateway" in said(engine={"url": server.url})
+    with FakeSGLang(api_key=keyed.key) as worker:
+        keyed.use(worker.url)
+        assert "reports the load of its workers too late" in said(engine={"background": True})
+        assert "which the gateway" in said(task="classify", prompt={"text": "text"})
+        monkeypatch.setenv(KEY_VARIABLE, "wrong")
+        assert "refuses the API key" in said()
+    keyed.use()
+
+
+def test_prefill_and_decode_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the gateway brings the halves together: `auto` goes through it, and one window is for both."""
+    with FakeSGLang() as prefill, FakeSGLang() as decode:
+        gateway = RealGateway(
+            *("--pd-disaggregation", "--prefill", prefill.url, "none", "--decode", decode.url),
+            *("--policy", "round_robin", "--disable-retries", "--disable-circuit-breaker"),
+        )
+        monkeypatch.setenv(KEY_VARIABLE, gateway.key)
+        try:
+            eventually(lambda: gateway.listed().keys() == {prefill.url, decode.url})
+            job = job_of(tmp_path, {"kind": "gateway", "url": gateway.url}, rows=60)
+            report = batchrunner.run(job)
+        finally:
+            gateway.end()
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, 60, 0)
+    assert rows_in(job) == list(range(60))
+    assert len(rows_at(prefill)) == len(rows_at(decode)) == 60
+    note = next(note for note in report.engine["notes"] if "rows go through" in note)
+    assert "only the gateway joins the halves" in note
+    schedulers = {signal["scheduler"] for sample in log_of(job, "sample") for signal in sample["signals"]}
+    assert schedulers <= {gateway.url}

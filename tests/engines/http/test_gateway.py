@@ -1,0 +1,214 @@
+"""Answers of a Model Gateway, as smg 1.13.0 gave them: refusals, lists of workers, loads, keys."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+from aiohttp import web
+
+from batchrunner.core.errors import (
+    AttemptFailedError,
+    EngineBusyError,
+    EngineDiedError,
+    EngineDownError,
+    RowRefusedError,
+)
+from batchrunner.engines.http.gateway import ThroughGateway, code_of, refusal_of
+from batchrunner.engines.http.gateway_workers import GatewayQuestions, WorkerLoad, load_now
+from batchrunner.engines.http.replies import WholeAnswer
+from batchrunner.engines.http.server_info import is_gateway
+from batchrunner.job.spec import LimitsSpec
+from tests.support.prompts import request
+
+WORKER = "http://10.0.0.1:30000"
+
+
+def refused(status: int, code: str | int, kind: str = "server_error") -> WholeAnswer:
+    error = {"type": kind, "code": code, "message": "it says why", "param": None}
+    return WholeAnswer(status, orjson.dumps({"error": error}), retry_after="2")
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (refused(429, "admission_queue_full", "rate_limit_error"), EngineBusyError),
+        (refused(503, "admission_queue_timeout"), EngineBusyError),
+        (refused(503, "worker_overload_protection_shed"), EngineBusyError),
+        (refused(429, "tenant_rate_limit_exceeded"), EngineBusyError),
+        (refused(503, "no_available_workers"), EngineDownError),
+        (refused(404, "model_not_found", "invalid_request_error"), EngineDownError),
+        (refused(500, "call_upstream_connection_failed"), EngineDownError),
+        (refused(502, "call_upstream_request_failed"), EngineDiedError),
+        (refused(504, "request_timeout"), AttemptFailedError),
+        (refused(500, "call_upstream_timeout"), AttemptFailedError),
+        (refused(400, "context_length_exceeded"), None),
+        (refused(400, 400, "BadRequestError"), None),
+        (WholeAnswer(503, b'{"error": {"message": "The request queue is full."}}'), None),
+        (WholeAnswer(500, b"<html>"), None),
+    ],
+)
+def test_the_gateways_refusals(answer: WholeAnswer, error: type[Exception] | None) -> None:
+    """Its limits are a congestion, and missing workers an absence, even with 404; else the worker refused."""
+    found = refusal_of(answer)
+    assert type(found) is (error or type(None))
+    if isinstance(found, EngineBusyError):
+        assert "the gateway: " in str(found)
+        assert found.retry_after_s in {2.0, None}
+
+
+def test_codes_of_other_bodies() -> None:
+    """A worker's codes are numbers, and no body is an error of its own."""
+    for body in (b"", b"null", b"[]", b'{"error": "text"}', b'{"error": {"code": 400}}', b"\xff"):
+        assert code_of(body) is None
+
+
+@pytest.mark.parametrize(
+    ("load", "in_flight", "running", "queue"),
+    [
+        (WorkerLoad(32, 28, 0.5, max_running_requests=64), 100, 32, 68),  # it could run no more
+        (WorkerLoad(10, 0, 0.5, max_running_requests=64), 100, 64, 36),  # as many as it may
+        (WorkerLoad(10, 0, 0.5), 100, 100, 0),
+        (WorkerLoad(32, 28, 0.5, max_running_requests=64), 3, 3, 0),
+    ],
+)
+def test_the_load_now(load: WorkerLoad, in_flight: int, running: int, queue: int) -> None:
+    """What is in flight runs as far as the last report allows, and the rest waits."""
+    found = load_now(load, in_flight, scheduler="s", route="r", now=7.0)
+    assert (found.running, found.queue, found.token_usage, found.taken_at) == (running, queue, 0.5, 7.0)
+
+
+class FakeGateway:
+    """A gateway whose list of workers is for some keys only; each key leads to one of two workers."""
+
+    def __init__(self, *, lists: bool = True, keeps: bool = True) -> None:
+        self.lists, self.keeps = lists, keeps
+        self.workers: list[Any] = [
+            {
+                "url": f"http://10.0.0.{n}:30000", "model_id": "m", "status": "ready", "is_healthy": True,
+                "labels": {"model_path": "m", "max_running_requests": "32"}, "load": n,
+            }
+            for n in (1, 2)
+        ]  # fmt: skip
+        self.asked = 0
+        self.sent: list[tuple[str | None, dict[str, Any]]] = []
+
+    async def answer(self, request: web.BaseRequest) -> web.Response:  # noqa: PLR0911 - one for each path
+        match request.path:
+            case "/workers" if self.lists:
+                return web.json_response({"workers": self.workers})
+            case "/workers":
+                return web.json_response({"error": {"code": "invalid_api_key"}}, status=401)
+            case "/loads":
+                loads = [
+                    {"worker": worker["url"], "worker_type": "regular", "num_running_reqs": 3}
+                    for worker in self.workers
+                ]
+                return web.json_response({"version": "smg-1.13.0", "loads": loads})
+            case "/get_model_info":
+                return web.json_response({"model_path": "m", "served_model_name": "m"})
+            case "/generate":
+                body = await request.json()
+                key = request.headers.get("x-smg-routing-key")
+                self.asked += 1
+                chosen = key if self.keeps and key else str(self.asked)
+                worker = self.workers[sum(chosen.encode()) % len(self.workers)]["url"]
+                headers = {"x-smg-routed-worker-id": worker}
+                if body.get("sampling_params", {}).get("temperature") == -1 or not body:
+                    return web.json_response({"error": {"message": "no"}}, status=400, headers=headers)
+                self.sent.append((worker, body))
+                meta = {"finish_reason": {"type": "stop"}, "prompt_tokens": 3, "completion_tokens": 2}
+                return web.json_response({"text": "a", "meta_info": meta}, headers=headers)
+        return web.json_response({}, status=404)
+
+
+@asynccontextmanager
+async def serving(gateway: FakeGateway) -> AsyncIterator[str]:
+    runner = web.ServerRunner(web.Server(gateway.answer))
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def opened(gateway: FakeGateway) -> AsyncIterator[ThroughGateway]:
+    async with serving(gateway) as url:
+        engine = ThroughGateway(url, why="a test", api_key=None, limits=LimitsSpec())
+        try:
+            yield engine
+        finally:
+            await engine.close()
+
+
+async def test_a_route_for_each_worker() -> None:
+    """Where keys lead to one worker, each worker is a route, and rows name the model."""
+    gateway = FakeGateway()
+    async with opened(gateway) as engine:
+        info = await engine.open()
+        assert set(info.routes) == {worker["url"] for worker in gateway.workers}
+        assert info.max_running == 64
+        for route in info.routes * 3:
+            assert (await engine.generate(request(0, "a"), route)).texts == ["a"]
+            assert gateway.sent[-1][0] == route
+            assert gateway.sent[-1][1]["model"] == "m"
+        loads = {load.route: load for load in await engine.loads()}
+        assert {route: load.running for route, load in loads.items()} == {
+            worker["url"]: worker["load"] for worker in gateway.workers
+        }
+
+
+async def test_one_route_where_no_key_is_kept() -> None:
+    """A gateway that takes its workers in turn is one route with a scheduler for each worker."""
+    gateway = FakeGateway(keeps=False)
+    async with opened(gateway) as engine:
+        info = await engine.open()
+        assert info.routes == (engine.url,)
+        loads = await engine.loads()
+        assert [load.route for load in loads] == [engine.url] * 2
+        assert {load.scheduler.rpartition("#")[2] for load in loads} == {w["url"] for w in gateway.workers}
+
+
+async def test_a_key_that_may_not_list_the_workers() -> None:
+    """Then the workers and their loads are those of `/loads`."""
+    gateway = FakeGateway(lists=False)
+    async with opened(gateway) as engine:
+        info = await engine.open()
+        assert set(info.routes) == {worker["url"] for worker in gateway.workers}
+        assert (await engine.generate(request(0, "a"), info.routes[0])).texts == ["a"]
+        assert len(await engine.loads()) == 2
+
+
+async def test_a_worker_of_another_name_gets_no_rows() -> None:
+    """A gateway may serve several models: the workers of others are none of the run's."""
+    gateway = FakeGateway()
+    async with opened(gateway) as engine:
+        await engine.open()
+        gateway.workers.append({**gateway.workers[0], "url": "http://10.0.0.3:30000", "model_id": "other"})
+        assert {load.route for load in await engine.loads()} == {w["url"] for w in gateway.workers[:2]}
+
+
+async def test_odd_lists() -> None:
+    """What is no worker is left out; what is no list is no gateway."""
+    gateway = FakeGateway()
+    gateway.workers += [None, 7, {}, {"url": 3}, {"url": "http://a", "load": "many"}]
+    async with serving(gateway) as url, aiohttp.ClientSession() as session:
+        assert len(await GatewayQuestions(session, url).workers()) == 2
+        assert await is_gateway(url, {})
+        assert not await is_gateway(f"{url}/nothing", {})
+        with pytest.raises(EngineDownError, match="is not SGLang's Model Gateway"):
+            await GatewayQuestions(session, f"{url}/nothing").workers()
+
+
+async def test_a_row_that_a_worker_refuses() -> None:
+    """A worker's own refusal is the row's, as without a gateway."""
+    gateway = FakeGateway()
+    async with opened(gateway) as engine:
+        info = await engine.open()
+        with pytest.raises(RowRefusedError, match="400: no"):
+            await engine.generate(request(0, "a")._replace(sampling={"temperature": -1}), info.routes[0])

@@ -1,0 +1,61 @@
+"""The real Model Gateway, `smg`, in a process of its own."""
+
+import secrets
+import subprocess
+import sys
+
+import httpx
+
+from batchrunner.engines.http.connections import free_port
+from tests.conftest import eventually
+
+
+class RealGateway:
+    """The real gateway in a process of its own, with whatever workers a test gives it."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.key = secrets.token_hex(8)
+        self.url = f"http://127.0.0.1:{free_port()}"
+        self._arguments = arguments
+        self._http = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.key}"})
+        self.process = self._start()
+        eventually(self._is_up, 60)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        port = self.url.rpartition(":")[2]
+        own = ["--host", "127.0.0.1", "--port", port, "--prometheus-port", str(free_port())]
+        return subprocess.Popen(
+            [sys.executable, "-m", "smg.launch_router", *own, "--api-key", self.key, *self._arguments],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def restart(self) -> None:
+        """Kill it, and start it anew at the same address, without workers."""
+        self.process.kill()
+        self.process.wait()
+        self.process = self._start()
+        eventually(self._is_up, 60)
+
+    def _is_up(self) -> bool:
+        try:
+            return self._http.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def listed(self) -> dict[str, str]:
+        return {worker["url"]: worker["id"] for worker in self._http.get("/workers").json()["workers"]}
+
+    def use(self, *urls: str) -> None:
+        """Bring its list of workers to these."""
+        at_once = {"drain_settle_secs": 0}
+        for url, number in self.listed().items():
+            if url not in urls:
+                self._http.delete(f"/workers/{number}")
+        for url in set(urls).difference(self.listed()):
+            self._http.post("/workers", json={"url": url, "api_key": self.key, "health": at_once})
+        eventually(lambda: self.listed().keys() == set(urls))
+
+    def end(self) -> None:
+        self._http.close()
+        self.process.kill()
+        self.process.wait()
