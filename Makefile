@@ -87,6 +87,7 @@ bench-engine: $(ENGINE) ## Throughput beside the best bare loop, real engine
 bench-simulation: $(ENGINE) ## Simulated scheduler beside the real one
 bench-rollouts: $(ENGINE) ## Rows of several turns beside single requests, and under kills, real engine
 bench-order: $(ENGINE) ## Prefix-aware order beside Engine.generate, real engine
+bench-gateway: $(ENGINE) ## Through the Model Gateway beside directly, real engines and gateway
 bench-card: $(ENGINE) ## Beside plain SGLang and a bare loop, on a GPU
 
 $(filter bench-%,$(TARGETS)): bench-%:

@@ -8,6 +8,7 @@ possible. The queues are those that the replicas report, four times a second, in
 
 import argparse
 import contextlib
+import itertools
 import random
 import subprocess
 import sys
@@ -35,22 +36,28 @@ VOCABULARY = 40_000
 GATEWAY = ("--disable-retries", "--disable-circuit-breaker", "--max-concurrent-requests", "0")
 POLICIES = {"keys": "consistent_hashing", "cache_aware": "cache_aware"}
 MIDDLE = 0.2, 0.8
+SEEDS = itertools.count(1)
 
 
 def _ids(made: random.Random, tokens: int) -> list[int]:
     return [made.randrange(1000, VOCABULARY) for _ in range(tokens)]
 
 
-def workloads(rows: int) -> dict[str, tuple[list[list[int]], int, int]]:
-    """Return the prompts, the output tokens of a row, and the fewest prompt tokens to compute, by name."""
-    made = random.Random(7)
+def workloads(rows: int, seed: int = 0) -> dict[str, tuple[list[list[int]], int, int]]:
+    """Return the prompts, the output tokens of a row, and the fewest prompt tokens to compute, by name.
+
+    Each run has a seed of its own: no prompt can be in a cache.
+    """
+    made = random.Random(seed)
     plain = [_ids(made, 60) for _ in range(rows)]
     short = [_ids(made, 60) for _ in range(3 * rows)]
+    steady = [_ids(made, 60) for _ in range(4 * rows)]
     heads = [_ids(made, 300) for _ in range(rows // 20)]
     grouped = [head + _ids(made, 20) for head in heads for _ in range(20)]
     made.shuffle(grouped)
     return {
         "64 tokens": (plain, 64, sum(map(len, plain))),
+        "16 tokens, a long job": (steady, 16, sum(map(len, steady))),
         "1 token": (short, 1, sum(map(len, short))),
         "prefixes": (grouped, 8, 300 * len(heads) + 20 * len(grouped)),
     }
@@ -121,7 +128,7 @@ class Queues:
 
 def measure(name: str, engine: Mapping[str, Any], servers: list[Server], rows: int) -> dict[str, Any]:
     """Run a job from empty caches."""
-    prompts, tokens, least = workloads(rows)[name]
+    prompts, tokens, least = workloads(rows, seed=next(SEEDS))[name]
     for server in servers:
         flush(server)
     with tempfile.TemporaryDirectory() as folder:
@@ -151,6 +158,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--rows", type=int, default=300)
     options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--only", choices=[*workloads(20)], default=None)
     options.add_argument("--tokenizer", type=Path, default=Path("data/smollm2-135m-instruct"))
     asked = options.parse_args()
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
@@ -165,7 +173,7 @@ def main() -> None:
             **{side: {"kind": "gateway", "url": url, "route": "gateway"} for side, url in urls.items()},
         }
         figures: dict[str, Any] = {}
-        for workload in workloads(asked.rows):
+        for workload in [asked.only] if asked.only else workloads(asked.rows):
             sides = {
                 side: lambda engine=engine, workload=workload: measure(workload, engine, servers, asked.rows)
                 for side, engine in engines.items()

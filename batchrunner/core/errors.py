@@ -26,6 +26,15 @@ def hidden(text: str) -> str:
     return _USER_OF_URL.sub("***@", text)
 
 
+def first_line(failure: BaseException) -> str:
+    """Return the first line of an error's text, or its class for an error without a text.
+
+    Libraries add a stack trace or more advice below that line.
+    """
+    text = str(failure).strip()
+    return text.splitlines()[0] if text else type(failure).__name__
+
+
 def install_command(extra: str) -> str:
     """Return the command that installs an extra. It needs a clone: no package index has this package."""
     return f"in a clone of batchrunner: pip install -c constraints.txt '.[{extra}]'"

@@ -30,7 +30,7 @@ BYTES_PER_TOKEN = 4
 LEFT_OUT = "left_out"
 """Finish reason of a row that `prompt.python` left out; no engine reports it."""
 FinishReason = str
-"""SGLang's finish reason: "stop", "length" or "abort"."""
+"""SGLang's finish reason: "stop", "length" or "abort"; or REPETITION in `job.output`, which is ours."""
 PROMPT, PARSE, CHECK, ROLLOUT = "prompt.python", "parse", "accept.python", "prompt.rollout"
 """Places of a job's Python functions: they make the prompt of a row, the columns of an answer, a judgement of
 an answer, or the rows of a multi-turn rollout."""
@@ -119,6 +119,8 @@ class Request(NamedTuple):
     """Texts that the task combines with the prompt: choices or documents."""
     item_ids: tuple[list[int], ...] = ()
     """Token ids of the choices as continuations of the prompt; empty where they are not tokenized here."""
+    stops_repetition: bool = False
+    """Whether its answer is stopped once it repeats itself without end."""
 
     @property
     def shown(self) -> Any:

@@ -22,7 +22,7 @@ from batchrunner.input.dataset import carried_of
 from batchrunner.input.templates import AnswerExpression
 from batchrunner.job.answers import AnswerPlan, of_sample
 from batchrunner.job.arrow_types import fit, kind_of_schema
-from batchrunner.job.output import CUT, PARSED, REASONING, TOOL_CALLS
+from batchrunner.job.output import CUT, PARSED, REASONING, REPETITION, TOOL_CALLS
 from batchrunner.job.spec import Job
 from batchrunner.output.counts import ASKED_AGAIN, AskedAgain, Rejected
 from batchrunner.sglang.flags import MAX_BLANKS_FLAG, MOST_BLANKS
@@ -169,6 +169,7 @@ class AnswerConditions:
         """Compile the conditions for rows with these columns; raises JobError."""
         accept = job.accept
         self._fails_truncated = plan.on_length != "keep"
+        self._fails_repetition = plan.on_repetition == "fail"
         self._only_with_schema = job.on_length is None
         self._wants_json = plan.checks_json
         self._adds_parsed = PARSED in plan.columns
@@ -209,30 +210,45 @@ class AnswerConditions:
     def _complaint(
         self, request: Request, completion: Completion, number: int, *, value: Any, of_json: str | None
     ) -> str | None:
-        text, reason = completion.texts[number], completion.finish_reasons[number]
+        """Say what is wrong with an answer; None for nothing. `of_json` is wrong with its JSON `value`."""
+        return (
+            self._ending_complaint(request, completion, number, of_json=of_json)
+            or self._regex_complaint(request, completion, number)
+            or self._expression_complaint(request, completion, number, value=value)
+        )
+
+    def _ending_complaint(
+        self, request: Request, completion: Completion, number: int, *, of_json: str | None
+    ) -> str | None:
+        """Say what is wrong with the JSON of an answer, or with the way in which it ended."""
+        reason = completion.finish_reasons[number]
         has_schema = not self._by_row or request.sampling.get("json_schema") is not None
         fails_json = of_json is not None and self._wants_json and (has_schema or self._always_json)
         fails_truncated = self._fails_truncated and (has_schema or not self._only_with_schema)
-        is_cut = reason == CUT and (fails_json or fails_truncated)
-        if self._wants_json and (fails_json or is_cut) and _is_padded(request, text, reason):
+        is_truncated = reason == CUT and (fails_json or fails_truncated)
+        may_be_padded = self._wants_json and (fails_json or is_truncated)
+        if may_be_padded and _is_padded(request, completion.texts[number], reason):
             return PADDED
-        if is_cut:
+        if is_truncated:
             return "the answer was truncated at max_new_tokens"
-        if fails_json:
-            return of_json
-        of_regex = self._regex_complaint(request, completion, number)
-        if of_regex is not None:
-            return of_regex
-        if self._expression is not None:
-            thoughts = completion.columns.get(REASONING)
-            answer = {
-                "output": text,
-                PARSED: value,
-                "finish_reason": reason,
-                REASONING: thoughts[number] if thoughts else None,
-            }
-            return self._expression.complaint({**(request.row or {}), **answer})
-        return None
+        if reason == REPETITION and (fails_json or self._fails_repetition):
+            return "the answer repeats itself without end"
+        return of_json if fails_json else None
+
+    def _expression_complaint(
+        self, request: Request, completion: Completion, number: int, *, value: Any
+    ) -> str | None:
+        """Say that an answer fails `accept.expression`; None if it does not."""
+        if self._expression is None:
+            return None
+        thoughts = completion.columns.get(REASONING)
+        answer = {
+            "output": completion.texts[number],
+            PARSED: value,
+            "finish_reason": completion.finish_reasons[number],
+            REASONING: thoughts[number] if thoughts else None,
+        }
+        return self._expression.complaint({**(request.row or {}), **answer})
 
     def _regex_complaint(self, request: Request, completion: Completion, number: int) -> str | None:
         """Say which regular expression an answer does not match; None for none."""

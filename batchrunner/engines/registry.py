@@ -34,8 +34,9 @@ async def make_engine(
     """Return the engine that the spec describes, not yet open. A launched one logs to `log_dir`.
 
     Launched servers load the model for the `task`; attached ones must already serve it. With the `shape` of a
-    job, the flags of launched servers are tuned during the run and remembered for such jobs. Raises
-    EngineStartError; a gateway is asked for its workers, which decide the way of the rows.
+    job, the flags of launched servers are tuned during the run, and remembered for later jobs of this shape.
+    A gateway is asked for its workers, because their addresses decide whether rows go through the gateway.
+    Raises EngineStartError.
     """
     spec = for_task(spec, task)
     match spec:
@@ -111,11 +112,11 @@ def for_task(spec: EngineSpec, task: TaskName) -> EngineSpec:
 
 
 def bound_blanks(spec: ServerEngine) -> ServerEngine:
-    """Bound the blanks in JSON that follows a schema: SGLang lets a model pad it up to `max_new_tokens`.
+    """Limit the blanks in JSON that follows a schema, or a model may write them up to `max_new_tokens`.
 
-    A bound of the job's own stays.
+    A limit that the job sets stays.
     """
-    if not is_at_least(version_of(spec.python, spec.env), 0, 5, 23):  # older ones may lack the flag
+    if not is_at_least(version_of(spec.python, spec.env), 0, 5, 23):  # older versions may lack the flag
         return spec
     return spec.model_copy(update={"args": {MAX_BLANKS_FLAG: MOST_BLANKS, **spec.args}})
 

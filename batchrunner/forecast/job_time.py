@@ -19,13 +19,12 @@ from typing import NamedTuple
 
 from batchrunner.engines.simulation.replica import CostModel, PassWork, fit_spans
 from batchrunner.engines.simulation.scheduler import DECAY_STEPS, Scheduler, SchedulerConfig, SimulatedRequest
+from batchrunner.input.spread import GOLDEN
 
 MOST_SIMULATED = 10_000
 """Maximum number of rows that are simulated for a scheduler."""
 MOST_SPANS = 24
 """Maximum number of stretches of passes of a scheduler to which costs are fitted."""
-GOLDEN = 0.618033988749895
-"""The golden ratio. Sorting numbers by the fractional part of `number * GOLDEN` mixes them evenly."""
 FEW = 10
 """Because it lacks rare rows, a sample of this many rows is assumed to vary half as much as all rows do."""
 FOLDS = 8

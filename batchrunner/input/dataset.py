@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import pyarrow.types as pt
 from pyroaring import BitMap64
 
-from batchrunner.core.errors import BatchrunError, InputError
+from batchrunner.core.errors import BatchrunError, InputError, first_line
 from batchrunner.core.processes import thread_pool
 from batchrunner.core.types import RowRef
 from batchrunner.input.common_types import common_type
@@ -37,7 +37,6 @@ from batchrunner.input.parquet_copy import (
     PROBLEM,
     UNFIT,
     common_schema,
-    first_line,
     fitted,
     fitted_values,
     normalized,

@@ -24,6 +24,7 @@ from batchrunner.core.errors import (
     InputChangedError,
     InputError,
     StorageError,
+    first_line,
     or_away,
 )
 from batchrunner.core.files import COMPRESSIONS, ENDINGS, FileFormat, format_of, is_special, known_format
@@ -35,7 +36,7 @@ from batchrunner.input.compression import (
     refuse_archive,
     unpacking,
 )
-from batchrunner.input.parquet_copy import NOTES, PROBLEM, first_line, write_parquet
+from batchrunner.input.parquet_copy import NOTES, PROBLEM, write_parquet
 from batchrunner.input.spread import spread_blocks
 from batchrunner.job.output import StorageSpec
 from batchrunner.job.spec import InputSpec

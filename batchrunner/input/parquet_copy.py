@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.types as pt
 
+from batchrunner.core.errors import first_line
 from batchrunner.input.common_types import common_type
 from batchrunner.job.arrow_types import type_name
 from batchrunner.output.arrow_arrays import arrow_array
@@ -254,12 +255,6 @@ def _difference(name: str, value: Any, kind: pa.DataType) -> str:
     return f"{name} is {_JSON_NAMES[type(value)]}, but {type_name(kind):.{VALUE_CHARACTERS}} in other records"
 
 
-def first_line(failure: BaseException) -> str:
-    """Return the first line of an error's text; Arrow may add a stack trace below it."""
-    text = str(failure).strip()
-    return text.splitlines()[0] if text else type(failure).__name__
-
-
 def normalized(schema: pa.Schema, nulls: pa.DataType = _TEXT) -> pa.Schema:
     """Return the schema with nullable fields, without views, and with `nulls` in place of the null type.
 
@@ -302,7 +297,7 @@ def not_for_parquet(kind: pa.DataType) -> str | None:
             writer.write_table(pa.table([pa.nulls(0, kind)], names=["a"]))
         pq.ParquetFile(sink.getvalue())  # refuses deeply nested types that can be written
     except (OSError, pa.ArrowException, NotImplementedError) as failure:
-        return str(failure).partition("\n")[0]
+        return first_line(failure)
     return None
 
 

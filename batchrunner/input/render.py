@@ -74,6 +74,7 @@ class Renderer:
         self._shared: dict[str, Any] = {
             "chat_template_kwargs": prompt.chat_template_kwargs, "continues": prompt.continues,
             "asks": answers.asks, "task": answers.task,
+            "stops_repetition": answers.on_repetition != "keep",
         }  # fmt: skip
         self.predicate: Predicate | None = None
         self._for_check: Sequence[str] = []

@@ -24,14 +24,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
-from batchrunner.core.errors import InputError, OutputError, ResumeError
+from batchrunner.core.errors import InputError, OutputError, ResumeError, first_line
 from batchrunner.core.types import Request, rows_of_column
 from batchrunner.input.dataset import RowBatch, batch_rows
 from batchrunner.input.files import READ_BUFFER_BYTES
 from batchrunner.input.job_input import JobInput, lease_rows
 from batchrunner.input.order import OrderDecision
 from batchrunner.input.order_sample import decide_order
-from batchrunner.input.parquet_copy import first_line
 from batchrunner.input.prompt_bytes import prompt_bytes, sort_key
 from batchrunner.job.sampling import FromColumn
 from batchrunner.output.arrow_arrays import arrow_array

@@ -1,5 +1,8 @@
 """Samples that are spread evenly over an input: blocks of neighbouring rows, or blocks of a file's bytes."""
 
+GOLDEN = 0.618033988749895
+"""The golden ratio. Its multiples modulo 1 are spread evenly, however many there are."""
+
 
 def spread_blocks(total: int, *, blocks: int, size: int) -> list[range]:
     """Return the positions of blocks that are spread evenly over `total` positions.

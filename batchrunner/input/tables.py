@@ -14,9 +14,9 @@ from typing import Any, Protocol, TypeAlias
 import pyarrow as pa
 
 from batchrunner.core.console import counted
-from batchrunner.core.errors import InputError
+from batchrunner.core.errors import InputError, first_line
 from batchrunner.input.files import find_files
-from batchrunner.input.parquet_copy import array_of, empty_batch, first_line, in_chunks
+from batchrunner.input.parquet_copy import array_of, empty_batch, in_chunks
 
 TEXT = "text"
 """Name of the column for rows that are plain texts."""

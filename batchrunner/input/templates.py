@@ -21,7 +21,7 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from batchrunner.core.errors import BatchrunError, JobError, RowRefusedError
+from batchrunner.core.errors import BatchrunError, JobError, RowRefusedError, first_line
 
 Error = TypeVar("Error", bound=BatchrunError)
 
@@ -88,7 +88,7 @@ class _ColumnCode:
             columns, self._reads_row = _columns_read(tree, available)
             self._template = _environment().from_string(tree)
         except Exception as failure:  # noqa: BLE001 - jinja2 raises errors of its own and of Python's compiler
-            problem = (str(failure).partition("\n")[0] or type(failure).__name__).removesuffix(".")
+            problem = first_line(failure).removesuffix(".")
             line = failure.lineno if isinstance(failure, jinja2.TemplateSyntaxError) else 1
             text = "".join(source.splitlines()[line - 1 : line]).strip()
             odd = [name for name in available if name in text and not name.isidentifier()]

@@ -144,9 +144,11 @@ def common_kind(kinds: Iterable[ColumnKind]) -> ColumnKind:
 
 
 def fit(value: Any, kind: ColumnKind) -> Any:
-    """Return a value in the form that a column of this kind holds; None is null. Raises ValueError, in words.
+    """Return a value in the form that a column of this kind holds; None stays None.
 
-    Properties of an object without a field are dropped. Dates and times may be ISO texts.
+    Raises ValueError with a message for users if the value does not fit.
+
+    Properties of an object for which the column has no field are dropped. Dates and times may be ISO texts.
     """
     if value is None:
         return None
@@ -186,7 +188,7 @@ def _number(value: Any) -> float:
         raise ValueError(f"{value!r} is no number")  # noqa: TRY004
     try:
         number = float(value)
-    except OverflowError:  # of a whole number
+    except OverflowError:  # a whole number beyond the range of floats
         number = math.inf
     if not math.isfinite(number):
         raise ValueError("a number of more than 1.8e308 is too large")

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import typing_extensions
 
+from batchrunner.core.errors import first_line
 from batchrunner.core.hook_protocol import HookFacts, HookLoadError, UnusableValueError, failure_text
 from batchrunner.core.types import CHECK, MEDIA, PARSE, PROMPT, ROLLOUT, ColumnKind, PromptKind
 
@@ -96,7 +97,8 @@ def code_digest(function: Any) -> str | None:
     """Return a digest of the module that a function comes from, without comments and layout.
 
     So a change of a helper or a constant beside the function counts. A script or a notebook also has code
-    that makes no results: of a function of `__main__` only its own code counts. Return None without source.
+    that makes no results. So for a function of `__main__` only the function's own code counts. Return None if
+    there is no source.
     """
     inner = getattr(function, "func", function)  # of a functools.partial
     inner = inspect.unwrap(inner) if hasattr(inner, "__qualname__") else type(inner)
@@ -244,8 +246,7 @@ def columns_of(kind: Any) -> Columns:
         try:
             schema = TypeAdapter(annotation).json_schema(mode="serialization")
         except (PydanticSchemaGenerationError, PydanticUserError) as failure:
-            reason = str(failure).splitlines()[0]
-            raise ValueError(f"returns a column {name}: {reason}") from None
+            raise ValueError(f"returns a column {name}: {first_line(failure)}") from None
         columns.append((name, kind_of_schema(schema, formats=True)))
     return tuple(columns)
 

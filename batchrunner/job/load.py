@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from batchrunner.core.errors import Faults, JobError
+from batchrunner.core.errors import Faults, JobError, first_line
 from batchrunner.core.files import known_format
 from batchrunner.job.engine import ENGINE_KINDS, EngineSpec
 from batchrunner.job.fields import as_folder
@@ -47,8 +47,8 @@ def load_job(
 ) -> Job:
     """Return the job from a YAML file (`-`: standard input), a mapping or a Job, with overrides applied.
 
-    `overrides` are texts `a.b=c`, where c is YAML or plain text. `engine` is the engine of a job without one.
-    `name` stands for the source in errors. `rollout` is the function of `prompt.rollout`. Raises JobError.
+    `overrides` are texts `a.b=c`, where c is YAML or plain text. `engine` is used if the job has none. `name`
+    stands for the source in errors. `rollout` is the function of `prompt.rollout`. Raises JobError.
     """
     if isinstance(source, Job) and not overrides and rollout is None:
         return source
@@ -101,7 +101,7 @@ def _engine_tree(source: Any) -> Any:
     """Return the `engine` section for a short form; return anything else unchanged."""
     if isinstance(source, (list, tuple)):
         return {"kind": "attach", "urls": list(source)}
-    if isinstance(source, (str, Path)) and str(source).endswith(".json"):  # by `open_engine(…, share=…)`
+    if isinstance(source, (str, Path)) and str(source).endswith(".json"):  # of `open_engine(…, share=…)`
         if not _job_path(source).exists():
             raise JobError(
                 f"engine: {source}: no such file", hint="the program that shares the engine must be running"
@@ -144,7 +144,7 @@ def parse(text: str, where: str) -> Any:
         # errors that are not PyYAML's own come from its constructors: a date with month 13, `!!int x`
         mark = getattr(failure, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
-        problem = getattr(failure, "problem", None) or str(failure).splitlines()[0]
+        problem = getattr(failure, "problem", None) or first_line(failure)
         hint = _YAML_HINT if mark and "given twice" not in problem else None
         if r"\t" in problem:
             hint = _TAB_HINT

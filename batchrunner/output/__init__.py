@@ -1,4 +1,4 @@
-"""Everything that a run writes: its directory, its results and who may write them.
+"""Everything that a run writes: its directory, its results, and the locks of its tasks.
 
 Layout: run_dir (`RunDir`, `open_run`), files (atomic writes), run_json (the job and its fingerprint).
 Stores: store (`Store`: a file system or an object store), objects (requests, by obstore), addresses (URIs).

@@ -26,7 +26,8 @@ TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 LINE_COLUMNS = ["row", "custom_id", "attempts", "error", *TOKENS, RESPONSE]
 """Columns of the parts that a result line needs."""
 RESULT_BUCKET_BYTES = 16 << 20
-"""Approximate bytes of results in memory. The limit is low: the engine and the rows still use memory."""
+"""Approximate maximum size in bytes of the results in memory. It is low because the engine and the rows still
+use memory."""
 ID_BYTES = 16
 EXPIRED = "This request could not be executed before the completion window expired."
 CANCELLED = "This request was not executed: the batch was cancelled."
@@ -65,9 +66,9 @@ def publish(
     """Write a line for each request. Failed requests go to `errors` if it is given, all others to `results`.
 
     Each file appears when it is complete, and replaces an older one. If results are missing, return None and
-    write no file. A batch that ended early has `unanswered`: the custom_id and the error of each request, in
-    the order of the batch file. A request without a result gets this error. Raises StorageError, and
-    ResumeError where a part is damaged.
+    write no file. `unanswered` is given for a batch that ended early. It has the custom_id and an error for
+    each request, in the order of the batch file. A request without a result gets this error. Raises
+    StorageError, and ResumeError where a part is damaged.
     """
     release_unused()  # Arrow still keeps memory of the run that has just ended
     run_json = require_run_json(run_dir) if unanswered is None else read_run_json(run_dir)
@@ -99,7 +100,7 @@ def publish(
                 raise NoResultYetError  # noqa: TRY301 - so that the files do not appear
     except NoResultYetError:
         return None
-    except OutputError as failure:  # of the work directory; the remedy is that of a results file
+    except OutputError as failure:  # in the work directory, with the remedy of a results file
         raise StorageError(failure.message, hint=failure.hint) from None
     return Published(_usage(tokens), completed=total - failed, failed=failed)
 
@@ -183,7 +184,7 @@ def _failure(row: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
 
 
 def _error_body(body: Any, error: dict[str, Any]) -> Any:
-    """Return a response body with OpenAI's `error` object; SGLang has the same fields at the top level."""
+    """Return a response body with OpenAI's `error` object. SGLang has such fields at the top level."""
     if not isinstance(body, dict):
         return {"error": error}
     if isinstance(body.get("error"), dict):

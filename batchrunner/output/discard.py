@@ -31,10 +31,11 @@ Sleep = Callable[[float], None]
 
 
 def check_nobody_works(run_dir: RunDir, sleep: Sleep) -> None:
-    """Raise TaskHeldError if another worker is running: its results must not be discarded.
+    """Raise TaskHeldError if another worker is running, because its results must not be discarded.
 
-    Workers on other machines are watched at the same time. A dead one loses its lock, so that no later start
-    waits for it again. A worker that takes its lock after this look finds the file `discarding`.
+    Workers on other machines are watched at the same time. The lock of a dead worker is released, so that no
+    later start waits for that worker again. A worker that takes its lock after this check finds the file
+    `discarding`.
     """
     with using_run(f"output.path {run_dir.name}"):
         tasks = run_dir.other_tasks()

@@ -31,12 +31,14 @@ POLL_S = 1.0
 SHORT_POLL_S = 0.2
 """Seconds between two polls when a change is expected at once."""
 LOOK_S = 5.0
-"""Least seconds between two reads of a watched object: 720 requests an hour."""
+"""Minimum seconds between two reads of a watched object, which makes 720 requests an hour."""
 FRESH_S, STORE_FRESH_S = 15.0, 40.0
-"""Seconds after a heartbeat, of a file and of an object, during which the holder certainly runs."""
+"""Seconds after a heartbeat during which the holder certainly runs: for heartbeats in a file, and in an
+object."""
 SILENT_S = 300.0
-"""Age in seconds from which a load sample says nothing about a task on another machine: the task has ended,
-or that machine's clock is wrong. A task on this machine may still have one from an earlier attempt."""
+"""Age in seconds from which a load sample no longer shows that a task on another machine runs. The task may
+have ended, or that machine's clock may be wrong. For a task on this machine the sample decides nothing,
+because it may be from an earlier attempt."""
 
 
 class LivenessMonitor:
@@ -63,7 +65,7 @@ class LivenessMonitor:
         self._looked_at = float("-inf")
         self._last_seen = (b"", b"")
         self._changed_at = clock()
-        self._has_beaten = False  # since the first poll
+        self._has_beaten = False  # whether a heartbeat came since the first poll
 
     @property
     def owner_content(self) -> bytes:
@@ -78,8 +80,8 @@ class LivenessMonitor:
     def poll(self) -> bool | None:
         """Look again and return whether the holder runs; None while that is not clear yet.
 
-        There is none if it released the task, or if its name is still incomplete after UNNAMED_AFTER_S.
-        Raises OSError where the run's store does not answer.
+        There is no holder, so False is returned, if it released the task, or if its name is still incomplete
+        after UNNAMED_AFTER_S. Raises OSError where the run's store does not answer.
         """
         before, now = self._last_seen, self._clock()
         if now - self._looked_at >= self._pause_s:
@@ -142,9 +144,9 @@ def holders_of(
     """Return the name of the process that holds each task, or None.
 
     Each task comes with the newest load sample in its event log. A process on another machine runs if that
-    sample is recent. If it is old, or from a machine whose clock is wrong, the heartbeats of all such tasks
-    are watched for TIMING.other_heartbeat. Without `watch` such tasks count as ended, and always in an object
-    store, where heartbeats are rare. Raises OutputError or StoreAwayError where the store does not answer.
+    sample is recent. If the sample is old, or the clock of its machine is wrong, the heartbeats of all such
+    tasks are watched for TIMING.other_heartbeat. Without `watch`, and in an object store, where heartbeats
+    are rare, such tasks count as ended. Raises OutputError or StoreAwayError where the store does not answer.
     """
     monitors = [monitor_of(run_dir) for run_dir, _ in tasks]
     with using_run(tasks[0][0].name if tasks else ""):
@@ -188,7 +190,7 @@ def starting_of(run_dir: RunDir) -> dict[str, Any] | None:
     """Return the step of a held task before its first row (`what`) and its age in seconds (`since_s`).
 
     The step is "input" while the input is read and sorted, "engine" while the engine starts; None afterwards.
-    It follows from the times of files on one file system, so no two clocks are compared.
+    The step follows from the modification times of files on one file system, so no two clocks are compared.
     """
     lock_time = _modification_time(run_dir.task_directory / OWNER)
     if not lock_time or _modification_time(run_dir.events) > lock_time:

@@ -84,7 +84,7 @@ def read_done(run_dir: RunDir) -> DoneRows:
     for table in journals:
         rows_of_parts = done.rows
         new = [at for at, row in enumerate(table.column("row").to_pylist()) if row not in rows_of_parts]
-        if new:  # the others are in a part too
+        if new:  # the other rows are in a part too
             done.add(table.take(arrow_array(new, pa.int64())))
     return done
 

@@ -27,12 +27,13 @@ FORMAT = 1
 DISCARD = "--fresh (with --join: delete the directory)"
 """The option that discards a run, for error messages."""
 CODE = "code_of_functions"
-"""Key in run.json of the digests of each Python function's code, in the order in which they made rows."""
+"""Key in run.json for the code digests of each Python function. A function whose code changed between starts
+has several, in the order in which they made rows."""
 _KEYS = {"format", "job", "fingerprint", "rows_total", "engine", "versions"}
 _SECRET = re.compile(r"key|token(?!iz|s)|secret|password", re.IGNORECASE)
 """Names of engine arguments whose values are masked: `admin-api-key`, but not `tokenizer-path`."""
 _LONGEST_VALUE = 60
-"""Most characters of a value in an error message."""
+"""Maximum number of characters of a value in an error message."""
 
 _OF_INPUT = ("filter", "columns", "rename", "types", "delimiter", "encoding")
 
@@ -59,7 +60,10 @@ def fingerprint(job: Job, files: Sequence[Mapping[str, Any]], model: str) -> dic
 
 
 def _conditions(job: Job) -> dict[str, Any]:
-    """Return the conditions of an acceptable answer; the number of retries may change between starts."""
+    """Return the `accept` settings that must not change between starts.
+
+    The number of tries is left out because it may change.
+    """
     accept = job.accept
     return {
         "json": accept.json_,
@@ -67,6 +71,7 @@ def _conditions(job: Job) -> dict[str, Any]:
         "expression": accept.expression,
         "python": None if accept.python is None else name_of(accept.python),
         "on_length": job.on_length,
+        "on_repetition": job.on_repetition,
     }
 
 
@@ -74,7 +79,7 @@ def check_same_run(old: Mapping[str, Any], new: Mapping[str, Any], where: str | 
     """Raise ResumeError, naming the difference, if the fingerprints belong to different runs.
 
     `old` belongs to the results at `where`. The limit may grow, files may be added after the old ones, and
-    rows may be appended to the last of these. The models are compared if `new` has one.
+    rows may be appended to the last of the old files. The models are compared if `new` has one.
     """
     difference = _files_difference(old["files"], new["files"])
     if difference is None and new["limit"] is not None and new["limit"] < (old["limit"] or sys.maxsize):
@@ -92,7 +97,7 @@ def check_same_run(old: Mapping[str, Any], new: Mapping[str, Any], where: str | 
 
 
 def known_fields(fingerprint_of_run: Mapping[str, Any]) -> list[str] | None:
-    """Return the columns of `prompt.fields` in the order that a run uses; None without any."""
+    """Return the columns of `prompt.fields` in the order that a run uses; None if there are none."""
     fields = fingerprint_of_run["prompt"].get("fields")
     return fields["columns"] if isinstance(fields, dict) else None
 
@@ -114,7 +119,7 @@ def _files_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> s
 
 
 def describe_difference(name: str, before: Any, after: Any) -> str:
-    """Describe how a part of a job differs, down to its innermost field."""
+    """Describe how a section or field of a job differs; name the innermost field that differs."""
     if isinstance(before, dict) and isinstance(after, dict):
         key = next(key for key in sorted({*before, *after}) if before.get(key) != after.get(key))
         return describe_difference(f"{name}.{key}", before.get(key), after.get(key))
@@ -177,7 +182,7 @@ def write_run_json(run_dir: RunDir, job: Job, code_digests: Mapping[str, str], *
 
 
 def code_versions(content: Mapping[str, Any] | None, code_digests: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the digests of the code that made the rows of a run, and will make the next; the newest last.
+    """Return the code digests of each Python function, the newest last: of past rows and of the next rows.
 
     `content` is that of run.json. Warn about each Python function whose code has changed.
     """
@@ -200,7 +205,7 @@ def _write(run_dir: RunDir, content: Mapping[str, Any]) -> None:
 
 
 def _run_id(run_dir: RunDir, content: Mapping[str, Any]) -> str:
-    """Return the random name of the run, which the first task to write run.json draws."""
+    """Return the random name of the run. The first task that writes run.json draws it."""
     content = {**content, RUN_ID: secrets.token_hex(8)}
     published = _newest(run_dir)
     if published is None:
@@ -222,8 +227,8 @@ def raise_total(
 
     `code_digests` has the digest of each Python function that makes the new rows.
 
-    So `merge` and `status` count them before the first of them is done. A missing run.json is not written:
-    the first attempt that sends rows does that. Raises StorageError or ResumeError.
+    `merge` and `status` then count the new rows before the first of them is done. A missing run.json is not
+    written here: the first attempt that sends rows writes it. Raises StorageError or ResumeError.
     """
     if (content := _newest(run_dir)) is not None:
         longer = {**content["fingerprint"], "files": new["files"], "limit": new["limit"]}
@@ -246,7 +251,7 @@ def _newest(run_dir: RunDir) -> dict[str, Any] | None:
 
 
 def without_secrets(job: Job) -> dict[str, Any]:
-    """Return the job for run.json, where possible secrets (all values of `engine.env`) become ***."""
+    """Return the job for run.json. Possible secrets, such as all values of `engine.env`, become ***."""
     spec = job.model_dump(mode="json", exclude_unset=True)
     for section in ("env", "args"):
         values = spec["engine"].get(section, {})

@@ -49,7 +49,7 @@ class RolloutSample(msgspec.Struct, kw_only=True):
 
     open: int
     waiting_for_tools: int
-    """Open rows that wait for no answer."""
+    """Open rows that wait for no answer of the engine, because their function is at work."""
     blocked: int
     """Open rows that wait because another row blocks their process."""
     turns: int
@@ -97,7 +97,7 @@ class RunSample(msgspec.Struct, kw_only=True):
     signals: list[SchedulerSample]
     """Newest load sample of each scheduler; empty if the load is unknown."""
     bands: dict[str, tuple[int, int]]
-    """The fewest and most waiting requests of a healthy queue, by scheduler."""
+    """Minimum and maximum number of waiting requests in a healthy queue, by scheduler."""
     task: str
     simulated: bool
     rollouts: RolloutSample | UnsetType = UNSET

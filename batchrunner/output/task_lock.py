@@ -2,8 +2,8 @@
 
 File-system locks are not used: NFS may lack them, and a crashed host may hold one for ever. The lock is the
 file or object `owner`. It is created exclusively, and names its holder. A dead holder (see `liveness`) is
-replaced. So is one that was only suspended or disconnected for long. It verifies the lock before each write
-and each deletion, finds another name in `owner`, and ends.
+replaced. A holder that was only suspended or disconnected for long is replaced too. When that holder
+continues, it verifies the lock before its next write or deletion, finds another name in `owner`, and ends.
 
 The locks on a file system and in a store share only the wait for a dead holder. A file system has renames and
 writes in place, but no conditional writes. A store has conditional writes, but no renames.
@@ -61,7 +61,8 @@ HEARTBEAT_S, STORE_HEARTBEAT_S = 5.0, 15.0
 TRUSTED_S = 45.0
 """Seconds after a heartbeat in a store during which the lock is certainly ours; less than DEAD_AFTER_S."""
 DIRECTORY_TRIES = 100
-"""Most tries to create `owner` in a task's directory while other processes delete the directory."""
+"""Maximum number of tries to create `owner` in a task's directory while other processes delete the
+directory."""
 
 
 class TaskLock(ABC):
@@ -85,7 +86,8 @@ class TaskLock(ABC):
         self.is_abandoned = False
         """Whether the next process has to recover the task after `release`."""
         self.predecessor: LockHolder | None = None
-        """Dead holder in a store, until its leftovers are recovered. A file system needs no name for that."""
+        """The dead holder that this process replaced, until its leftovers are recovered. Only a lock in a
+        store sets it, because recovery on a file system needs no name."""
 
     @property
     def token(self) -> str:
@@ -93,7 +95,7 @@ class TaskLock(ABC):
         return self._me.token
 
     def acquire(self, dead_owner: bytes | None = None) -> None:
-        """Become the holder; wait up to DEAD_AFTER_S for a holder on another machine to prove dead.
+        """Become the holder. Wait up to DEAD_AFTER_S to see whether a holder on another machine is dead.
 
         `dead_owner` is the content of `owner` if its holder is already known to be dead. Raises TaskHeldError
         where a running process holds the lock, OSError where nothing can be written.
@@ -128,7 +130,8 @@ class TaskLock(ABC):
     def _replace(self, dead_owner: bytes) -> bool:
         """Replace the name of a dead holder in `owner` with ours, and return True.
 
-        Return False if `owner` was only removed, or if another process was faster. Then `_create` follows.
+        Return False if `owner` was only removed, or if another process was faster. The caller then calls
+        `_create` again.
         """
 
     @abstractmethod
@@ -328,7 +331,8 @@ class StoreTaskLock(TaskLock):
     def release(self) -> None:
         """Mark the object as abandoned; errors are ignored.
 
-        If we did not recover the task, the object names the predecessor again: its leftovers remain.
+        If this process has not recovered the task, the object names the predecessor again, because the
+        predecessor's leftovers remain.
         """
         with self._turn, contextlib.suppress(OSError):
             holder = self.predecessor or replace(self._me, is_clean=not self.is_abandoned)
@@ -352,8 +356,8 @@ def hold_task(
     deleted at the end. Raises TaskHeldError where a running process holds the lock, OutputError where
     nothing can be written.
 
-    An error in the block becomes TaskLockLostError if another process took the lock meanwhile: that process
-    may have deleted the files that are missing.
+    An error in the block becomes TaskLockLostError if another process took the lock meanwhile, because that
+    process may have deleted files that the block needs.
     """
     directory = directory or run_dir.task_directory
     new_directories = [path for path in (directory, *directory.parents) if not path.exists()]

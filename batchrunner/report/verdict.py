@@ -1,4 +1,4 @@
-"""The exit code of a run, and the reason for it. Pure: the only place that decides them."""
+"""The exit code of a run, and the reason for it. No other module decides them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class RunVerdict(NamedTuple):
 
 STOPPED = RunVerdict(EXIT_STOPPED, "stopped")
 SAMPLE_DONE = RunVerdict(EXIT_STOPPED, "a sample is done: the job asks no row again")
-NOTHING_FREE = RunVerdict(EXIT_DONE, "nothing is free: other workers do the rest")
+NOTHING_FREE = RunVerdict(EXIT_DONE, "no rows are free: other workers hold the rest")
 FAILED_ROWS = RunVerdict(EXIT_FAILED_ROWS, "done, but more rows failed than limits.max_failed_rows tolerates")
 DONE = RunVerdict(EXIT_DONE, "done")
 
@@ -33,13 +33,13 @@ class RunEnd:
     rows_left: int = 0
     """Rows without a result that this worker was to do."""
     rows_unheld: int = 0
-    """Further rows without a result, which no living worker does."""
+    """Further rows without a result, which no living worker holds."""
     rows_lost: int = 0
     """Rows of the run in no part, although all its workers have ended."""
     rows_failed_here: int | None = None
     """Failed rows of this worker, if `rows_failed` counts those of all workers."""
     rows_held: int = 0
-    """Further rows without a result, which other living workers do."""
+    """Further rows without a result, which other living workers hold."""
     was_empty: bool = False
     """Whether the attempt found nothing to do."""
     is_sample: bool = False
@@ -69,7 +69,7 @@ def verdict_of(end: RunEnd) -> RunVerdict:
         came = f"{files} came into the input, or grew, during the run"
         return RunVerdict(EXIT_STOPPED, f"{came}: run the same command again")
     if end.rows_lost:
-        rows = f"{counted(end.rows_lost, 'row')} of the run are in no part"
+        rows = f"{counted(end.rows_lost, 'row')} of the run are missing from all parts"
         return RunVerdict(EXIT_STOPPED, f"{rows}: run the same command again")
     if end.rows_failed > tolerated(end.max_failed_rows, end.rows_total):
         return _too_many_failed(end)
@@ -85,7 +85,7 @@ def _incomplete(end: RunEnd) -> RunVerdict:
 
 
 def _too_many_failed(end: RunEnd) -> RunVerdict:
-    """Return the verdict on a run with too many failed rows, which names those of other workers too."""
+    """Return the verdict on a run with too many failed rows. It counts those of other workers too."""
     if end.rows_failed_here in {None, end.rows_failed}:
         return FAILED_ROWS
     rows = counted(end.rows_failed, "row")

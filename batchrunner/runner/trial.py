@@ -233,6 +233,7 @@ class TrialRunner:
                 "order": "input" if self.job.order == "input" else "auto",
                 "accept": AcceptSpec.model_validate({"json": False}),  # Each row is sent once.
                 "on_length": "keep",
+                "on_repetition": "stop" if self.job.on_repetition == "fail" else self.job.on_repetition,
             }
         )
 

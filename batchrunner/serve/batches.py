@@ -1,8 +1,8 @@
 """Batches of `batchrun serve`: runs several at once on one engine, each as `batchrun batch` runs a file.
 
-A batch is validated, waits for its turn, is run, and its results become files. Its run resumes after a kill
-of the server, and once a lost engine is back. When a batch is cancelled or expires, each unanswered line gets
-an error that says so.
+A batch is validated, waits for its turn, is run, and its results become files. Its run resumes when the
+server starts again after a kill, and when an attached engine that was lost is back. When a batch is cancelled
+or expires, each unanswered line gets an error that says so.
 """
 
 import asyncio
@@ -39,17 +39,17 @@ from batchrunner.serve.state import BATCHES, FILES, Record, State, now
 log = logging.getLogger(__name__)
 
 MOST_RUNNING = 10
-"""Batches that share the engine; the others wait until one of these ends."""
+"""Maximum number of batches that run on the engine at once. Further batches wait until one of them ends."""
 RETRY_S = 5.0
-"""Pause before an interrupted run resumes."""
+"""Seconds before an interrupted run resumes."""
 EARLY_STATUS = {EXPIRED: "expired", CANCELLED: "cancelled"}
-"""Final status of a batch that ended before all its lines were answered, by the reason."""
+"""Final status of a batch that ended before all its lines were answered, keyed by the reason."""
 _SHUTDOWN = "the server shuts down"
 _LINE_NUMBER = re.compile(r"lines? (\d+)")
 
 
 def request_counts(*, total: int, completed: int = 0, failed: int = 0) -> Record:
-    """Return `request_counts` of a batch."""
+    """Return the field `request_counts` of a batch, as OpenAI's API has it."""
     return {"total": total, "completed": completed, "failed": failed}
 
 
@@ -61,7 +61,8 @@ class Batches:
     ) -> None:
         """Run batches on an open engine.
 
-        `options` are those of `job_of_batch`; `server` stops the server when its engine is lost.
+        `options` are the arguments of `job_of_batch` that all batches share. `server` controls the life of
+        the server, which stops when its own engine is lost.
         """
         self._server = server
         self._state = state
@@ -71,9 +72,10 @@ class Batches:
         self._running: dict[str, tuple[Control, asyncio.Task[None]]] = {}
         self._turns = asyncio.Semaphore(MOST_RUNNING)
         self._whole_files = asyncio.Lock()
-        """Held while a file is read or written whole: memory suffices for one."""
+        """Held while a whole batch file is validated, or its results are written. The memory suffices for one
+        at a time."""
         self.lost: EngineLostError | None = None
-        """Why the server's own engine is lost for good."""
+        """Why the server's own engine is lost for good; None while it is not."""
 
     def start(self, batch: Record) -> None:
         """Start or resume a batch."""
@@ -88,7 +90,10 @@ class Batches:
         await self._state.save(BATCHES, batch, status="cancelling", cancelling_at=now())
 
     async def drain(self) -> None:
-        """Stop sending and wait 15 s for the requests in flight. The next start of the server resumes."""
+        """Stop sending, and wait up to 15 s for the requests in flight.
+
+        The next start of the server resumes the batches.
+        """
         for control, _ in self._running.values():
             control.drain(_SHUTDOWN)
         ends = asyncio.gather(*(task for _, task in self._running.values()), return_exceptions=True)
@@ -144,7 +149,7 @@ class Batches:
         await self._finish(batch, EARLY_STATUS[reason] if reason else "completed", **results)
 
     async def _answer_lines(self, batch: Record, control: Control) -> None:
-        """Run the batch in its turn until all lines are answered or `control` stops it."""
+        """Wait for the batch's turn, then run it until all lines are answered or `control` stops it."""
         try:
             await control.wait_for(self._turns.acquire(), "before its turn")
             try:
@@ -156,7 +161,7 @@ class Batches:
                 raise
 
     async def _execute(self, batch: Record, control: Control) -> None:
-        """Run the job of a batch; raises BatchrunError, also where lines remain."""
+        """Run the job of a batch; raises BatchrunError if it fails or lines remain without a result."""
 
         def show_counts(progress: Progress) -> None:
             completed = progress.rows_done - progress.rows_failed
@@ -189,7 +194,7 @@ class Batches:
         return job_of_batch(str(requests), str(run), **self._options)
 
     def _validate(self, batch: Record) -> None:
-        """Raise InputError for a file without requests, or with one for another endpoint than the batch's.
+        """Raise InputError for a file that has no requests, or one for another endpoint than the batch's.
 
         Other faults of a line fail that line alone.
         """
@@ -200,7 +205,7 @@ class Batches:
                 raise InputError(f"line {number}: its url differs from the endpoint of the batch")
 
     def _lines(self, batch: Record) -> Iterator[tuple[int, Mapping[str, Any], str | None]]:
-        """Yield each line of a batch's file: its number, its request, and what is wrong with it."""
+        """Yield each line of a batch's file: its number, its request, and its fault (None if it has none)."""
         path = self._state.path_of(FILES, batch["input_file_id"])
         with pa.OSFile(str(path)) as file:
             codec = codec_of(file.read(HEAD_BYTES), None)
@@ -211,10 +216,10 @@ class Batches:
                 yield number, request, problem and f"{path.name}: line {number}: {problem}"
 
     async def _publish(self, batch: Record, reason: str | None) -> Record:
-        """Write the files of answered and failed lines; return the changes of the batch.
+        """Write the files of answered and failed lines; return the changes of the batch's record.
 
-        The names of the files stay the same after a kill. `reason` says why the batch ended early; each
-        unanswered line fails with it.
+        The names of the files follow from the batch's ID, so after a kill the next try replaces these files.
+        `reason` says why the batch ended early. Each unanswered line gets it as its error.
         """
         names = {kind: f"{batch['id'].replace('batch_', 'file-')}-{kind}" for kind in ("output", "error")}
         output, error = (self._state.path_of(FILES, name) for name in names.values())
@@ -247,7 +252,7 @@ class Batches:
 
 
 def _invalid_file(failure: InputError, path: Path) -> Record:
-    """Return the error of a batch whose file at `path` cannot be run, with the line that its message names.
+    """Return the error of a batch whose file at `path` cannot be run, with the number of the wrong line.
 
     Clients get the name of the file, but not its path on the server.
     """

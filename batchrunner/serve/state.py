@@ -1,10 +1,11 @@
 """Files and batches in the server's directory, safe against a kill at any moment.
 
 `files/ID.json` and `batches/ID.json` are records; `files/ID` is the content of a file, `batches/ID` the run
-of an unfinished batch. The record of a file is written last: content without a record is deleted.
+of an unfinished batch. The record of a file is written after its content. Content without a record is
+incomplete, and the next start deletes it.
 
-A change is durable before memory has it, and so before a client can read it: a server that is killed comes
-back to all that it has said. Changes are made one after the other, each with the checks that it depends on.
+A change is written to the disk before it is made in memory. So a client never sees a change that a kill could
+undo. A lock lets only one change at a time make its checks and be written.
 
 The server makes all names on the disk. A name from a client is only looked up among them.
 """
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 Record: TypeAlias = dict[str, Any]
 """A file or a batch, with the keys of OpenAI's API."""
 FILES, BATCHES = "files", "batches"
-"""The two kinds of records, as in the paths of the API and on the disk."""
+"""The two kinds of records. The paths of the API and the directories have these names."""
 _SERVER_NAMES = re.compile(r"\.?(file-|batch_)[0-9a-f]{48}(-output|-error)?(\..*tmp)?")
 """Names of contents, runs and temporary files. Nothing else in the directory is touched."""
 FINAL_STATUSES = {"completed", "failed", "expired", "cancelled"}
@@ -81,7 +82,7 @@ class State:
     async def save(self, kind: str, record: Record, **changes: Any) -> Record:
         """Add or change a record; return it. Raises StorageError.
 
-        A batch that has ended stays as it is: a client may cancel it just when it ends.
+        A batch that has a final status stays as it is, because a client may cancel it just when it ends.
         """
         async with self._changing:
             if record["status"] not in FINAL_STATUSES:
@@ -143,7 +144,7 @@ class State:
             content.unlink(missing_ok=True)
 
     async def delete_expired(self) -> None:
-        """Delete expired files, except those that a batch reads. Raises StorageError."""
+        """Delete expired files, except those that an unfinished batch reads. Raises StorageError."""
         for name, file in [*self.records[FILES].items()]:
             if file["expires_at"] and file["expires_at"] < now():
                 await self.delete_file(name)

@@ -128,7 +128,7 @@ def test_nothing_is_free(tmp_path: Path, server: FakeSGLang) -> None:
     with started(file, "--join") as first:
         eventually(lambda: len(server.sent) == 20)
         refused = run_job(job, tmp_path, "--join").stderr
-        told(refused, "nothing is free: other workers do the rest: 0 of 20 rows ok, 0 failed, 20 left")
+        told(refused, "no rows are free: other workers hold the rest: 0 of 20 rows ok, 0 failed, 20 left")
         assert "done with --join" in run_job(job, tmp_path, code=2).stderr
         assert "is writing this run" in run_job(job, tmp_path, "--fresh", code=2).stderr
         server.answer_held()
@@ -191,7 +191,8 @@ def test_a_part_that_is_moved_away_from_a_running_worker(
         rows = pq.read_table(part)["row"].to_pylist()
         part.rename(tmp_path / "moved")
         server.answer_held()
-        worker.wait_for_line(f"{len(rows)} rows of the run are in no part: run the same command again")
+        missing = f"{len(rows)} rows of the run are missing from all parts"
+        worker.wait_for_line(f"{missing}: run the same command again")
         assert worker.end() == 1
     server.forget()
     monkeypatch.setattr(TIMING, "parts_appear", 0.0)  # nobody waits for another host's parts to be seen

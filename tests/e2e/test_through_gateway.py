@@ -274,7 +274,7 @@ def test_what_stands_in_the_way(keyed: RealGateway, monkeypatch: pytest.MonkeyPa
     with FakeSGLang(api_key=keyed.key) as worker:
         keyed.use(worker.url)
         assert "reports the load of its workers too late" in said(engine={"background": True})
-        assert "which the gateway" in said(task="classify", prompt={"text": "text"})
+        assert "does not pass on" in said(task="classify", prompt={"text": "text"})
         monkeypatch.setenv(KEY_VARIABLE, "wrong")
         assert "refuses the API key" in said()
     keyed.use()
@@ -301,3 +301,36 @@ def test_prefill_and_decode_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "only the gateway joins the halves" in note
     schedulers = {signal["scheduler"] for sample in log_of(job, "sample") for signal in sample["signals"]}
     assert schedulers <= {gateway.url}
+
+
+def test_a_key_that_may_send_rows_and_not_list_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers and their loads are then those of `/loads`, which the gateway shows to every key."""
+    with FakeSGLang() as one, FakeSGLang() as two:
+        gateway = RealGateway(
+            *("--policy", "consistent_hashing", "--control-plane-api-keys", "a:Admin:admin:key-of-the-admin"),
+            *("--load-monitor-interval", "1", "--worker-urls", one.url, two.url),
+        )
+        monkeypatch.setenv(KEY_VARIABLE, gateway.key)
+        try:
+            eventually(lambda: gateway.reporting() == {one.url, two.url})
+            job = job_of(tmp_path, {"kind": "gateway", "url": gateway.url, "route": "gateway"}, rows=40)
+            report = batchrunner.run(job)
+        finally:
+            gateway.end()
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, 40, 0)
+    assert set(report.engine["routes"]) == {one.url, two.url}
+    assert sorted(rows_at(one) + rows_at(two)) == sorted(f"row {n}" for n in range(40))
+
+
+def test_vectors_go_through(tmp_path: Path, keyed: RealGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists of texts are answered as without a gateway."""
+    monkeypatch.setenv(KEY_VARIABLE, keyed.key)
+    with FakeSGLang(api_key=keyed.key, arguments={"is_generation": False}) as worker:
+        keyed.use(worker.url)
+        job = job_of(tmp_path, through(keyed), rows=30, task="embed", prompt={"text": "text"})
+        report = batchrunner.run(job)
+        keyed.use()
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, 30, 0)
+    assert all(row["embedding"] for row in results_of(job))

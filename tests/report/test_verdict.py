@@ -31,7 +31,7 @@ TOO_MANY = "done, but more rows failed than limits.max_failed_rows tolerates"
         ({"rows_unheld": 3, "was_empty": True}, 1, LEFT),
         ({"rows_unheld": 3, "stop": STOP}, *STOP),
         ({"rows_held": 3}, 0, "done"),
-        ({"rows_held": 3, "was_empty": True}, 0, "nothing is free: other workers do the rest"),
+        ({"rows_held": 3, "was_empty": True}, 0, "no rows are free: other workers hold the rest"),
         ({"rows_held": 3, "was_empty": True, "rows_failed": 9}, 3, TOO_MANY),
         ({"rows_held": 3, "stop": STOP}, 0, "done"),
         ({"stop": STOP}, 0, "done"),
@@ -39,7 +39,7 @@ TOO_MANY = "done, but more rows failed than limits.max_failed_rows tolerates"
         ({"added_files": ["b", "c", "d"]}, 1, f"b and 2 more {ADDED}"),
         ({"added_files": ["b"], "rows_failed": 9}, 1, f"b {ADDED}"),
         ({"added_files": ["b"], "rows_unheld": 3}, 1, LEFT),
-        ({"rows_lost": 3}, 1, "3 rows of the run are in no part: run the same command again"),
+        ({"rows_lost": 3}, 1, "3 rows of the run are missing from all parts: run the same command again"),
         ({"rows_failed": 3, "rows_failed_here": 3}, 3, TOO_MANY),
         (
             {"rows_failed": 3, "rows_failed_here": 2},

@@ -45,6 +45,10 @@ class RealGateway:
     def listed(self) -> dict[str, str]:
         return {worker["url"]: worker["id"] for worker in self._http.get("/workers").json()["workers"]}
 
+    def reporting(self) -> set[str]:
+        """Return the workers whose load it has read."""
+        return {load["worker"] for load in self._http.get("/loads").json()["loads"]}
+
     def use(self, *urls: str) -> None:
         """Bring its list of workers to these."""
         at_once = {"drain_settle_secs": 0}

@@ -20,8 +20,6 @@ without any decision. A fresh sample moves W:
   slots are not the limit. λ' = mean(λ)·0.9 / mean(usage): rows begin as fast as a well used pool takes them.
   Rows that begin together would fill the pool together, be retracted, and begin together again: 3 % slower on
   the workload short/long. The queue still grows at that pace (workload KV-starved).
-- The state pool of a hybrid model holds no row back: a state does not grow with its request. Where it is
-  full, it is the pool that binds, and the scheduler is not too conservative (the corner `states`).
 - overfull: more than about one retraction a minute: a count that halves each minute is 3 or more. The count
   is 12 at most, so that one burst counts for two minutes (workload drifting). The other means are over a life
   of a row.
@@ -34,6 +32,9 @@ and sending more cannot help (the corner `held`).
 States: `start` until the queue has reached `low`, then `steady`. `pressure`: a 429, a 503 or a timeout makes
 W 0.7·W, once a second at most, and nothing grows for 5 s. `blind`: no fresh sample for a while; W stays.
 `tail`: no row remains to be sent. `fixed`: the job sets W. `stop_steering` sets the last two.
+
+The state pool of a hybrid model holds no row back, since a state does not grow with its request. Where it is
+full, it is the pool that binds, and the scheduler is not too conservative (the corner `states`).
 
 Sources: integral control with dead time, K·τ ≤ 1/e; Past-Future Scheduler (ASPLOS 2025) for the pace.
 """

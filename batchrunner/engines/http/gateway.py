@@ -51,7 +51,7 @@ from batchrunner.engines.http.server_info import (
 from batchrunner.engines.http.wire import PostedAnswer, PostSender
 from batchrunner.job.output import OF_TOKENS
 from batchrunner.job.spec import LimitsSpec
-from batchrunner.job.tasks import GENERATE, TASKS, TaskName
+from batchrunner.job.tasks import EMBED, GENERATE, TaskName
 from batchrunner.sglang.model_files import vocabulary_of
 
 log = logging.getLogger(__name__)
@@ -61,12 +61,14 @@ ROUTING_KEY, ROUTED_TO = "x-smg-routing-key", "x-smg-routed-worker-id"
 TRIES_PER_WORKER = 16
 """Most routing keys that are tried for each worker. A worker that one key in N leads to is missed by so many
 with a probability of about e⁻¹⁶."""
+UNANSWERED_PER_WORKER = 4
+"""Most keys without an answer, for each worker: a host that is gone takes 2 s for each."""
 CONFIRMATIONS = 4
 """Times that a key must lead to the same worker again before it counts."""
 MODEL_INFO, SERVER_INFO = "/get_model_info", "/get_server_info"
 """Paths under which the gateway shows what one of its HTTP workers says of itself."""
-PATHS = frozenset({"/generate", "/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
-"""Paths that a gateway passes on as this client needs them."""
+TASKS_PASSED = frozenset({GENERATE, EMBED})
+"""Tasks whose requests a gateway passes on. It has no `/encode`, and takes no lists of logprob options."""
 NO_WORKER = frozenset({"no_available_workers", "no_healthy_workers", "no_workers", "model_not_found"})
 """Error codes of a gateway that has no worker for a request now."""
 NOT_CONNECTED = "call_upstream_connection_failed"
@@ -206,10 +208,9 @@ class ThroughGateway(HttpEngine):
         self._open_sessions()
         assert self._question_session is not None
         self._gateway = GatewayQuestions(self._question_session, self.url)
-        task = TASKS.get(self._task)
-        if task is not None and task.path not in PATHS:
+        if self._task not in TASKS_PASSED:
             raise EngineStartError(
-                f"task: {self._task} needs {task.path}, which the gateway {self.url} does not have",
+                f"task: {self._task} needs requests that the gateway {self.url} does not pass on",
                 hint="set engine.route: workers, or list the workers as engine.urls",
             )
         try:
@@ -417,7 +418,8 @@ class ThroughGateway(HttpEngine):
     def _follow(self, workers: Sequence[GatewayWorker]) -> None:
         """Send rows to the workers that the gateway uses now, and find keys anew where these change."""
         usable = frozenset(worker.url for worker in workers if worker.is_usable)
-        if usable == self._usable and not self._leads_astray():
+        has_keys = not self._keys or usable <= self._keys.keys()
+        if usable == self._usable and has_keys and not self._leads_astray():
             return
         for url in sorted(usable - self._usable if self._usable else ()):
             log.info("%s gets rows: the gateway uses it", url)
@@ -447,13 +449,12 @@ class ThroughGateway(HttpEngine):
         is_current = False
         while not is_current:
             usable = self._usable
-            keys = await self._keys_of(usable) if usable else {}
-            if keys is None:  # a worker is down, or the gateway: the old keys stay until then
+            keys = await self._keys_of(usable)
+            if not keys.keys() >= usable:  # a worker is down, or the gateway: old keys stay until it answers
                 await asyncio.sleep(TIMING.model_check)
-                continue
             is_current = usable == self._usable
             self._keys.update(keys)
-            for url in usable:
+            for url in keys:
                 endpoint = self.endpoints.get(url)
                 if endpoint is None:
                     endpoint = self.endpoints[url] = self._new_endpoint(url)
@@ -465,31 +466,33 @@ class ThroughGateway(HttpEngine):
         """Return a key for each worker; empty where the gateway does not keep rows on a worker by keys."""
         if any(worker.is_grpc or worker.worker_type != "regular" for worker in workers):
             return {}
-        return await self._keys_of(frozenset(worker.url for worker in workers if worker.is_usable)) or {}
+        return await self._keys_of(frozenset(worker.url for worker in workers if worker.is_usable))
 
-    async def _keys_of(self, urls: frozenset[str]) -> dict[str, str] | None:
-        """Try keys until there is one for each worker, and each has led there again; None without.
+    async def _keys_of(self, urls: frozenset[str]) -> dict[str, str]:
+        """Try keys until there is one for each worker; return them, or none if one leads now here, now there.
 
-        One request after the other: a gateway that pins a key at its first request must have answered that.
+        Workers that are down have none. One request is sent after the other: a gateway that pins a key at its
+        first request must have answered that.
         """
         keys = dict[str, str]()
+        unanswered = 0
         for _ in range(TRIES_PER_WORKER * len(urls)):
-            if keys.keys() >= urls:
+            if keys.keys() >= urls or unanswered >= UNANSWERED_PER_WORKER * len(urls):
                 break
             key = f"{self._rid_prefix}-{next(self._key_numbers)}"
             url = await self._worker_of(key)
             if url is None:
-                return None
-            if url in urls and url not in keys:
+                unanswered += 1
+            elif url in urls and url not in keys:
                 keys[url] = key
                 if await self._worker_of(key) != url:
-                    return None
-        if not keys.keys() >= urls:
-            return None
+                    return {}
+        if not (keys.keys() >= urls or unanswered):
+            return {}
         for _ in range(CONFIRMATIONS - 1):
             for url, key in keys.items():
                 if await self._worker_of(key) != url:
-                    return None
+                    return {}
         return keys
 
     async def _worker_of(self, key: str) -> str | None:

@@ -36,7 +36,7 @@ from batchrunner.core.types import (
 )
 from batchrunner.engines.http.wire import PostedAnswer
 from batchrunner.input.request_bodies import fields_of, prompts_in
-from batchrunner.job.output import RESPONSE
+from batchrunner.job.output import REPETITION, RESPONSE
 from batchrunner.job.tasks import check_embeddings
 
 TokenLogprob = tuple[float | None, TokenCount, str | None]
@@ -216,6 +216,28 @@ async def _read_on(stream: aiohttp.StreamReader, body: bytearray, most: int) -> 
 def read_event(content: bytes) -> Event:
     """Decode an event; raises for any other content."""
     return decode_reply(_read_event, content)
+
+
+def stopped_at_repetition(event: Event, request: Request) -> Event | None:
+    """Return the end of an answer that repeats itself so far, with its text up to the first repeat.
+
+    None for any other answer, and where the prompt has that repetition too. An answer that comes with its
+    token ids or probabilities keeps the text that belongs to them.
+    """
+    from batchrunner.engines.repetition import find_repetition, repeats_in_prompt  # noqa: PLC0415 - few need it
+
+    repetition = find_repetition(event.text)
+    if repetition is None:
+        return None
+    output: str | list[int] = event.text
+    if request.kind == "input_ids":
+        output = (_read_ids.decode(event.output_ids) if event.output_ids else None) or []
+    if repeats_in_prompt(request.prompt, output):
+        return None
+    is_whole = request.asks is not None and request.asks.of_tokens
+    text = event.text if is_whole else event.text[: repetition.sense]
+    meta = msgspec.structs.replace(event.meta_info, finish_reason=REPETITION)
+    return msgspec.structs.replace(event, text=text, meta_info=meta)
 
 
 class EventLines:

@@ -87,8 +87,6 @@ class Endpoint:
     liveness: Liveness = field(default_factory=Liveness)
     arguments: Mapping[str, Any] | None = None
     """Its arguments at the start of the run; None where it did not answer then."""
-    running_by_states: int | None = None
-    """Requests whose states fitted into its state pool then; None where it has none."""
     watch: ModelWatch | None = None
     """None before the run's model is known."""
     doubts: int = 0

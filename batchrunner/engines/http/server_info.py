@@ -20,7 +20,7 @@ from batchrunner.engines.http.guard import model_in
 from batchrunner.engines.http.proxies import by_proxy, proxy_of
 from batchrunner.engines.http.server import Model
 from batchrunner.job.tasks import TASKS, TaskName
-from batchrunner.sglang.flags import StatePool, attention_ranks, number, slots_per_request
+from batchrunner.sglang.flags import attention_ranks, slots_per_request
 from batchrunner.sglang.model_files import model_identity, takes_mean
 
 MODEL_INFO, SERVER_INFO = "/model_info", "/server_info"
@@ -376,7 +376,7 @@ def describe(
         takes_images=takes_images,
         takes_audio=_in_all(models, "has_audio_understanding"),
         takes_videos=takes_images and None,  # what takes images may take videos
-        one_by_one=next(filter(None, (_runs_with(server, _IN_PIECES) for server in servers)), None),
+        one_by_one=next(filter(None, map(sends_pieces, servers)), None),
     )
 
 
@@ -405,12 +405,14 @@ def limit_in_effect(state: Mapping[str, Any], argument: str) -> Any:
     return limit
 
 
-def state_pool(server: Mapping[str, Any]) -> StatePool | None:
-    """Return the state pool of a server's first scheduler, by its `/server_info`; None without one."""
+def running_by_states(server: Mapping[str, Any]) -> int | None:
+    """Return how many requests' states a server's first scheduler holds, by its `/server_info`.
+
+    None without a state pool, which only a hybrid model has.
+    """
     state = next(iter(scheduler_states(server)), {})
-    slots, memory = limit_of(state.get("max_mamba_cache_size")), state.get("memory_usage")
-    kv_gb = number(memory.get("kvcache")) if isinstance(memory, dict) else None
-    return StatePool(slots, slots_per_request({**server, **state}), kv_gb=kv_gb) if slots else None
+    slots = limit_of(state.get("max_mamba_cache_size"))
+    return slots // slots_per_request({**server, **state}) if slots else None
 
 
 LEAST_DEFAULT_RUNNING = 2048
@@ -458,6 +460,11 @@ def _common_to(infos: Sequence[TokenizerInfo]) -> TokenizerInfo:
     if any(info != first for info in infos):
         return TokenizerInfo(first.tokenizer, first.model, why_server="the replicas' arguments differ")
     return first
+
+
+def sends_pieces(server: Mapping[str, Any]) -> str | None:
+    """Say which argument makes a server send only the new text in each event; None where none does."""
+    return _runs_with(server, _IN_PIECES)
 
 
 def _runs_with(server: Mapping[str, Any], arguments: Iterable[str]) -> str | None:

@@ -26,9 +26,8 @@ from batchrunner.engines.http.server_info import (
     limit_in_effect,
     memory_caps_running,
     scheduler_states,
-    state_pool,
 )
-from batchrunner.sglang.flags import number
+from batchrunner.sglang.flags import StatePool, number, slots_per_request
 from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import Facts
 from batchrunner.sglang.logs.series import Series, sample_of_load
@@ -95,7 +94,9 @@ class _Server:
         memory = state.get("memory_usage")
         memory = memory if isinstance(memory, dict) else {}
         self._facts.ready = _limits(info, state, memory)
-        self._facts.states = state_pool(info)
+        if slots := int(number(state.get("max_mamba_cache_size")) or 0):
+            per_request, kv_gb = slots_per_request({**info, **state}), number(memory.get("kvcache"))
+            self._facts.states = StatePool(slots, per_request, kv_gb=kv_gb)
         self._facts.weights_gb = number(memory.get("weight"))
         self._facts.card_gb = _free_at_first(memory)
         with contextlib.suppress(*NOT_REACHED):  # The model's class is optional.

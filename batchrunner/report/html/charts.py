@@ -23,7 +23,7 @@ _STEPS_S = (
     *(3600, 7200, 3 * 3600, 6 * 3600, 12 * 3600, 86400),
 )
 TICKS = 7
-"""Most ticks of the time axis."""
+"""Maximum number of ticks of the time axis, not counting that at 0."""
 
 
 class AxisTick(NamedTuple):
@@ -254,7 +254,10 @@ def _total(timeline: Timeline, *named: tuple[str, str]) -> dict[str, Line]:
 
 
 def _by_replica(timeline: Timeline, name: str, alone: str | None = None) -> dict[str, Line]:
-    """Return a line for each replica; a single one is labelled `alone`, and has no line without it."""
+    """Return a line for each replica.
+
+    The line of a single replica has the label `alone`. Without this label a single replica has no line.
+    """
     lines = timeline.of_schedulers(name)
     if len(lines) > 1:
         return {label.replace("http://", ""): line for label, line in lines.items()}

@@ -13,13 +13,13 @@ from msgspec import UNSET
 from batchrunner.output.samples import LoggedSample, sample_of
 
 MOST_CELLS = 600
-"""Most cells of time into which a run is divided."""
+"""Maximum number of cells of time into which a run is divided."""
 LEAST_CELL_S = 0.125
-"""Least width of a cell, in seconds."""
+"""Minimum width of a cell, in seconds."""
 MOST_INCIDENTS = 200
-"""Most incidents of a worker on the page; older ones are dropped."""
+"""Maximum number of incidents of a worker on the page; older ones are dropped."""
 LONGEST = 300
-"""Most characters of a text on the page."""
+"""Maximum number of characters of a text on the page."""
 
 RETRACTIONS = "retractions"
 WORKER_GAUGES = (
@@ -149,11 +149,14 @@ def _short(text: object) -> str:
 
 
 MOST_SCHEDULER_LINES = 8
-"""Most schedulers with a line each; more of them share three lines: lowest, mean and highest."""
+"""Maximum number of schedulers that have a line each in a chart. More schedulers share three lines: the
+lowest, the mean and the highest value."""
 GAP_S = 10.0
-"""Seconds without a load sample, which is five missing ones, after which a line ends and a worker is idle."""
+"""Seconds without a load sample after which a line ends and a worker counts as idle. Five samples are missing
+then."""
 STEADY_S = 4.0
-"""Least width of the cells of several workers, in seconds: two load samples, so that no cell lacks one."""
+"""Minimum width of a cell in seconds if there are several workers. It spans two load samples, so that no cell
+lacks one."""
 
 
 def cell_width(length_s: float, tasks: int) -> float:
@@ -181,7 +184,7 @@ class TimeAxis:
             self.length_s += end - begin
 
     def place(self, time: float) -> float:
-        """Return the position of a time in seconds; a pause has one position."""
+        """Return the position of a time on the axis, in seconds; all times of a pause have one position."""
         stretch = self.stretch(time)
         if stretch < 0:
             return 0.0
@@ -264,7 +267,7 @@ def make_timeline(histories: Sequence[WorkerHistory]) -> Timeline:
 
 
 def _cells(history: WorkerHistory, *, fill: bool) -> Iterator[tuple[int, Cell]]:
-    """Yield a task's cells; with `fill` repeat a cell in the empty ones after it, up to GAP_S."""
+    """Yield a worker's cells; with `fill` repeat a cell in the empty cells after it, for up to GAP_S."""
     most_cells = int(GAP_S / history.width_s)
     for attempt in history.attempts:
         numbers = sorted(attempt.cells)

@@ -44,7 +44,7 @@ def write_page(run_dir: RunDir) -> Path:
     path, text = run_dir.report_html, make_page(run_dir)
     with writing(path):
         with whole_file(path, run_dir.task) as temporary:
-            temporary.write_text(text, encoding="utf-8", errors="replace")  # surrogates in file names
+            temporary.write_text(text, encoding="utf-8", errors="replace")  # file names may have surrogates
         run_dir.store.publish(path)
     return path
 
@@ -125,7 +125,7 @@ def _headline(
 def _state(
     run_dir: RunDir, histories: Sequence[WorkerHistory], remaining: int, *, too_many: bool
 ) -> tuple[str, str, str]:
-    """Return the state of a run: its style, a word for it, and a sentence."""
+    """Return the style of a run's state, a word for the state, and a sentence about it."""
     tasks = [run_dir.of_task(history.task) for history in histories]
     holders = list(filter(None, holders_of([(task, last_sample(task.events)) for task in tasks])))
     if holders:
@@ -176,7 +176,7 @@ def _tasks(run_dir: RunDir) -> list[RunDir]:
 def _decisions(
     histories: Sequence[WorkerHistory], timeline: Timeline, facts: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
-    """Return the runner's decisions as pairs of texts; the last worker that decided counts."""
+    """Return the runner's decisions, each as a name and a text. Of several workers the last one counts."""
     decisions = []
     if order := next((history.order for history in reversed(histories) if history.order), None):
         decisions.append(("Order of the rows", f"{order.get('order')}: {order.get('why')}"))

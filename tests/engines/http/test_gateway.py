@@ -16,6 +16,7 @@ from batchrunner.core.errors import (
     EngineDownError,
     RowRefusedError,
 )
+from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.gateway import ThroughGateway, code_of, refusal_of
 from batchrunner.engines.http.gateway_workers import GatewayQuestions, WorkerLoad, load_now
 from batchrunner.engines.http.replies import WholeAnswer
@@ -92,6 +93,8 @@ class FakeGateway:
             }
             for n in (1, 2)
         ]  # fmt: skip
+        self.down: str | None = None
+        """Worker that is listed, and does not answer."""
         self.asked = 0
         self.sent: list[tuple[str | None, dict[str, Any]]] = []
 
@@ -116,6 +119,9 @@ class FakeGateway:
                 chosen = key if self.keeps and key else str(self.asked)
                 worker = self.workers[sum(chosen.encode()) % len(self.workers)]["url"]
                 headers = {"x-smg-routed-worker-id": worker}
+                if worker == self.down:
+                    error = {"code": "call_upstream_connection_failed", "message": "refused"}
+                    return web.json_response({"error": error}, status=500)
                 if body.get("sampling_params", {}).get("temperature") == -1 or not body:
                     return web.json_response({"error": {"message": "no"}}, status=400, headers=headers)
                 self.sent.append((worker, body))
@@ -172,6 +178,22 @@ async def test_one_route_where_no_key_is_kept() -> None:
         loads = await engine.loads()
         assert [load.route for load in loads] == [engine.url] * 2
         assert {load.scheduler.rpartition("#")[2] for load in loads} == {w["url"] for w in gateway.workers}
+
+
+async def test_a_worker_that_is_down_gets_a_key_once_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other workers have routes meanwhile."""
+    monkeypatch.setattr(TIMING, "model_check", 0.001)
+    gateway = FakeGateway()
+    up, gateway.down = (worker["url"] for worker in gateway.workers)
+    async with opened(gateway) as engine:
+        info = await engine.open()
+        assert info.routes == (up,)
+        assert [load.route for load in await engine.loads()] == [up]
+        down, gateway.down = gateway.down, None
+        while len(await engine.loads()) < 2:
+            pass
+        assert (await engine.generate(request(0, "a"), down)).texts == ["a"]
+        assert gateway.sent[-1][0] == down
 
 
 async def test_a_key_that_may_not_list_the_workers() -> None:
