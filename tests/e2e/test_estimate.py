@@ -203,6 +203,16 @@ def test_no_engine_starts_beside_a_run(tmp_path: Path) -> None:
     assert two.gpu_hours.median == pytest.approx(2 / 3600 * two.seconds.median, rel=0.01)
 
 
+def test_places_that_memory_does_not_allow_make_nothing_faster(tmp_path: Path) -> None:
+    """A hybrid model whose state pool holds 4 requests runs no more, whatever the job asks for."""
+    job = job_of(tmp_path, with_slots(tmp_path, STATES="4"), rows=100)
+    job["engine"]["args"] = {**job["engine"].get("args", {}), "max-running-requests": 64}
+    many = batchrunner.estimate(job)
+    few = batchrunner.estimate(job, overrides=["engine.args.max-running-requests=4"])
+    assert (tmp_path / "starts").read_text() == "4\n"
+    assert many.seconds.median == pytest.approx(few.seconds.median, rel=0.01)
+
+
 def test_rows_that_are_all_refused(server: FakeSGLang, tmp_path: Path) -> None:
     job = job_of(tmp_path, server, prompt={"text": "nowhere"})
     with pytest.raises(BatchrunError):

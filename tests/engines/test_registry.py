@@ -9,10 +9,10 @@ import pytest
 from batchrunner.core.errors import (
     JobError,
 )
+from batchrunner.engines import registry
 from batchrunner.engines.registry import bound_blanks, for_task
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.load import parse_engine
-from batchrunner.sglang import flags
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_json_is_not_padded_without_end(
     version: str | None, own: dict[str, Any], blanks: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that the run starts bounds the blanks in JSON where its version can; the job's bound stays."""
-    monkeypatch.setattr(flags, "version_of", lambda *_: version)
+    monkeypatch.setattr(registry, "version_of", lambda *_: version)
     spec = parse_engine({"kind": "server", "model": "m", "args": own})
     assert isinstance(spec, ServerEngine)
     assert bound_blanks(spec).args.get("constrained-json-max-whitespace-cnt") == blanks

@@ -188,7 +188,9 @@ class Loads(dict):
 class Handler(Server):
     known = Loads({
         "/ready": {}, "/health": {}, "/v1/loads": {}, "/model_info": {"model_path": "slots"},
-        "/server_info": {"version": "0.5.23", "max_running_requests": slots}})
+        "/server_info": {
+            "version": "0.5.23", "max_running_requests": asked,
+            "internal_states": [{"effective_max_running_requests_per_dp": slots}]}})
     def asked(self, body):
         global running, waiting
         with lock:
