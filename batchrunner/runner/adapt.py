@@ -1,12 +1,12 @@
-"""Flag tuning during a run: launched servers change their flags one step at a time, by the rules of advice.
+"""Flag tuning during a run: launched servers change flags step by step, by the rules of `batchrun advise`.
 
 Advice on a window of steady work names a step. The first step changes all flags at once, since a restart
 costs the same for one flag and for several. A step is worth a restart if its gain over the remaining time is
 more than three times the cost of the restart. Then one server restarts with the step. Its output tokens/s are
-compared with its earlier rate, and with the change of the other servers' rates. Rows may become longer or
-shorter, so the rate with prompt tokens has to agree. If the step gains, it is kept, and the other servers
-follow one by one. If it loses, it is undone where that pays, and each of its rules is tried alone. All
-results are remembered. This module reads no clock: each load sample comes with its time.
+compared with its earlier rate, and with the change of the other servers' rates. The lengths of rows may
+change meanwhile, so the rate that includes prompt tokens has to agree. If the step gains, it is kept, and the
+other servers follow one by one. If it loses, it is undone if that is worth a restart, and each of its rules
+is tried alone. All results are remembered. This module reads no clock: each load sample comes with its time.
 """
 
 import asyncio
@@ -30,13 +30,14 @@ from batchrunner.tuning.memory import FlagMemory
 log = logging.getLogger(__name__)
 
 GAIN_TO_COST = 3.0
-"""Least ratio of a step's gain to the cost of a restart."""
+"""A restart pays if the gain over the remaining time is more than this multiple of the restart's cost."""
 MOST_WINDOWS = 4
-"""Windows after which a trial ends even without steady work; each is extended by the life of a row."""
+"""A trial ends after this many windows, each extended by the mean life of a row, even if there was too little
+steady work."""
 
 
 def adaptation_of(engine: Engine, run_dir: RunDir, ends_at: float) -> "Adaptation | None":
-    """Return the flag tuning of an engine's servers; None where their flags do not change."""
+    """Return the flag tuning of an engine's servers; None if the run does not change their flags."""
     if not isinstance(engine, LaunchedFleet) or engine.memory is None:
         return None
     servers = {s: ServerWatch(run_dir, s.url, s.log_path, s.log_begins) for s in engine.servers}
@@ -117,7 +118,7 @@ class Adaptation:
         sample = self._sample
         cost_s = server.start_s + min(server.start_s, self._life_s)
         left_s = min(sample.time_left_s or 0.0, self._ends_at - self._now)
-        is_tail = sample.unsent <= sample.window  # a restart would only delay it
+        is_tail = sample.unsent <= sample.window  # a restart would only delay the last rows
         return self._is_calm and not is_tail and gain * left_s > GAIN_TO_COST * cost_s
 
     def _try(self, server: SGLangServer, step: Step) -> Iterator[None]:

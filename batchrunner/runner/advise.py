@@ -26,8 +26,8 @@ def advise(
 ) -> AdviceReport:
     """Advise on a log file, the server at a URL (watched for `span_s` seconds) or a run's output path.
 
-    `card` is the GPU's name where the source lacks it; `python` is the interpreter that has SGLang. Raises
-    InputError or OutputError where the source is none of these, InputError for an unknown card.
+    `card` is the GPU's name if the source lacks it; `python` is the interpreter that has SGLang. Raises
+    InputError or OutputError if the source is none of these, and InputError for an unknown card.
     """
     if card and architecture_of(card) is None:
         raise InputError(f"--card {card}: not known here; known are {KNOWN_CARDS}")

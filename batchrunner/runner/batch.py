@@ -1,4 +1,4 @@
-"""Runs a batch file in the format of OpenAI as a job; gives results and errors when all lines are done."""
+"""Runs a batch file in OpenAI's format as a job, and writes results and errors once all lines are done."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,14 +17,14 @@ from batchrunner.runner.foreground import run_in_foreground
 
 @dataclass(frozen=True, slots=True)
 class BatchRun:
-    """What became of a batch file."""
+    """Result of running a batch file."""
 
     report: Report
     results: Path
     errors: Path | None
-    """File of the lines that failed; None where they are among the results."""
+    """File of the lines that failed; None if they are written to `results`."""
     is_published: bool
-    """Whether the results are written: all lines are done."""
+    """Whether all lines are done, so that the results are written."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result for `--json`."""
@@ -36,7 +36,7 @@ class BatchRun:
 
     def lines(self) -> list[str]:
         """Return the result as lines for a person."""
-        lines = self.report.lines()[:-1]  # the last one names the parts
+        lines = self.report.lines()[:-1]  # the report's last line names the parts, not the results
         if not self.is_published:
             writer = (
                 "the start that ends the last line" if self.report.exit_code else "the last worker to end"
@@ -48,7 +48,7 @@ class BatchRun:
 
 @contextlib.contextmanager
 def _named_by_option() -> Iterator[None]:
-    """Let errors name `--output`, which the command has in place of a job's `output.path`."""
+    """Replace `output.path` by `--output` in errors, because the command has no job file."""
     try:
         yield
     except BatchrunError as failure:
@@ -62,9 +62,9 @@ def _named_by_option() -> Iterator[None]:
 def run_batch(
     requests: str, output: str, errors: str | None, job: Mapping[str, Any], *, fresh: bool, **options: Any
 ) -> BatchRun:
-    """Run or resume a batch, and write its results once all lines are done; raises BatchrunError.
+    """Run or resume a batch, and write its results once all lines are done. Raises BatchrunError.
 
-    `job` are the options of `job_of_batch`, and `options` those of `run_in_foreground`.
+    `job` holds the options of `job_of_batch`, and `options` those of `run_in_foreground`.
     """
     if requests == "-":
         raise JobError("requests: standard input cannot be read again to resume", hint="save it to a file")
@@ -82,7 +82,10 @@ def run_batch(
 
 
 def _check_files(requests: str, written: Sequence[Path], run: Path, *, fresh: bool) -> None:
-    """Raise OutputError where a file would be lost; with `fresh` the results may be."""
+    """Raise OutputError if two of the paths are the same, or if a file that is no run's would be overwritten.
+
+    With `fresh`, existing results and errors may be overwritten.
+    """
     places = {path.resolve() for path in (Path(requests).expanduser(), *written)}
     if len(places) <= len(written):
         raise OutputError(

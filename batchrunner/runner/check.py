@@ -35,9 +35,9 @@ from batchrunner.sglang.model_files import check_model
 
 PROMPTS_SHOWN = 3
 ROWS_LOOKED_AT = 1000
-"""Most rows that are rendered to count those that cannot be sent."""
+"""Maximum number of rows that are rendered to find rows that cannot be sent."""
 PROMPT_CHARACTERS = 2000
-"""Most characters of a prompt that `batchrun check` shows."""
+"""Maximum number of characters of a prompt that `batchrun check` shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +51,25 @@ class Check:
     rows_total: int
     """Rows that `input.filter` and `input.limit` select."""
     rows_done: int
-    """Rows that ended before, failed ones included."""
+    """Rows that earlier starts finished, including failed rows."""
     rows_failed: int
-    """Those of them with an `error`."""
+    """Rows of `rows_done` that have an `error`."""
     rows_to_do: int
     """Rows that a start would send."""
     order: OrderDecision
     """Order of sending, and why."""
     prompts: list[dict[str, Any]]
-    """First three prompts: `row`, `kind`, `prompt`, and `error` where a row cannot be sent."""
+    """First three prompts, each with `row`, `kind`, `prompt`, and `error` if the row cannot be sent."""
     rows_looked_at: int
-    """First rows that were rendered as a trial: 1,000 at most, or all of a batch file."""
+    """Number of rows that were rendered as a trial: the first 1,000, or all rows of a batch file."""
     rows_not_sendable: int
-    """Those of them that cannot be sent: a null or empty prompt, a template that fails."""
+    """Rows of `rows_looked_at` that cannot be sent, for example because the prompt is empty."""
     not_sendable: list[dict[str, Any]]
-    """Why, most first: `rows`, `example_row`, `example`."""
+    """Why rows cannot be sent, the most frequent reason first: `rows`, `example_row`, `example`."""
     not_looked_at: str | None
-    """What only a start can tell, of the model or servers; null for nothing."""
+    """What only a start can check about the model or the servers; null if there is nothing."""
     warnings: list[str]
-    """What may be wrong with the answers though the rows can be sent: a token that begins prompts twice."""
+    """Warnings about prompts that can be sent but may give worse answers: a token that begins them twice."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result for `--json`."""
@@ -99,7 +99,7 @@ class Check:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the command: 3 where none of the rendered rows can be sent, as for a run of them."""
+        """Exit code of the command: 3 if no rendered row can be sent, as after a run of these rows."""
         return EXIT_FAILED_ROWS if 0 < self.rows_looked_at == self.rows_not_sendable else EXIT_DONE
 
     @property
@@ -116,7 +116,7 @@ class Check:
 
 
 def check(job: str, overrides: Sequence[str]) -> Check:
-    """Check a job file, or a batch file; raises BatchrunError, one clear line, if something is wrong."""
+    """Check a job file or a batch file. Raises BatchrunError, with a message of one line, for a fault."""
     form = known_format(job)
     with tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch:
         if form is not None and form.kind == "JSON Lines" and form.ending != ".json":
@@ -165,7 +165,7 @@ def _check(prepared: PreparedJob) -> Check:
 
 
 def _prompt_of(item: Request | Outcome, model: PromptCheck) -> dict[str, Any]:
-    """Return the prompt of a row as `Check.prompts` has it."""
+    """Return the entry of a row for `Check.prompts`."""
     error = _refusal(item, model) if isinstance(item, Request) else item.error
     kind = prompt = None
     if isinstance(item, Request) and error is None:
@@ -176,7 +176,7 @@ def _prompt_of(item: Request | Outcome, model: PromptCheck) -> dict[str, Any]:
 
 
 def _refusal(request: Request, model: PromptCheck) -> str | None:
-    """Return why a run would not send this row, as far as that shows without an engine."""
+    """Return why a run would not send this row, as far as that can be known without an engine; else None."""
     try:
         refuse_invalid(request)
         wire.refuse_deadly(request, None)

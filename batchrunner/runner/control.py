@@ -1,4 +1,4 @@
-"""Stop of a run, gently or at once: by signals, by a limit of the job, or by its caller."""
+"""Stops a run, gently or at once, on a signal, at a limit of the job, or for its caller."""
 
 import asyncio
 import contextlib
@@ -27,22 +27,22 @@ T = TypeVar("T")
 
 
 class Control:
-    """Takes requests to stop, from signals, limits or a caller; also before the run begins."""
+    """Receives requests to stop a run from signals, limits and callers. They may precede the run."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        """Why the run is to stop; None while it is not."""
+        """Why the run must stop; None as long as nothing has asked it to stop."""
         self.exit_code = EXIT_STOPPED
         self.at_once = False
-        """Whether requests in flight are to be cancelled."""
+        """Whether requests in flight must be cancelled."""
         self.stage: Literal["starting", "sending", "ending"] = "starting"
-        """Stage of the run: "sending" lasts until its results are on disk. A stop in another stage waits for
-        nothing."""
+        """Stage of the run: "sending" lasts until the results are on disk. In the other stages no rows are in
+        flight, so a stop need not wait for any."""
         self._listeners: list[Callable[[], object]] = []
         self._stopped = threading.Event()
 
     def drain(self, reason: str, exit_code: int = EXIT_STOPPED) -> None:
-        """Send no more rows and let requests in flight end; a second call changes nothing."""
+        """Send no more rows and let requests in flight end. Only the first call sets reason and exit code."""
         if self.reason is None:
             self.reason, self.exit_code = reason, exit_code
         self._notify()
@@ -55,7 +55,7 @@ class Control:
 
     @contextlib.contextmanager
     def listening(self, listener: Callable[[], object]) -> Iterator[None]:
-        """Call `listener` at every change in the block, and at once if the run is already to stop."""
+        """Call `listener` at each request to stop while the block runs, and now if there was one before."""
         self._listeners.append(listener)
         if self.reason is not None:
             listener()
@@ -69,15 +69,15 @@ class Control:
         error = BatchrunError(f"{self.reason or 'cancelled'} {when}")
         error.exit_code = self.exit_code
         if self.stage == "starting" and self.exit_code == EXIT_TIME_UP:
-            # else Slurm would requeue for ever an array task whose engine takes all of its time to start
+            # Otherwise Slurm would requeue an array task for ever if its engine never starts in time.
             error.exit_code = EXIT_STOPPED
         self.stage = "ending"
         return error
 
     async def wait_for(self, work: Coroutine[Any, Any, T], when: str, *, grace_s: float = 0.0) -> T:
-        """Wait for the end of work, and after a stop for `grace_s` more seconds; then it is cancelled.
+        """Wait for `work` and return its result. After a stop, wait `grace_s` more seconds, then cancel it.
 
-        Raises BatchrunError then, whose message ends with `when`.
+        Raises BatchrunError, whose message ends with `when`, if the work is cancelled.
         """
         working = asyncio.ensure_future(work)
         stopped = asyncio.get_running_loop().create_future()
@@ -93,17 +93,17 @@ class Control:
             await asyncio.gather(working, return_exceptions=True)
 
     def sleep(self, seconds: float) -> None:
-        """Sleep, in a thread, before the first row is sent; raises BatchrunError once the run is stopped."""
+        """Sleep before the first row is sent, in a thread. Raises BatchrunError once the run is stopped."""
         if self._stopped.wait(seconds):
             raise self.interrupted("before the first row was sent")
 
     def check(self) -> None:
         """Raise BatchrunError if the run is stopped before the first row is sent."""
-        if self._stopped.is_set():  # it is called for each row
+        if self._stopped.is_set():  # faster than `sleep`, because `check` is called for each row
             self.sleep(0)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run blocking `work`, which may sleep here, in a thread; if cancelled, wait for its end."""
+        """Run blocking `work`, which may call `sleep`, in a thread. If cancelled, wait for the thread."""
         working = asyncio.ensure_future(asyncio.to_thread(work))
         try:
             return await asyncio.shield(working)
@@ -121,7 +121,7 @@ class Control:
 SIGNALS = {
     signal.SIGINT: ("interrupted", EXIT_INTERRUPTED),
     signal.SIGTERM: ("interrupted", EXIT_TERMINATED),
-    signal.SIGHUP: ("interrupted", EXIT_TERMINATED),  # no terminal; what nohup ignores stays so
+    signal.SIGHUP: ("interrupted", EXIT_TERMINATED),  # terminal closed; nohup's ignoring stays in force
     signal.SIGUSR1: ("time is nearly up", EXIT_TIME_UP),
 }
 """The signals that end a run, with the reason and the exit code."""
@@ -129,18 +129,19 @@ SIGNALS = {
 
 @dataclass(slots=True)
 class RunSignals:
-    """Stops a run by signals: the first one gently; a second SIGINT ends it, whatever its threads do.
+    """Stops a run on signals: the first drains it, and a second SIGINT stops it even if threads still run.
 
-    A run that sends no rows has nothing to wait for: its process ends within seconds of the first signal. It
-    may be killed at any moment, so nothing is lost by that. Slurm may send other signals than SIGINT twice.
+    If the run is not sending rows, there is nothing to wait for, so its process ends within seconds of the
+    first signal. That loses nothing, because a run can be killed at any moment and resumed. Only a second
+    SIGINT counts as a user's second request, because Slurm may send other signals twice.
     """
 
     _control: Control
     _loop: asyncio.AbstractEventLoop
     _bounds_s: Mapping[signal.Signals, float]
-    """Seconds that requests in flight get after a signal, where they are limited."""
+    """Seconds that requests in flight get after a signal. A signal that is not listed sets no limit."""
     _first: tuple[str, int] | None = None
-    """Reason and exit code of the first signal, of which a blocked loop does not hear."""
+    """Reason and exit code of the first signal, because a blocked loop does not pass them to `_control`."""
     _stops_at_once: bool = False
     _timers: list[threading.Timer] = field(default_factory=list)
 
@@ -169,12 +170,12 @@ class RunSignals:
             self._after(TIMING.stop_at_once, self._end_in, "starting", "ending")
 
     def close(self) -> None:
-        """End the run's process no more: the run has ended."""
+        """Cancel the timers that would end the process, because the run has ended."""
         for timer in self._timers:
             timer.cancel()
 
     def _stop_at_once(self, reason: str) -> None:
-        """Cancel the rows in flight. End the process if this was asked for before, or if no rows are sent."""
+        """Cancel the rows in flight. At a second call, or if the run sends no rows, end the process."""
         if self._stops_at_once or self._control.stage != "sending":
             self._end_process()
         self._stops_at_once = True
@@ -186,7 +187,7 @@ class RunSignals:
             self._end_process()
 
     def _end_process(self) -> None:
-        """End the process, whatever its threads do; journals need no end."""
+        """End the process even if threads still run. Journals need not be closed."""
         stopped = Control()
         stopped.drain(*self._first or (self._control.reason or "", self._control.exit_code))
         if self._control.stage == "starting":

@@ -1,4 +1,4 @@
-"""Runs a job for a command: signals, display, log lines."""
+"""Runs a job for a command, with signals, a display and log lines."""
 
 import asyncio
 import contextlib
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TERM_DRAIN_S = 15.0
-"""Seconds that requests in flight get after SIGTERM. SIGKILL follows, after 30 s by default with Slurm and
-Kubernetes, and the engine has to end too."""
+"""Seconds that requests in flight get after SIGTERM. By default Slurm and Kubernetes send SIGKILL 30 s after
+SIGTERM, and the engine needs time to shut down before that."""
 
 
 def run_in_foreground(
@@ -38,7 +38,7 @@ def run_in_foreground(
     as_json: bool,
     join: bool = False,
 ) -> Report:
-    """Run a job; a signal drains the run, a second SIGINT stops it at once. Raises BatchrunError."""
+    """Run a job. A signal drains the run, and a second SIGINT stops it at once. Raises BatchrunError."""
     loaded = load_job(job, overrides=overrides)
     control = Control()
     displays: list[Display] = []
@@ -53,7 +53,7 @@ def run_in_foreground(
 
 
 def under_signals(work: Coroutine[Any, Any, T], control: Control, limits: LimitsSpec) -> T:
-    """Do work on an event loop of its own; a signal drains it, a second SIGINT stops it at once."""
+    """Run `work` on a new event loop. A signal drains the run, and a second SIGINT stops it at once."""
     bounds_s = {signal.SIGTERM: TERM_DRAIN_S, signal.SIGUSR1: limits.drain}
 
     async def supervised() -> T:
@@ -65,14 +65,14 @@ def under_signals(work: Coroutine[Any, Any, T], control: Control, limits: Limits
     try:
         return runner.run(supervised())
     finally:
-        if control.reason is not None:  # a thread that reads from a mount may never end
+        if control.reason is not None:  # so `close` does not wait for threads; a read from a mount may hang
             runner.get_loop().set_default_executor(ThreadPoolExecutor(1))
         if not control.at_once:
             runner.close()
 
 
 def log_to_stderr(*, quiet: bool = False, verbose: bool = False) -> None:
-    """Show only batchrunner's log: its errors if `quiet`, its notes too if `verbose`."""
+    """Print batchrunner's log, but no other: only errors if `quiet`, debug lines too if `verbose`."""
     level = logging.DEBUG if verbose else logging.INFO
     ours = logging.getLogger("batchrunner")
     ours.setLevel(logging.ERROR if quiet else level)
@@ -83,7 +83,7 @@ def log_to_stderr(*, quiet: bool = False, verbose: bool = False) -> None:
 
 
 def _log_above(displays: Sequence[Display]) -> contextlib.AbstractContextManager[None]:
-    """Let log lines appear above the bar and not in it."""
+    """Print log lines above the progress bar, so that they do not break it."""
     if not any(isinstance(display, ProgressBar) for display in displays):
         return contextlib.nullcontext()
     from tqdm.contrib.logging import logging_redirect_tqdm  # noqa: PLC0415 - only where there is a terminal

@@ -1,4 +1,4 @@
-"""Workers that share a run. The first one plans it. Each takes leases, and takes over from dead workers."""
+"""Workers that share a run. The first worker plans the run. Each takes leases, also those of dead workers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ REFRESH_S = 3.0
 class LeasedRows(TaskRows):
     """Rows that a worker takes lease by lease.
 
-    The worker ends when its own rows are done and living workers hold all others.
+    The worker ends when its own rows are done and living workers hold all other unfinished rows.
     """
 
     is_shared = True
@@ -69,7 +69,7 @@ class LeasedRows(TaskRows):
         events: EventLog,
         turns: TurnStore | None = None,
     ) -> None:
-        """Take no lease yet. `counts` has the rows that this worker has finished."""
+        """Set up, without taking a lease. `counts` has the rows that this worker has finished."""
         super().__init__(prepared, turns)
         self._leases = leases
         self._events = events
@@ -77,11 +77,11 @@ class LeasedRows(TaskRows):
         """The leases that this worker holds, with their uncommitted rows."""
         self._lock = (
             threading.Lock()
-        )  # for the threads of the reader, of the writer of parts and of the run's end
+        )  # the reader, the writer of parts and the end of the run use `_uncommitted` in different threads
         self._watches: dict[str, LivenessMonitor] = {}
         """Monitors of the other workers that held leases at the last look."""
         self._lives: dict[str, bool | None] = {}
-        """Whether these workers lived then; None where that was not known."""
+        """Whether each worker of `_watches` was alive at the last look; None if that was unknown."""
         self._counts = counts
         self._refreshed_at = -REFRESH_S
         self._first: Lease | None = None
@@ -91,12 +91,12 @@ class LeasedRows(TaskRows):
 
     @property
     def total(self) -> int:
-        """Rows that were taken, and this worker's share of the free ones."""
+        """Number of rows that this worker has taken, plus its share of the free rows."""
         return self._taken + self._share_of_free()
 
     @property
     def unread(self) -> int:
-        """Rows of this worker's leases still to be read, and its share of the free ones."""
+        """Number of unread rows in this worker's leases, plus its share of the free rows."""
         return self._to_read + self._share_of_free()
 
     def take_first(self, sleep: Callable[[float], object]) -> bool:
@@ -105,7 +105,7 @@ class LeasedRows(TaskRows):
         return self._first is not None
 
     def take(self, *, wait: bool) -> Lease | None:
-        """Take the next lease."""
+        """Take the next lease; None if there is none. With `wait`, wait for one."""
         if self._first is not None:
             lease, self._first = self._first, None
             return lease
@@ -113,7 +113,7 @@ class LeasedRows(TaskRows):
             return self._wait_for_lease(self._stopped.wait)
         try:
             return None if self._stopped.is_set() else self._try_take()
-        except (OSError, OutputError):  # the next call waits for the disk
+        except (OSError, OutputError):  # a later call with `wait` waits for the disk
             return None
 
     def committed(self, rows: BitMap64) -> None:
@@ -145,14 +145,14 @@ class LeasedRows(TaskRows):
         return self._look().plan
 
     def held_elsewhere(self) -> tuple[int, int]:
-        """Return the number of remaining rows that living workers do, and of those that nobody does.
+        """Return how many remaining rows living workers will do, and how many rows nobody will do.
 
         One of the two is 0. A living worker that holds a lease of any plan does all remaining rows, because
         it takes over from dead workers.
         """
         now = self._look()
         self._look_at_others(now)
-        now.refresh()  # a worker that exited during the look had ended its leases first
+        now.refresh()  # a worker that exited during the look ended its leases before it exited
         workers = set(now.held().values()) - {self._prepared.run_dir.task, *self._dead()}
         return (now.rows_left(), 0) if workers else (0, now.rows_left())
 
@@ -250,7 +250,7 @@ class LeasedRows(TaskRows):
         try:
             with hold_task(dead, _at_once, dead_owner=self._watches[task].owner_content) as lock:
                 recover(dead, lock, self._prepared.results_schema)
-                self._leases.refresh()  # it may have ended its leases, or another worker took over
+                self._leases.refresh()  # the dead worker or one that took over may have ended leases
                 stored = read_done(dead).rows
                 unfinished = [(lease, lease.rows - stored) for lease in self._leases.held_by(task)]
                 lock.verify()
@@ -285,7 +285,7 @@ class LeasedRows(TaskRows):
 
 
 def _at_once(_: float) -> None:
-    """Raise instead of sleeping: if another worker takes over, the next refresh shows it."""
+    """Raise instead of sleeping until the lock is free. What its holder does is seen at the next refresh."""
     raise TaskHeldError("not waited for")
 
 
@@ -302,8 +302,9 @@ def join(
 
     The first worker makes the plan. A worker that finds new files or a larger limit adds a plan of the new
     rows, whether or not the other plans have ended. Once all plans have ended, the next worker plans the
-    failed rows to retry, and the rows whose part was moved away. `control` sleeps while another worker makes
-    a plan. `counts` has the rows that this worker has finished, and `turns` stores the turns of rollouts.
+    failed rows to retry, and the rows whose part was moved away. While another worker makes a plan, this
+    function waits, unless `control` stops the run. `counts` has the rows that this worker has finished, and
+    `turns` stores the turns of rollouts.
     Raises InputError, OutputError or ResumeError.
     """
     run_dir = prepared.run_dir
@@ -336,7 +337,7 @@ def join(
 
 
 def _check_plan(leases: Leases, prepared: PreparedJob) -> None:
-    """Raise ResumeError where the newest plan is that of another run."""
+    """Raise ResumeError if the newest plan belongs to another run."""
     if leases.plan is not None:
         new = prepared.fingerprint("")
         check_same_run(leases.plan.fingerprint, new, prepared.run_dir.name)
@@ -345,7 +346,7 @@ def _check_plan(leases: Leases, prepared: PreparedJob) -> None:
 def _is_behind(leases: Leases, prepared: PreparedJob) -> bool:
     """Tell whether there is no plan, or this worker's input or limit goes beyond the newest plan.
 
-    Raises ResumeError where the newest plan is that of another run.
+    Raises ResumeError if the newest plan belongs to another run.
     """
     if leases.plan is None:
         return True
@@ -413,7 +414,7 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
 
 
 def _stored_by_all(run_dir: RunDir, expected: int, control: Control) -> DoneRows:
-    """Return the rows in all parts. Wait while fewer than `expected` are visible: NFS may be slow."""
+    """Return the rows in all parts. Wait while fewer than `expected` are visible: NFS may show parts late."""
     waited_s = 0.0
     while True:
         stored = done_by_all(run_dir)

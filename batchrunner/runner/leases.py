@@ -1,13 +1,13 @@
-"""Files of leases: the worker that took a lease, its end, and the plan of the run.
+"""Files that record leases: which worker took a lease, which leases have ended, and the plans of the run.
 
-No file is ever changed, and each is made once (`Store.claim`). So neither an old directory listing nor a
-lost reply of a file server gives two workers the same rows:
+Each file is created once (`Store.claim`) and never changed. So two workers never get the same rows, even if a
+directory listing is old or a file server's reply is lost. The files are:
 
     plan-000000      the rows of the run and where its leases begin; plan-000001 has rows added later
     order-….parquet  the rows in the order in which they are sent, if it is not the input's
     000012.0         lease 12 was taken by the worker named in it
-    000012.0.end     it has ended; the file holds the remaining rows, and is empty if there are none
-    000012.1         it was taken again
+    000012.0.end     lease 12 has ended; the file holds the remaining rows, and is empty if there are none
+    000012.1         lease 12 was taken again, with these remaining rows
 """
 
 import re
@@ -28,18 +28,18 @@ from batchrunner.output.store import LOCAL, Store
 _NAME = re.compile(r"(\d{6,})\.(\d+)(\.end)?")
 _PLAN = re.compile(r"plan-(\d{6})")
 _UNTAKEN = (-1, True)
-"""Last turn of a lease that nobody has taken yet, and that this turn has ended."""
+"""Entry of `Leases._turns` for a lease that nobody has taken: no last turn (-1), which counts as ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeasePlan:
-    """Rows that the workers do together, and how they are cut into leases."""
+    """Rows that the workers do together, and how these rows are cut into leases."""
 
     rows: BitMap64
     cuts: list[int]
-    """Places at which leases begin, and the end of the last one; sorted."""
+    """Sorted positions at which leases begin, followed by the end of the last lease."""
     rows_total: int
-    """Rows of the whole run, including those that were done before."""
+    """Number of rows of the whole run, including rows that were done before this plan."""
     fingerprint: dict[str, Any]
     order: str | None
     """Name of the sorted copy in whose order the rows are sent; None for input order."""
@@ -52,7 +52,7 @@ SORTED = re.compile(r"leases/order-.*")
 
 
 class Leases:
-    """Leases of a run as one worker makes and sees them. Methods block, and may raise OSError."""
+    """Leases of a run, as one worker takes and sees them. Methods block, and may raise OSError."""
 
     def __init__(self, directory: Path, task: str = "", store: Store = LOCAL) -> None:
         self.directory = directory
@@ -62,11 +62,11 @@ class Leases:
         self._task = task
         self._joined = False
         self._places: list[tuple[LeasePlan, range]] = []
-        """The plan of each lease, and its positions there."""
+        """The plan of each lease, and the positions of the lease in this plan."""
         self._turns: dict[int, tuple[int, bool]] = {}
-        """The last turn of each taken lease, and whether it ended."""
+        """The last turn of each taken lease, and whether this turn has ended."""
         self._contents: dict[str, dict[str, Any]] = {}
-        """Contents of the files that were read, by name: none ever changes."""
+        """Contents of the files that were read, by name. They stay valid, because files never change."""
         self._copies: dict[str, SortedCopy] = {}
 
     def __len__(self) -> int:
@@ -98,7 +98,7 @@ class Leases:
         number = len(self.plans)
         make_directory(self.directory)
         self._create(f"plan-{number:06d}", orjson.dumps({**asdict(plan), "rows": rows_to_text(plan.rows)}))
-        self._read_plan(number)  # ours, or the other worker's: its directory may be slow to show it
+        self._read_plan(number)  # `refresh` may miss another worker's plan in an old listing
 
     def rows(self) -> BitMap64:
         """Return the rows of all plans, done or not."""
@@ -131,11 +131,11 @@ class Leases:
         return sum(map(self._count, self.free()))
 
     def rows_left(self) -> int:
-        """Return the number of rows in free and held leases; some of the held ones may be done."""
+        """Return the number of rows in free and held leases. Some rows of held leases may be done already."""
         return sum(map(self._count, range(len(self))))
 
     def held(self) -> dict[int, str]:
-        """Return the worker that holds each held lease, by the lease's number."""
+        """Return the names of the workers that hold leases, by the leases' numbers."""
         return {
             number: self._holder(number, turn) for number, (turn, ended) in self._turns.items() if not ended
         }
@@ -148,7 +148,7 @@ class Leases:
         """Take a free lease; None if another worker was faster."""
         turn = self._turn(number)
         is_new = self._create(_name(number, turn), orjson.dumps({"task": self._task}))
-        # An earlier try may have created the file and then failed.
+        # An earlier call by this worker may have created the file and then failed.
         is_ours = is_new or self._holder(number, turn) == self._task
         self._note(number, turn, ended=False)
         return self._lease(number) if is_ours else None
@@ -164,7 +164,7 @@ class Leases:
         return create_file(self.directory / name, content, self._task, self.store.claim)
 
     def _read(self, name: str) -> dict[str, Any]:
-        """Return the content of a file; an empty one is not opened, which takes time on NFS."""
+        """Return the content of a file. An empty file is not opened, because opening takes time on NFS."""
         if name not in self._contents:
             path = self.directory / name
             content = {}
@@ -186,7 +186,7 @@ class Leases:
         return str(self._read(_name(number, turn))["task"])
 
     def _lease(self, number: int) -> Lease:
-        """Return a lease with the rows that it has now."""
+        """Return a lease with its remaining rows."""
         plan, positions = self._places[number]
         turn = self._turn(number)
         copy = self._copy(plan.order) if plan.order else None
@@ -198,7 +198,7 @@ class Leases:
         return self.directory / name
 
     def _count(self, number: int) -> int:
-        """Return the number of rows that a lease has now."""
+        """Return the number of remaining rows of a lease."""
         plan, positions = self._places[number]
         if turn := self._turn(number):
             return len(self._rows(number, turn))
@@ -207,7 +207,7 @@ class Leases:
         return plan.rows.range_cardinality(positions.start, positions.stop)
 
     def _rows(self, number: int, turn: int) -> BitMap64:
-        """Return the rows of a lease at a turn: those of the plan, or those that the turn before left."""
+        """Return the rows of a lease at a turn: the plan's rows, or later those that the turn before left."""
         if turn:
             remaining = self._read(f"{_name(number, turn - 1)}.end").get("left")
             return rows_from_text(remaining) if remaining else BitMap64()
@@ -232,10 +232,11 @@ def _name(number: int, turn: int) -> str:
 
 
 def next_lease(free: Sequence[int], last: int | None) -> int | None:
-    """Choose one of the free leases, which are sorted; `last` is the one that this worker had before.
+    """Choose one of the sorted free leases; `last` is the lease that this worker had before.
 
-    It is the next one if that is free, so that a file is read on. Otherwise it is the first lease if that is
-    in the longest free stretch, else the middle of that stretch, so that workers meet late.
+    If the lease after `last` is free, it is chosen, so that the worker reads on in the same file. Otherwise
+    the lease comes from the longest stretch of free leases: lease 0 if the stretch begins with it, else the
+    lease in its middle. So workers reach each other's leases as late as possible.
     """
     if not free:
         return None

@@ -21,8 +21,8 @@ T = TypeVar("T")
 class OpenEngine:
     """An engine that is ready and serves run after run; made by `open_engine`.
 
-    It lives on an event loop of its own, in a thread, so that runs from any thread or loop can use it.
-    `spec` is the `engine` part of a job that it was made from; `info` is what the engine reports of itself.
+    The engine runs on an event loop of its own, in a thread, so that runs from any thread or loop can use it.
+    `spec` is the job's `engine` section from which it was made; `info` is what the engine reports of itself.
     """
 
     def __init__(
@@ -34,15 +34,15 @@ class OpenEngine:
         task: TaskName = GENERATE,
     ) -> None:
         self.loop = loop
-        """The loop on which it lives."""
+        """The event loop on which the engine runs."""
         self.spec = spec
         self.shared = SharedEngine(engine, info)
         self.info = info
         self.task = task
-        """Task of the jobs that it can run."""
+        """Task of the jobs that the engine can run."""
 
     def start(self, work: Callable[..., Coroutine[Any, Any, T]]) -> LoopWork[T]:
-        """Start work that takes the open engine as `engine`; it is cancelled when the engine closes.
+        """Start `work` with the open engine as its argument `engine`; cancel it when the engine closes.
 
         Raises BatchrunError if the engine is closed.
         """
@@ -58,7 +58,7 @@ class OpenEngine:
         return self.start(functools.partial(execute, job, **options))
 
     def refuse_other_task(self, task: TaskName) -> None:
-        """Raise JobError for a task that the engine was not opened for; a simulated one does them all."""
+        """Raise JobError if the engine was opened for another task. A simulated engine does all tasks."""
         if task != self.task and not self.info.simulated:
             raise JobError(
                 f"engine: it was opened for task {self.task}, and the job's is {task}",

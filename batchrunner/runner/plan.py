@@ -34,7 +34,7 @@ class StartOptions:
 
     @property
     def discards(self) -> bool:
-        """Whether this start discards results of its own run; a joined run discards them with a plan."""
+        """Whether this start discards results itself; in a joined run, the maker of a plan does it."""
         return (self.fresh or self.retry_failed) and not self.join
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class RunState:
     failed: BitMap64 = field(default_factory=BitMap64)
     """Rows with a stored error, and without a stored answer."""
     leased: BitMap64 = field(default_factory=BitMap64)
-    """Rows of all plans of a joined run whose leases have not all ended: its workers do them."""
+    """Rows of all plans of a joined run, which its workers do; empty once all leases have ended."""
 
     @classmethod
     def of(cls, selected: BitMap64, stored: DoneRows, leased: BitMap64 | None = None) -> RunState:
@@ -77,7 +77,7 @@ class RunPlan:
     kept: BitMap64
     """Rows whose results stay, even if `input.limit` no longer selects them."""
     missing: BitMap64
-    """Selected rows that are neither kept nor leased; `output.reuse` may bring their answers."""
+    """Selected rows that are neither kept nor leased. `output.reuse` may have answers for some of them."""
     discard: Discard
     """Results to delete before the first new result is stored."""
     sample: BitMap64 | None = None
@@ -128,7 +128,7 @@ def check_retry(start: StartOptions, run: str, *, is_leased: bool) -> None:
 
 
 def has_grown(planned: Mapping[str, Any], *, rows_of_files: int, limit: int | None) -> bool:
-    """Tell whether the input has more rows, or another limit, than the plan's fingerprint `planned`."""
+    """Tell whether the input has more rows than the plan's fingerprint `planned`, or the limit differs."""
     planned_rows = sum(file["rows"] for file in planned["files"])
     return bool(rows_of_files > planned_rows or planned["limit"] != limit)
 

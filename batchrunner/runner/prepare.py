@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 def new_task() -> str:
-    """Name a task that joins a run by host and, under Slurm, job, array task and restart, and a number."""
+    """Return a worker's new name: host, Slurm's job, array task and restart (if any), random digits."""
     job = os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID")
     index = os.environ.get("SLURM_ARRAY_TASK_ID")
     restart = os.environ.get("SLURM_RESTART_COUNT")
@@ -72,7 +72,7 @@ class PreparedJob(JobInput):
 
     @property
     def model_task(self) -> TaskName:
-        """Task that the model must be able to do. That of a batch file stands in its requests."""
+        """Task that the model must be able to do. For a batch file, its first readable request decides."""
         if not self.job.prompt.is_batch:
             return self.job.task
         for batch in self.dataset.read(BitMap64(range(self.dataset.total_rows)), [URL]):
@@ -83,14 +83,15 @@ class PreparedJob(JobInput):
 
     @property
     def results_schema(self) -> pa.Schema:
-        """Schema of the parts: that of the results, and the digests of requests."""
+        """Schema of the parts: the columns of the results, and the digests of requests."""
         schema = schema_of_run(self.renderer.carried_schema, self.answers)
         return schema.append(pa.field(REQUEST_DIGEST, pa.binary()))
 
     def fingerprint(self, model: str) -> dict[str, Any]:
-        """Return the facts that two attempts must have in common: no merge takes columns of two types.
+        """Return the facts that all attempts at a run must have in common.
 
-        The types of carried columns are those of all files; `model` is "" where it is not to be compared.
+        The types of columns are among them, because a merge cannot unite columns of two types. The types of
+        carried columns are those over all files. `model` is "" if it must not be compared.
         """
         functions = self.functions.facts.values() if self.functions is not None else ()
         computed = {name: type_name(arrow_type(kind)) for facts in functions for name, kind in facts.columns}
@@ -116,11 +117,11 @@ RESULT_DIRECTORIES = {"parts", "merged"}
 def prepare(
     job: Job, task: str = MAIN_TASK, *, fresh: bool = False, keeps_copies: bool = False
 ) -> PreparedJob:
-    """Check everything that can be checked without an engine, for a task of this name.
+    """Check everything that can be checked without an engine, for the worker named `task`.
 
-    Where it begins `fresh`, what an earlier run left there does not matter. With `keeps_copies`,
-    Parquet copies of input files are made in the run directory, and stay there. The caller closes the
-    result. Raises JobError, InputError, OutputError or EngineStartError, each one clear line.
+    With `fresh`, an earlier run in the output directory is ignored. With `keeps_copies`, Parquet copies of
+    input files are made in the run directory, and stay there. The caller closes the result. Raises JobError,
+    InputError, OutputError or EngineStartError, each with a message of one line.
     """
     raise_file_limit()
     run_dir = open_run(job.output.path, task, job.storage)
@@ -155,7 +156,7 @@ def prepare(
         before = None if fresh else _fingerprint_of(run_dir)
         if before is not None:
             dataset.recognize(before["files"])
-        elif job.output.reuse is not None:  # so that prompts are equal
+        elif job.output.reuse is not None:  # so that prompts equal those of the other run
             before = _fingerprint_of(look_at_run(job.output.reuse, job.storage))
         job, renderer = _with_field_order(job, renderer, dataset, answers, before=before)
     except BaseException:
@@ -183,8 +184,8 @@ def _with_field_order(
 ) -> tuple[Job, Renderer]:
     """Return the job with the fields of its prompts in the order of the run, and its renderer.
 
-    The order is that of the earlier start with the fingerprint `before`. Without one a sample of the input
-    decides. Raises InputError.
+    The order is that of the earlier start whose fingerprint is `before`. Without an earlier start, a sample
+    of the input decides. Raises InputError.
     """
     fields = job.prompt.fields
     if fields is None or fields.order == "written" or len(fields.columns) == 1:
@@ -201,7 +202,7 @@ def _with_field_order(
 
 
 def _fingerprint_of(run_dir: RunDir) -> Mapping[str, Any] | None:
-    """Return the fingerprint of a run, or of the plan of workers whose engines start; None without any."""
+    """Return the fingerprint in run.json, or in the newest plan while engines start; None without either."""
     if run_dir.is_being_discarded():
         return None
     old = read_run_json(run_dir)
@@ -217,9 +218,9 @@ def _fingerprint_of(run_dir: RunDir) -> Mapping[str, Any] | None:
 
 
 def drop_copies(run_dir: RunDir, *, is_done: bool = False) -> None:
-    """Delete the Parquet copies of the input where the run is done, or where no worker has begun it.
+    """Delete the Parquet copies of the input if the run is done, or if no worker has begun it.
 
-    They stay while another worker runs. A worker that starts meanwhile makes missing copies again.
+    The copies stay while another worker runs. A worker that starts meanwhile makes missing copies again.
     """
     with contextlib.suppress(OSError, BatchrunError):  # the directory is not empty; the store is away
         if run_dir.run_json.exists() and not is_done:
@@ -246,12 +247,12 @@ def leave(prepared: PreparedJob) -> None:
 
 
 def _is_held(tasks: list[RunDir]) -> bool:
-    """Tell whether a process is at work as one of these workers; its engine may be starting."""
+    """Tell whether a process runs as one of these workers, even if its engine is still starting."""
     return any(holders_of([(task, None) for task in tasks], watch=False))
 
 
 def _open_dataset(job: Job, run_dir: RunDir, run: Path, copies: Path | None) -> Dataset:
-    """Open the input, which must not contain the run's own results: the next attempt would read them."""
+    """Open the input. It must not contain the run's own results, because the next attempt would read them."""
     paths = with_merged_results(job.input.path, run=run, storage=job.storage)
     dataset = Dataset(job.input, run, job.storage, copies, paths=paths, is_batch=job.prompt.is_batch)
     if not dataset.total_rows:
@@ -272,8 +273,8 @@ def with_merged_results(
 ) -> list[str]:
     """Return paths of input files, with the merged results of a run in place of its directory.
 
-    `run` is the run that reads the input, whose own directory is left as it is. Raises InputError if another
-    run is not done, and what merging raises.
+    `run` is the run that reads the input; its own directory is not replaced. Raises InputError if a run in
+    `paths` is not done, and the errors of merging.
     """
     storage = storage or StorageSpec()
     paths = [paths] if isinstance(paths, str) else paths
@@ -284,7 +285,7 @@ def with_merged_results(
 
 
 def _merged_directory(path: str, storage: StorageSpec) -> str:
-    """Return where the merged results of a run lie; they are merged unless they are already."""
+    """Merge the results of a run if they are not merged yet; return the directory of the merged results."""
     from batchrunner.output.merge import merge_finished_run  # noqa: PLC0415 - only for such an input
 
     merge_finished_run(look_at_run(path, storage), path)
@@ -294,7 +295,7 @@ def _merged_directory(path: str, storage: StorageSpec) -> str:
 def _refuse_results(path: str | list[str], dataset: Dataset) -> None:
     """Refuse results of other runs that a directory or a pattern names by accident.
 
-    They are meant where the path itself leads into a run: `out/run/parts`, `out/*/merged/*.parquet`.
+    They are allowed if a path itself names a result directory: `out/run/parts`, `out/*/merged/*.parquet`.
     """
     paths = [path] if isinstance(path, str) else path
     if any({*Path(text).absolute().parts} & RESULT_DIRECTORIES for text in paths):
@@ -316,7 +317,8 @@ def check_resumes(prepared: PreparedJob, model: str | None, weights: str | None 
     """
     run_dir = prepared.run_dir
     old = read_run_json(run_dir)
-    # --join may follow a run of one worker: the plan leaves out the rows that this one did.
+    # A run of one worker may go on with --join, because the plan leaves out the rows that are done. The
+    # reverse is refused.
     if not prepared.joins and run_dir.store.names(run_dir.leases):
         raise ResumeError(
             f"{run_dir.name}: this run is done with --join: do so too, or take another output.path"

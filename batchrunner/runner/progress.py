@@ -1,4 +1,4 @@
-"""Displays of a run that goes on: a progress bar, lines of a log, calls of a program."""
+"""Displays of a run in progress: a progress bar, log lines, or calls of a function of the program."""
 
 import contextlib
 import inspect
@@ -22,12 +22,12 @@ from batchrunner.tuning.signals import Corner
 log = logging.getLogger(__name__)
 
 BAR_FORMAT = "{percentage:3.0f}%|{bar:10}| {elapsed} {desc}"
-"""The bar of tqdm, short, so that the line has room for the state of the run; a terminal's width cuts it."""
+"""Format of tqdm's bar. The bar is short, because the state of the run must fit into the same line."""
 LINE_EVERY_S = 5.0
 
 
 def sample_line(sample: RunSample) -> str:
-    """Return the state of a run in one line, the most important part first: a terminal's width cuts it."""
+    """Return the state of a run in one line, the most important first, because a terminal may cut the end."""
     total = sample.rows_total
     parts = [f"{sample.rows_done:,}{f'/{total:,}' if total else ''} rows"]
     if sample.stopping:
@@ -61,7 +61,8 @@ def sample_line(sample: RunSample) -> str:
 def _load_parts(sample: RunSample) -> list[str]:
     """Return the load of the engine and the load states of its schedulers.
 
-    `#running-req` and `#queue-req` are sums over the schedulers; the band is that of each scheduler's queue.
+    `#running-req` and `#queue-req` are sums over the schedulers. The band behind `#queue-req` is the healthy
+    range of each scheduler's queue.
     """
     loads = sample.signals
     if not loads:
@@ -92,7 +93,7 @@ def _rollout_parts(rollouts: RolloutSample) -> list[str]:
 
 
 class Display(ABC):
-    """What shows the state of a run."""
+    """Shows the state of a run."""
 
     @abstractmethod
     def show(self, sample: RunSample) -> None:
@@ -103,7 +104,7 @@ class Display(ABC):
 
 
 class ProgressLines(Display):
-    """A line on standard error every 5 s, and when the run begins to stop: for logs of batch systems."""
+    """Prints a line on standard error every 5 s, and when the run begins to stop, for batch systems' logs."""
 
     _shown: tuple[float, bool] | None = None
 
@@ -126,8 +127,8 @@ class ProgressBar(Display):
             from tqdm.auto import tqdm  # noqa: PLC0415 - only where a bar is asked for
 
             bar = BAR_FORMAT if sample.rows_total else "{elapsed} {desc}"
-            self._bar = tqdm(dynamic_ncols=True, bar_format=bar, delay=1e-9)  # until its line is known
-        self._bar.n, self._bar.total = sample.rows_done, sample.rows_total  # others may add rows
+            self._bar = tqdm(dynamic_ncols=True, bar_format=bar, delay=1e-9)  # hidden until its line is set
+        self._bar.n, self._bar.total = sample.rows_done, sample.rows_total  # other workers may add rows
         with contextlib.suppress(OSError):  # the terminal was closed
             self._bar.set_description_str(sample_line(sample))
 
@@ -143,11 +144,11 @@ class Progress:
     """The state of a run at one moment, for `on_progress`."""
 
     rows_done: int
-    """Rows that ended, failed ones and earlier starts included."""
+    """Rows that have ended, including failed rows and rows of earlier starts."""
     rows_total: int | None
     """Rows of the run; None where `stream` reads an iterator."""
     rows_failed: int
-    """Those of `rows_done` with an error."""
+    """Rows of `rows_done` that ended with an error."""
     rows_per_s: float
     """Rows that ended per second, over the last 30 s."""
     eta_s: float | None
@@ -155,7 +156,7 @@ class Progress:
     output_tokens_per_s: float
     """Output tokens per second of these rows."""
     rows_in_flight: int
-    """Rows that the engine has now."""
+    """Rows that were sent to the engine and have not ended."""
     simulated: bool
     """Whether the answers are made up."""
 
@@ -166,7 +167,7 @@ ProgressListener = Callable[[Progress], object]
 
 @dataclass
 class ProgressCalls(Display):
-    """Calls a program at most once a second, and once more at the end; in the thread of the run."""
+    """Calls the program's function at most once a second, and once at the end, in the thread of the run."""
 
     _listener: ProgressListener | None
     _untold: RunSample | None = None

@@ -23,9 +23,9 @@ from batchrunner.sglang.flags import name_in
 from batchrunner.sglang.model_files import model_directory, read_config
 
 CHAT_ARGUMENTS = ("chat-template", "hf-chat-template-name", "default-chat-template-kwargs", "tokenizer-path")
-"""Server arguments that change how it makes prompts of chats."""
+"""Server arguments that change how the server makes prompts of chats."""
 _OWN_RULES = ("DeepseekV4", "KimiK3", "Inkling")
-"""Prefixes of architectures whose chats SGLang 0.5.23 encodes by its own rules, without their template
+"""Prefixes of architectures whose chats SGLang 0.5.23 encodes by its own rules, without a chat template
 (`resolve_chat_encoding_spec`)."""
 
 
@@ -37,7 +37,7 @@ class PromptCheck:
         self.engine = job.engine.kind
         """Kind of the engine."""
         self.unknown: str | None = None
-        """Part of the prompts that only a start can check; None if there is none."""
+        """What only a start of the run can check; None if there is nothing."""
         self._directory: Path | None = None
         self._chat: ChatTemplate | None = None
         self._chat_problem: str | None = None

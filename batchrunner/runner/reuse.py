@@ -1,7 +1,8 @@
 """Reuse of another run's answers to equal requests (`output.reuse`), before any row is sent.
 
 duckdb joins the digests of both runs' requests, and puts the answers into the order of the new input, in
-bounded memory. They become parts, so no later step sends their rows. The columns of `parse` are made again.
+bounded memory. The answers become parts of the new run, so no later step sends their rows. The job's `parse`
+function is called again on these answers.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CHUNK_ROWS = 1024
-"""Most answers that are read at once."""
+"""Maximum number of answers that are read at once."""
 _ASKED = {"digest": pa.binary(), "new_row": pa.int64(), "shares": pa.bool_(), "is_wanted": pa.bool_()}
-"""Columns of the table of this run's requests."""
+"""Columns of the duckdb table `asked`, which has this run's requests."""
 _ALL, _UNCUT = "TRUE", f"coalesce(finish_reason::VARCHAR, '') NOT LIKE '%{CUT}%'"
 """Conditions for answers without an error that may be reused: all, or those that are not truncated."""
 _JOIN = """
@@ -65,7 +66,8 @@ WITH good AS (
 )
 SELECT new_row, filename, file_row_number FROM new JOIN old USING (digest, nth) WHERE is_wanted
 """
-"""Rows that share an answer get the first equal one. Any other row gets one of its own, always the same."""
+"""Equal requests that may share an answer all get the first stored one. Each other request gets a stored
+answer of its own, the same at every call."""
 _ANSWERS = """
 SELECT stored.* REPLACE (new_row AS row, NULL AS latency_s, 0::INTEGER AS attempts)
 FROM equal JOIN stored USING (filename, file_row_number) ORDER BY new_row
@@ -78,7 +80,7 @@ class Reuse:
     def __init__(
         self, prepared: PreparedJob, control: Control, model: str | None, weights: str | None = None
     ) -> None:
-        """Raise JobError where no answer of the other run can be one of this run.
+        """Raise JobError if this run cannot use any answer of the other run.
 
         `model` and the version of its `weights` are compared if they are known.
         """
@@ -90,13 +92,14 @@ class Reuse:
         self._facts = require_run_json(self._run)
         old = self._facts["fingerprint"]
         new = prepared.fingerprint(model or old["model"])
-        if old["accept"]["on_length"] != "longer":  # else its answers may be longer than this job allows
+        # After "longer", answers may be longer than this job allows; other values need not agree.
+        if old["accept"]["on_length"] != "longer":
             new["accept"]["on_length"] = old["accept"]["on_length"]
         pairs = {name: (old[name], new[name]) for name in ("task", "model", "accept")}
         pairs["prompt.truncate"] = old["prompt"].get("truncate"), job.prompt.truncate
         weights_before = self._facts["engine"].get("weights")
         pairs["weight_version"] = weights_before, weights_before and (weights or weights_before)
-        if prepared.answers.task is not None:  # else they are the columns of `parse`, which are made again
+        if prepared.answers.task is not None:  # else they are columns of `parse`, which is called again
             for name, _ in prepared.answers.parsed:
                 pairs[name] = old["columns"].get(name), new["columns"].get(name)
         problems = [
@@ -126,13 +129,13 @@ class Reuse:
     ) -> BitMap64:
         """Write answers for the `missing` rows among the `selected` ones; return the rows that got one.
 
-        They become parts of the worker of `run_dir`, whose `lock` the caller holds. `before_first` is called
-        before the first answer is written. Raises InputError or StorageError.
+        The answers become parts of the worker of `run_dir`, whose `lock` the caller holds. `before_first` is
+        called before the first answer is written. Raises InputError or StorageError.
         """
         reused = BitMap64()
         most = self._prepared.job.output.part_rows
         size = min(CHUNK_ROWS, most)
-        work = run_dir.task_directory / "order-reuse"  # where the next sort would delete it
+        work = run_dir.task_directory / "order-reuse"  # if left behind, the next sort deletes it
         shutil.rmtree(work, ignore_errors=True)
         with writing(work), ExitStack() as stack:
             make_directory(work)
@@ -150,9 +153,9 @@ class Reuse:
         return reused
 
     def _begin(self, run_dir: RunDir, rows_total: int) -> None:
-        """Write into run.json the model of the answers, and their input.
+        """Store in run.json which model made the answers, and from which input.
 
-        So any later start refuses an engine with another model, and an input that was changed since.
+        Later starts then refuse an engine with another model, or an input that was changed since.
         """
         run_dir.discard_merged()
         make_directory(run_dir.parts)
@@ -169,7 +172,7 @@ class Reuse:
     def _answers(
         self, db: DuckDBPyConnection, selected: BitMap64, missing: BitMap64, size: int
     ) -> Iterator[pa.Table]:
-        """Yield the answers of missing rows in their order, as parts have them, at most `size` at once."""
+        """Yield the answers of missing rows as tables for parts, in input order, at most `size` rows each."""
         prepared, parts = self._prepared, [str(path) for path in self._run.all_parts()]
         stored = [pq.read_schema(part) for part in parts]
         schema = prepared.results_schema
@@ -178,8 +181,8 @@ class Reuse:
             new_names |= {name for name, _ in prepared.answers.parsed}
         names = {*schema.names} - new_names
         if not {name for schema_of_part in stored for name in schema_of_part.names}.issuperset(names):
-            return  # they are of an earlier version
-        schema = schema.with_metadata(stored[0].metadata)  # it says what made the answers
+            return  # parts of an earlier version lack columns
+        schema = schema.with_metadata(stored[0].metadata)  # which says what made the answers
         db.read_parquet(
             parts, union_by_name=True, hive_partitioning=False, filename=True, file_row_number=True
         ).create_view("stored")
@@ -206,7 +209,7 @@ class Reuse:
                     yield with_counts(table, counts)
 
     def _parsed(self, answers: pa.Table, carried: pa.RecordBatch) -> dict[str, list[Any]]:
-        """Return the columns that `parse` makes of answers, and `error`; nothing for a job without `parse`.
+        """Return the columns that `parse` makes of answers, and `error`; an empty dict without `parse`.
 
         A row whose answer cannot be parsed fails and keeps its answer, like a row that was sent.
         """
@@ -245,7 +248,7 @@ class Reuse:
         return columns
 
     def _requests(self, selected: BitMap64, missing: BitMap64) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of _ASKED."""
+        """Yield the rows of the table `asked`."""
         digests = RequestDigests()
         for items in self._prepared.batches(selected, self._control.check):
             for item in items:

@@ -1,4 +1,4 @@
-"""The rows of a run's files, in one lease or in several, read and rendered while others are sent."""
+"""The rows of a run's files, in one or several leases, read and rendered while earlier rows are sent."""
 
 from __future__ import annotations
 
@@ -29,43 +29,43 @@ class TaskRows(ABC):
     """The rows that a worker does, in one lease or in several; the dispatcher's `RowSource`."""
 
     is_shared: bool
-    """Whether other workers could do them, now or later."""
+    """Whether other workers may do some of the run's rows, now or later."""
 
     def __init__(self, prepared: PreparedJob, turns: TurnStore | None = None) -> None:
-        """Read rows of this input; `turns` stores the turns of rollouts."""
+        """Read the rows from the input of `prepared`; `turns` stores the turns of rollouts."""
         self._prepared = prepared
         self._turns = turns
         self._stopped = threading.Event()
         self._to_read = 0
-        """Rows of the leases that were taken, still to be read."""
+        """Number of rows in taken leases that have not been read yet."""
         self._reader: DatasetReader | SortedCopy | None = None
         self._read_copy: Path | None = None
         """The sorted copy that the reader reads; None for the input itself."""
         self.kind = prepared.renderer.kind
-        """The kind of all prompts; None where they may be of any."""
+        """Kind of all prompts; None if their kinds may differ."""
         self.names: Sequence[str] = prepared.dataset.schema.names
         """Names of the columns."""
 
     @property
     @abstractmethod
     def total(self) -> int:
-        """Number of rows, those that earlier attempts ended included; with leases an estimate."""
+        """Number of rows, including those that earlier attempts finished; an estimate if there are leases."""
 
     @property
     @abstractmethod
     def unread(self) -> int:
-        """Number of rows still to be read; with leases an estimate."""
+        """Number of rows that have not been read yet; an estimate if there are leases."""
 
     @abstractmethod
     def take(self, *, wait: bool) -> Lease | None:
-        """Take the next lease; None if there is none, or none at once without `wait`. Blocks."""
+        """Take the next lease; None if there is none. Without `wait`, do not wait for one. Blocks."""
 
     @abstractmethod
     def give_back(self) -> None:
-        """Leave the rows that were not done to other workers. Blocks, and may raise OSError."""
+        """Leave the unfinished rows to other workers. Blocks, and may raise OSError."""
 
     def committed(self, rows: BitMap64) -> None:
-        """Note rows that are in a part, and so need no journal or input any more.
+        """Note that rows are in a part, so that their journal and input are not needed any more.
 
         Called in a thread; it may block and raise OSError.
         """
@@ -73,11 +73,11 @@ class TaskRows(ABC):
             self._turns.ended(rows)
 
     def newest_plan(self) -> LeasePlan | None:
-        """Return the newest plan of a run that workers share; None where this worker is alone."""
+        """Return the newest plan of a run that workers share; None if this worker does the run alone."""
         return None
 
     def held_elsewhere(self) -> tuple[int, int]:
-        """Return the number of rows that living workers do, and of those that nobody does."""
+        """Return how many rows other living workers will do, and how many rows nobody will do."""
         return 0, 0
 
     def stop(self) -> None:
@@ -85,13 +85,13 @@ class TaskRows(ABC):
         self._stopped.set()
 
     def batches(self) -> Iterator[list[Request | Outcome]]:
-        """Read and render rows, a bounded batch at a time; blocks.
+        """Read and render rows, a bounded batch at a time. Blocks.
 
-        An empty batch asks to send what was read so far, since the next lease may take a while. Raises
-        InputLostError, InputChangedError, StorageError.
+        An empty batch means that the next rows may take a while, so the rows read so far should be sent now.
+        Raises InputLostError, InputChangedError or StorageError.
         """
         lease = self.take(wait=True)
-        if lease is None:  # then the sorted copy may be gone
+        if lease is None:  # nothing to read, and the sorted copy may be deleted
             return
         try:
             while lease is not None:
@@ -109,14 +109,14 @@ class TaskRows(ABC):
             self._close()
 
     def _read(self, lease: Lease) -> Iterator[RowBatch]:
-        """Yield the rows of a lease until the run stops; what cannot be read now is tried again a few times.
+        """Yield the rows of a lease until the run stops. A read that fails is tried again a few times.
 
         Raises InputLostError or InputChangedError.
         """
         if lease.copy != self._read_copy:
             self._close()
         self._read_copy = lease.copy
-        self._reader = self._reader or self._open()  # a copy that is gone will not come back
+        self._reader = self._reader or self._open()  # not tried again: a deleted copy stays away
         unread = lease.rows.copy()
         batches: Iterator[RowBatch] | None = None
         pauses_s = iter(TIMING.read_retries)
@@ -165,9 +165,9 @@ class FixedRows(TaskRows):
         copy: Path | None = None,
         turns: TurnStore | None = None,
     ) -> None:
-        """Do `rows`, of `total` with those that were done before; `turns` stores the turns of rollouts.
+        """Do `rows`. `total` also counts rows that were done before; `turns` stores the turns of rollouts.
 
-        `copy` is the sorted copy of the input in whose order they are sent; None for input order.
+        `copy` is the sorted copy of the input in whose order the rows are sent; None for input order.
         """
         super().__init__(prepared, turns)
         self._lease: Lease | None = Lease(number=0, turn=0, rows=rows, positions=None, copy=copy)
@@ -176,16 +176,16 @@ class FixedRows(TaskRows):
 
     @property
     def total(self) -> int:
-        """Number of rows, those that earlier attempts ended included."""
+        """Number of rows, including those that earlier attempts finished."""
         return self._total
 
     @property
     def unread(self) -> int:
-        """Number of rows still to be read."""
+        """Number of rows that have not been read yet."""
         return self._to_read
 
     def take(self, *, wait: bool) -> Lease | None:
-        """Take all rows, once."""
+        """Take the one lease with all rows; later calls return None."""
         del wait
         lease, self._lease = self._lease, None
         return lease

@@ -73,12 +73,14 @@ T = TypeVar("T")
 
 
 GC_THRESHOLD = 10_000
-"""New objects between two searches for garbage cycles. Python's 700 means a search every few rows, through
-all rows that wait to be written: a quarter of our CPU time."""
+"""Number of new objects between two searches for garbage cycles. With Python's default of 700, a search runs
+every few rows and visits all rows that wait to be written, which took a quarter of this process's CPU
+time."""
 SPOOL_S = 1.0
-"""Most seconds until a row is in the journal on this machine, if its part will be uploaded."""
+"""Maximum number of seconds until a row is in the journal on this machine, if its part will be uploaded."""
 OF_RUN = ("exit_code", "reason", "rows_total", "rows_ok", "rows_failed", "rows_cut", "rows_left")
-"""Fields of report.json that an attempt without work rewrites: the last attempt may have died unreported."""
+"""Fields of report.json that an attempt without work rewrites, because the last attempt may have died before
+it wrote its report."""
 
 
 async def execute(
@@ -111,7 +113,7 @@ async def execute(
         stack.enter_context(rare_garbage_collection())
 
         def lock_task() -> TaskLock:
-            return stack.enter_context(hold_own_task(run_dir, control.sleep))  # a new one for each try
+            return stack.enter_context(hold_own_task(run_dir, control.sleep))  # a new context for each try
 
         lock = await unless_away(lambda: control.run(lock_task), job, control)
         disk = DiskWait(job.limits.disk_wait, lambda: control.at_once)
@@ -153,7 +155,7 @@ async def execute(
             await asyncio.to_thread(check_resumes, prepared, info.model, info.weights)
         await control.run(
             lambda: finder.discard_outdated(work.discard)
-        )  # only now: a refused attempt changes nothing
+        )  # not earlier, because a refused attempt must not change anything
 
         # send, report
         with contextlib.closing(events):
@@ -175,7 +177,7 @@ async def execute(
 
 @contextlib.contextmanager
 def rare_garbage_collection() -> Iterator[None]:
-    """Search for garbage cycles rarely during the block. A nested block changes nothing."""
+    """Search for garbage cycles rarely during the block. A nested block leaves the setting as it is."""
     threshold = gc.get_threshold()
     if not 0 < threshold[0] < GC_THRESHOLD:
         yield
@@ -209,14 +211,15 @@ def turn_store(prepared: PreparedJob, lock: TaskLock, disk: DiskWait) -> TurnSto
 
 
 async def give_back(rows: TaskRows, lock: TaskLock) -> None:
-    """Read no more rows, and leave the remaining ones to other workers.
+    """Read no more rows, and leave the remaining rows to other workers.
 
-    If the lock is abandoned, nobody knows which rows are on disk. The worker that takes over finds out.
+    If the lock is abandoned, this worker does not know which rows are on disk, so it keeps its leases. The
+    worker that takes over finds out.
     """
     rows.stop()
 
     def give_back_now() -> None:
-        lock.verify()  # a worker that took the lock over also ends the leases
+        lock.verify()  # if another worker has taken over the lock, it also ends the leases
         rows.give_back()
 
     if not lock.is_abandoned:
@@ -247,7 +250,7 @@ def report_of_empty(prepared: PreparedJob, work: Work) -> Report:
     report = replace(report, exit_code=exit_code, reason=reason, simulated=simulated)
     if not prepared.joins:
         new = report.as_dict()
-        last = read_json(run_dir.report_json)  # its rates and times are real; those of `new` are 0
+        last = read_json(run_dir.report_json)  # has measured rates and times, which are 0 in `new`
         save_report(run_dir, {**new, **last, **{name: new[name] for name in OF_RUN}})
     return report
 
@@ -259,7 +262,7 @@ class SendingEnd:
     failure: BatchrunError | None = None
     """Why the run could not go on."""
     added_files: Sequence[str] = ()
-    """Input files that were added or grew during the run, and that belong to the run."""
+    """Input files that were added or grew during the run, and whose new rows belong to the run."""
     is_on_disk: bool = True
     """Whether all rows that ended are on disk."""
 
@@ -276,7 +279,7 @@ class Run:
     """The lock of the worker, which the caller holds."""
     disk: DiskWait
     turns: TurnStore | None
-    """Where turns of rollouts are stored; None where there are none."""
+    """Store of the turns of rollouts; None if the job has no rollouts."""
     events: EventLog
     control: Control
     displays: Sequence[Display]
@@ -287,14 +290,14 @@ class Run:
         """Send all rows and return the report, which is also in report.json.
 
         Raises BatchrunError if the run could not go on, for example CannotTokenizeError or StorageError. Once
-        the sending began, the error carries the report.
+        sending has begun, the error carries the report.
         """
         earlier = attempt_spans(self.prepared.run_dir.events)
         load_control, why_window = await self._open_load_control()
         writer = self._writer()
         sending = self._sending(load_control, writer)
         self.lock.verify()  # another process may have taken the lock while the engine started
-        self._write_run_json()  # only now: a refused job must not change run.json
+        self._write_run_json()  # not earlier, because a refused job must not change run.json
         self._log_begin(load_control, why_window)
         end, self.control.stage = SendingEnd(), "sending"
         try:
@@ -302,7 +305,7 @@ class Run:
         finally:
             await self._close(writer, end)
             report = self._report(sending, end, earlier)
-            with contextlib.suppress(StorageError):  # a full disk costs only the report; the rows are safe
+            with contextlib.suppress(StorageError):  # on a full disk only the report is lost
                 sending.show_end(time.monotonic())
                 self.events.write("end", exit_code=report.exit_code, reason=report.reason)
                 save_report(self.prepared.run_dir, report.as_dict())
@@ -424,7 +427,7 @@ class Run:
     # Send
 
     async def _send(self, sending: Sending, end: SendingEnd) -> None:
-        """Send the rows, then look at the input; note in `end` how it went."""
+        """Send the rows, then look for changes of the input. Record in `end` how the sending ended."""
         try:
             await sending.send()
             looking = asyncio.to_thread(self._look_at_input)
@@ -433,7 +436,7 @@ class Run:
         except BatchrunError as failure:
             end.failure = failure
         except asyncio.CancelledError:
-            if not self.control.at_once:  # else our own stop cancelled the sending
+            if not self.control.at_once:  # otherwise this run's own stop cancelled the sending
                 self.control.stop("cancelled")
                 raise
 
@@ -453,7 +456,7 @@ class Run:
         """Write the last rows, and leave the remaining rows to other workers."""
         try:
             await writer.close()
-        except BaseException as failure:  # also a second cancellation: some rows may be only in a journal
+        except BaseException as failure:  # even after a second cancellation, rows may be only in a journal
             end.is_on_disk = False
             if self.start.join or self.prepared.run_dir.store.uri:
                 self.lock.abandon()
@@ -503,7 +506,7 @@ class Run:
         )
 
     def _counted_on_disk(self, report: Report) -> Report:
-        """Return the report with the counts of the rows on disk, or unchanged if they cannot be read."""
+        """Return the report with the counts of the rows on disk. If they cannot be read, change nothing."""
         with contextlib.suppress(BatchrunError):
             done = read_done(self.prepared.run_dir)
             counts = done.counts
@@ -513,7 +516,8 @@ class Run:
     def _verdict(self, report: Report, end: SendingEnd, *, held: int, unheld: int) -> RunVerdict:
         """Return the exit code and its reason.
 
-        Other living workers do `held` further rows of the run, and nobody does `unheld` ones.
+        `held` is the number of further rows that other living workers will do, `unheld` of those that nobody
+        will do.
         """
         control = self.control
         stop = None if control.reason is None else RunVerdict(control.exit_code, control.reason)
@@ -534,9 +538,10 @@ class Run:
         return verdict_of(run_end)
 
     def _end_of_run(self, end: RunEnd) -> RunEnd:
-        """Return the end of a joined run, for a worker that has done its rows. The last one reads all parts.
+        """Return the end of a joined run, for a worker that has done its rows.
 
-        In an object store it would have to fetch all results for that. There it judges only its own rows.
+        The last worker reads the parts of all workers to judge the whole run. In an object store it would
+        have to fetch all results for that, so there it judges only its own rows.
         """
         run_dir, rows_of_run = self.prepared.run_dir, self.work.rows_of_run
         if end.rows_held or run_dir.store.uri:

@@ -1,6 +1,6 @@
 """Sends the rows of a run to an engine, and watches the engine's load.
 
-A run writes its outcomes to the disk, a stream gives them to a program. Both send in the same way.
+A run writes its outcomes to the disk, and a stream gives them to a program. Both send in the same way.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Outlet(ResultSink, Protocol):
 
 
 FEWEST_SENT = 100
-"""Rows that must have been sent and ended before `limits.abort_failed_share` stops a run."""
+"""Minimum number of rows that were sent and have ended before `limits.abort_failed_share` may stop a run."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,13 +80,13 @@ class OutcomeSink:
     """The last parsed answer before and after parsing, and the error of `parse`."""
 
     async def put(self, outcome: Outcome) -> None:
-        """Parse, count and pass on an outcome; waits while the disk or the program is behind.
+        """Parse, count and pass on an outcome. Waits while the disk or the program is behind.
 
-        Raises StorageError, and HookLostError where the Python function's processes cannot go on.
+        Raises StorageError, or HookLostError if the Python function's processes cannot go on.
         """
         if outcome.completion is not None and outcome.error is None and self.parser is not None:
             outcome = await self._parsed(outcome, outcome.completion, self.parser)
-        self.counts.add(outcome)  # before `put`, which keeps the row even if a stop interrupts its wait
+        self.counts.add(outcome)  # before `put`: if a stop interrupts its wait, the row is kept all the same
         if outcome.attempts:  # rows that were not sent say nothing about the engine or the other rows
             self._sent += 1
             if outcome.error is not None:
@@ -94,9 +94,9 @@ class OutcomeSink:
         await self.outlet.put(outcome)
 
     def _stop_if_too_many_fail(self) -> None:
-        """Count a failed row, and stop the run if too many failed.
+        """Count a failed row, and stop the run if too large a share has failed.
 
-        Rows in flight count as good, because refusals come sooner than answers.
+        Rows in flight count as successful, because refusals come sooner than answers.
         """
         self._failed += 1
         all_sent = self._sent + max(0, self.routes.in_flight - 1)  # the slot of this row is still taken
@@ -110,7 +110,7 @@ class OutcomeSink:
         """Return an outcome with the columns that the job's Python function makes of its answer."""
         takes_row = functions.facts[PARSE].takes_row
         last = self._last
-        if last is None or last[0] is not completion or takes_row:  # else reuse an equal row's result
+        if last is None or last[0] is not completion or takes_row:  # else equal rows share one answer
             row = (carried_of(outcome.ref),) if takes_row else ()
             parsed, error = await _columns_of_answer(completion, row, functions)
             last = self._last = completion, parsed, error
@@ -139,14 +139,15 @@ async def _columns_of_answer(
 
 
 LOGGED_EVERY_S = 2.0
-"""Most seconds between two `sample` events: 43,000 lines a day. A young run writes them more often."""
+"""Maximum number of seconds between two `sample` events, or 43,000 events a day. They are more frequent at
+the beginning of a run."""
 
 
 class ReadableRows(RowSource, Protocol):
     """A source of rows whose columns and kind of prompts are known."""
 
     kind: PromptKind | None
-    """The kind of all prompts; None where they may be of any."""
+    """Kind of all prompts; None if their kinds may differ."""
     names: Sequence[str]
     """Names of the columns."""
 
@@ -174,19 +175,19 @@ class Sending:
         estimated_row_s: float | None = None,
         adaptation: Adaptation | None = None,
     ) -> None:
-        """Build the parts in the order in which rows and load samples flow.
+        """Build the objects in the order in which rows and load samples pass through them.
 
         `began` is the start of the attempt on the monotonic clock, `functions` run the job's Python
         functions, `done_before` are the rows of earlier attempts, `turns` stores the turns of rollouts,
-        `estimated_row_s` is the seconds of a row in an estimate of the run, and `adaptation` tunes the
-        servers' flags. Raises CannotTokenizeError if the job needs client-side tokenization and it is not
-        possible.
+        `estimated_row_s` is the time per row in seconds that an estimate of the run predicts, and
+        `adaptation` tunes the servers' flags. Raises CannotTokenizeError if the job needs client-side
+        tokenization and that is not possible.
         """
         self._job, self._rows, self._outlet, self._events = job, rows, outlet, events
         self._control, self._displays, self._load_control = control, displays, load_control
         self._began, self._adaptation = began, adaptation
         self._adapting: asyncio.Task[None] | None = None
-        """Flag tuning by the newest load sample that it took."""
+        """Task in which flag tuning processes the newest load sample that it took."""
         self._loads: Sequence[SchedulerLoad] = ()
         """The newest load sample."""
         self._next_sample = 0.0
@@ -252,7 +253,7 @@ class Sending:
                 job=job, plan=answers, columns=rows.names, tokenizer=tokenizer, functions=functions
             )
 
-        # load samples: engine → windows → progress: display and event log, `_polled`
+        # load samples: engine → windows → progress → display and event log (`_polled`)
         self._run = SendingRun(routes, self._backlog, events)
         self.progress = AttemptProgress(
             rows=rows,
@@ -280,7 +281,7 @@ class Sending:
         )
 
     async def send(self) -> None:
-        """Send rows until each has an outcome, or the run is to stop; raises BatchrunError.
+        """Send rows until each has an outcome or the run is stopped. Raises BatchrunError.
 
         A gentle stop lets the rows in flight end. An immediate stop, or a cancellation, cancels them.
         """
@@ -291,7 +292,7 @@ class Sending:
             with self._control.listening(functools.partial(self._stop, sending)):
                 await asyncio.wait((sending, polling), return_when=asyncio.FIRST_COMPLETED)
                 if not sending.done():
-                    polling.result()  # it failed: that ends the run
+                    polling.result()  # polling ends first only if it failed; its error ends the run
                 await sending
         finally:
             self._rows.stop()
@@ -302,7 +303,7 @@ class Sending:
             self._load_control.leave(self._run)
 
     def _polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
-        """Show the state of the run, and log it from time to time; drain after `limits.deadline`.
+        """Show the state of the run, and log it from time to time. Drain the run after `limits.deadline`.
 
         Raises the StorageError of a write that failed in the background.
         """
@@ -320,7 +321,7 @@ class Sending:
             self._control.drain("the deadline passed (limits.deadline)")
 
     async def _adapt(self, adaptation: Adaptation, sample: RunSample, now: float) -> None:
-        """Let flag tuning process a load sample. An error ends only the tuning: the rows matter more."""
+        """Let flag tuning process a load sample. An error ends only the tuning; the run goes on."""
         try:
             await adaptation.take(sample, now)
         except Exception:

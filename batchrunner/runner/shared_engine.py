@@ -55,8 +55,8 @@ class SharedEngine:
 
         Runs on the engine share one load control, unless their jobs set different windows. `unsent` is the
         number of rows to send, and `now` the time on the monotonic clock. `decodes` tells whether the model
-        generates text. `prompt_bytes` is the mean number of prompt bytes that the engine computes for a row;
-        None if unknown.
+        generates text. `prompt_bytes` is the mean size of the prompt text that the engine computes for a row,
+        without cached prefixes; None if unknown.
         """
         fixed = None if job.window == "auto" else job.window
         prompt_tokens = None if prompt_bytes is None else prompt_bytes / BYTES_PER_TOKEN
@@ -104,7 +104,7 @@ class SharedEngine:
 async def open_engine_of(
     job: Job, task: TaskName, *, log_directory: Path, control: Control, stack: contextlib.AsyncExitStack
 ) -> SharedEngine:
-    """Open the engine of a job for a task of a model; `stack` closes it. Raises BatchrunError."""
+    """Open the engine of a job for a model's task; `stack` closes the engine. Raises BatchrunError."""
     shape = shape_of(job, task)
     making = make_engine(job.engine, log_dir=log_directory, limits=job.limits, task=task, shape=shape)
     engine = await control.wait_for(making, "while the engine was starting")
@@ -114,7 +114,7 @@ async def open_engine_of(
 
 
 def shape_of(job: Job, task: TaskName) -> str | None:
-    """Return a digest of prompt, sampling and engine: jobs with one digest can use the same tuned flags.
+    """Return a digest of prompt, sampling and engine. Jobs with the same digest can use the same tuned flags.
 
     Return None if the servers' flags must not change for this job.
     """
@@ -128,9 +128,10 @@ def shape_of(job: Job, task: TaskName) -> str | None:
 
 
 def _cost_of_connections(info: EngineInfo, fixed: int | None) -> str | None:
-    """Return a warning with advice about too few connections; None if there are enough.
+    """Return a warning with advice if there are too few connections; None if there are enough.
 
-    `fixed` is the job's window, if it sets one. Otherwise each running request of the engine needs one.
+    If the job sets a window, `fixed`, it needs that many connections. Otherwise it needs one for each request
+    that the engine can run.
     """
     needed = fixed or info.max_running or UNKNOWN_ENGINE_WINDOW
     if info.connections is None or info.connections >= needed:
@@ -144,7 +145,7 @@ def _cost_of_connections(info: EngineInfo, fixed: int | None) -> str | None:
 
 
 def _most_new_tokens(job: Job) -> int | None:
-    """Return the most output tokens of a row; None where they differ by row."""
+    """Return the maximum number of output tokens of each row; None if rows have no common maximum."""
     if job.forward is not None:
         return 0
     return job.sampling.max_new_tokens if isinstance(job.sampling.max_new_tokens, int) else None

@@ -1,4 +1,4 @@
-"""A job as the script of a Slurm array, for a person to read, change and submit."""
+"""Writes the script of a Slurm array for a job, for a person to read, change and submit."""
 
 import shlex
 import sys
@@ -11,7 +11,8 @@ from batchrunner.output.addresses import store_address
 from batchrunner.runner.check import check
 
 CLOSING_S = 20
-"""Seconds of the grace period kept for the last part and the end of the engine, after the drain."""
+"""Seconds at the end of the grace period, after the drain, for writing the last output part and shutting down
+the engine."""
 
 _SCRIPT = """\
 #!/bin/bash
@@ -59,11 +60,11 @@ def array_script(
     preamble: str,
     grace_s: int,
 ) -> str:
-    """Return the script of tasks that share a job's rows, and make the directory of their logs.
+    """Return the script of array tasks that share a job's rows, and make the directory of their logs.
 
-    `array` are the numbers of the tasks, `sbatch` more options, as sbatch takes them; `preamble` are shell
-    lines that come first. Slurm signals a task `grace_s` before the time limit. Raises JobError or
-    OutputError.
+    `array` has the numbers of the tasks, as `sbatch --array` takes them. `sbatch` has further options for
+    sbatch. `preamble` has shell lines that run before the job. Slurm signals a task `grace_s` seconds before
+    the time limit. Raises JobError or OutputError.
     """
     if job == "-":
         raise JobError("-: each task of an array reads the job", hint="write it into a file")
@@ -75,7 +76,7 @@ def array_script(
     loaded = load_job(job, overrides=overrides)
     store = store_address(loaded.output.path)
     run = Path(store.name if store else loaded.output.path).expanduser().absolute()
-    logs = run.with_name(f"{run.name}.slurm")  # sbatch does not make it
+    logs = run.with_name(f"{run.name}.slurm")  # sbatch does not make this directory
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as failure:
@@ -83,7 +84,7 @@ def array_script(
     drain_s = grace_s - CLOSING_S
     sets = [word for text in (f"limits.drain={drain_s}", *overrides) for word in ("--set", text)]
     options = ["--join", *sets]
-    pattern = str(logs).replace("%", "%%")  # a sign of sbatch's own: %A_%a are array and task
+    pattern = str(logs).replace("%", "%%")  # sbatch replaces %A and %a by array and task
     return _SCRIPT.format(
         name=shlex.quote(f"--job-name={run.name}"),
         directory=shlex.quote(f"--chdir={Path.cwd()}"),

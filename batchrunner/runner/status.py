@@ -1,4 +1,4 @@
-"""State of a run, read from its files: it may be at work in another process, or over."""
+"""State of a run, read from its files. The run may be over, or go on in another process."""
 
 import time
 from collections import Counter
@@ -21,7 +21,7 @@ from batchrunner.runner.leases import Leases
 from batchrunner.runner.progress import sample_line
 
 MOST_NAMED = 8
-"""Workers that have ended and are shown one by one; of more, only the sums."""
+"""Maximum number of ended workers that are shown one by one. If there are more, only their sums are shown."""
 
 
 class LeaseCounts(msgspec.Struct, kw_only=True):
@@ -75,10 +75,10 @@ class RunStatus(msgspec.Struct, kw_only=True):
 
 
 def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
-    """Return the state of a run; raises OutputError if the path holds none; `watch` is as in `holders_of`.
+    """Return the state of a run. Raises OutputError if the path holds no run; `watch` is as in `holders_of`.
 
-    Before the first worker has begun to send rows, the model is None, and so is the number of rows where no
-    plan has it.
+    Before the first worker has begun to send rows, the model is None. Without a plan, the number of rows is
+    None then, too.
     """
     run_dir = look_at_run(run)
     facts = read_run_json(run_dir) if holds_run(run_dir.path) else require_run_json(run_dir)
@@ -96,7 +96,7 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
     pace = sum(
         (sample.rows_total - sample.rows_done) / sample.time_left_s for sample in now if sample.time_left_s
     )
-    on_disk = len(BitMap64().union(*(done.rows for done in stored)))  # a row of two workers counts once
+    on_disk = len(BitMap64().union(*(done.rows for done in stored)))  # a row that two workers did counts once
     running = [task.running for task in tasks if task.running]
     total = leases.plan.rows_total if leases.plan else None
     if facts:
@@ -147,7 +147,7 @@ def _task(run_dir: RunDir, done: DoneRows, sample: LoggedSample | None, holder: 
 
 
 def status_lines(state: RunStatus) -> list[str]:
-    """Return a state as a person reads it."""
+    """Return the state of a run as lines for a person."""
     total, on_disk = state.rows_total, state.rows_on_disk
     reused = f"{state.rows_reused:,} reused, " if state.rows_reused else ""
     cut = f"{state.rows_cut:,} truncated at max_new_tokens, " if state.rows_cut else ""
@@ -181,7 +181,7 @@ def status_lines(state: RunStatus) -> list[str]:
 
 
 def _how_to_go_on(reason: str | None) -> str:
-    """Return why a run stopped, where that is known, and the one next step."""
+    """Return why a run stopped, if that is known, and what to do next."""
     if reason and says_next_step(reason):
         return f"not running: {reason}"
     return f"not running{f' ({reason})' if reason else ''}: {GO_ON} to go on"

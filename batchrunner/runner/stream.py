@@ -1,4 +1,4 @@
-"""Streams: runs that take their rows from a program, and give it each outcome once its row ends."""
+"""Streams: runs that take their rows from a program, and hand it each row's outcome once the row ends."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_ROWS, MOST_BYTES = 256, 16 << 20
-"""Most rows, and bytes of their texts, that are read ahead. MOST_ROWS also limits the rows that are rendered
-together, and the finished rows that wait for the program."""
+"""Maximum number of rows that are read ahead, and of bytes in them. MOST_ROWS is also the maximum number of
+rows that are rendered together, and of finished rows that wait for the program."""
 MOST_RENDERERS = 64
-"""Schemas whose renderers are kept."""
+"""Maximum number of renderers that are kept; each row schema needs its own."""
 
 Piece: TypeAlias = dict[str, Any] | pa.RecordBatch
 """A row, or a batch of rows."""
@@ -76,18 +76,18 @@ class RowBuffer:
         self._bytes = 0
         self._ended = False
         self.stopped = False
-        """Whether no more rows are wanted."""
+        """Whether the stream wants no more rows."""
         self._changed = threading.Condition()
         self.failure: BaseException | None = None
         """Exception of the program's iterator."""
 
     def comes_soon(self) -> bool:
-        """Wait until `take` would not block, for at most `TIMING.more_rows`; tell whether it would not."""
+        """Wait at most `TIMING.more_rows` seconds for rows; tell whether `take` would return at once."""
         with self._changed:
             return self._changed.wait_for(self._can_take, TIMING.more_rows)
 
     def offer(self, piece: Piece) -> bool:
-        """Add a piece if there is room; tell whether it is dealt with. A stopped buffer drops it."""
+        """Add a piece if there is room; return False if not. A stopped buffer drops it and returns True."""
         with self._changed:
             if not self.stopped and not self._has_room():
                 return False
@@ -95,7 +95,7 @@ class RowBuffer:
             return True
 
     def put(self, piece: Piece) -> bool:
-        """Add a piece once there is room; tell whether more are wanted. Blocks."""
+        """Wait for room and add a piece; tell whether the stream wants more rows. Blocks."""
         with self._changed:
             self._changed.wait_for(lambda: self.stopped or self._has_room())
             self._append(piece)
@@ -112,7 +112,7 @@ class RowBuffer:
         self._changed.notify_all()
 
     def take(self, most: int = MOST_ROWS) -> list[Piece]:
-        """Take the pieces that are there, at most `most`; waits for the first. Empty at the end. Blocks."""
+        """Wait for pieces and take at most `most` of them. Return an empty list at the end. Blocks."""
         with self._changed:
             self._changed.wait_for(self._can_take)
             pieces, self._pieces = self._pieces[:most], self._pieces[most:]
@@ -128,13 +128,13 @@ class RowBuffer:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Record that no more rows are wanted."""
+        """Record that the stream wants no more rows."""
         with self._changed:
             self.stopped = True
             self._changed.notify_all()
 
     def _count(self, piece: Piece, sign: int) -> None:
-        """Count the rows and bytes of a piece that comes (1) or goes (-1)."""
+        """Add a piece's rows and bytes to the totals (`sign` 1), or subtract them (-1)."""
         rows, size = (1, bytes_of(piece)) if isinstance(piece, dict) else (piece.num_rows, piece.nbytes)
         self._rows += sign * rows
         self._bytes += sign * size
@@ -147,8 +147,8 @@ class RowBuffer:
 async def reading(data: object, buffer: RowBuffer) -> AsyncGenerator[None]:
     """Read a program's rows into a buffer while the `with` block runs.
 
-    An async iterator is read in this loop, other data in a thread. At the end, a thread whose iterator blocks
-    is left behind after `TIMING.iterator_end`.
+    An async iterator is read in this event loop, other data in a thread. At the end, the thread gets
+    `TIMING.iterator_end` seconds to finish; if its iterator still blocks, it is left running.
     """
     if isinstance(data, AsyncIterable):
         task = asyncio.create_task(_read_in_loop(data, buffer))
@@ -214,17 +214,18 @@ def _pieces_of(data: object) -> Generator[Piece]:
     rows = iter(as_rows(data))
     try:
         for number, row in enumerate(rows):
-            yield dict(as_mapping(row, number))  # the program may use its mapping again
+            yield dict(as_mapping(row, number))  # a copy, because the program may change its mapping later
     finally:
         if isinstance(rows, Generator):
             rows.close()
 
 
 def take_batches(buffer: RowBuffer, first: int, most: int = MOST_ROWS) -> list[pa.RecordBatch | str]:
-    """Wait for rows and return them as batches; `first` is the number of the first one. Empty at the end.
+    """Wait for rows and return them as batches; return an empty list at the end.
 
-    At most `most` rows, or batches of a table, are taken. All rows of a batch have the same types, so the
-    values of a row do not depend on its neighbours. A row that cannot be sent is returned as its error text.
+    `first` is the number of the first row. At most `most` rows, or batches of a table, are taken. All rows of
+    a batch have the same types, so no row's values are converted to the types of other rows. For a row that
+    cannot be sent, its error text takes the place of a batch.
     """
     pieces = buffer.take(most)
     rows = [piece for piece in pieces if isinstance(piece, dict)]
@@ -256,7 +257,7 @@ class ProgramColumns:
     schema: pa.Schema
 
     def field(self, name: str, *, where: str) -> pa.Field:
-        """Return the field of a column; raises InputError where there is none, or several."""
+        """Return the field of a column. Raises InputError if there is no such column, or more than one."""
         indices = self.schema.get_all_field_indices(name)
         if not indices:
             raise unknown_column(InputError, where, name, self.schema.names)
@@ -265,19 +266,19 @@ class ProgramColumns:
         return self.schema.field(indices[0])
 
     def directory_of(self, row: int) -> str | None:
-        """Return None: the rows are in no file."""
+        """Return None, because the rows come from no file."""
 
 
 class ProgramRows:
-    """The rows of a program as a run's source; they are sent in their order, some 500 at a time.
+    """The rows of a program, as the source of a run. They are reordered only within windows of about 500.
 
-    The first row, or the table, sets the columns. A later row may lack a column, which is then null, or have
-    another type in it. A row fails if its types do not fit the job. Columns that the job does not use are
-    ignored.
+    The first row, or the table, sets the columns. A later row may lack a column, whose value is then null, or
+    have a value of another type. A row fails if its types do not fit the job. Columns that the job does not
+    use are ignored.
     """
 
     is_shared = True
-    """Rows are ordered in small windows, so that they are sent, and read, only a little ahead."""
+    """True, so that rows are reordered in small windows only, and the stream reads few rows ahead."""
 
     def __init__(
         self,
@@ -289,13 +290,13 @@ class ProgramRows:
         total: int = 0,
         functions: HookPool | None = None,
     ) -> None:
-        """Check the job against the `columns`; raises JobError or InputError.
+        """Check the job against the `columns`. Raises JobError or InputError.
 
         `first` are batches that were already taken from the buffer. `total` is the number of rows, or 0 if it
         is unknown. `functions` are the job's Python functions.
         """
         self.total = total
-        """Number of rows; 0 where nobody knows it."""
+        """Number of rows; 0 if unknown."""
         self._columns = normalized(columns, pa.null())
         self.names: Sequence[str] = self._columns.names
         """Names of the columns."""
@@ -306,13 +307,13 @@ class ProgramRows:
         self._renderer_of = functools.lru_cache(MOST_RENDERERS)(self._make_renderer)
         self._renderer = self._renderer_of(self._columns)
         self.kind = self._renderer.kind
-        """The kind of the prompts; None where a Python function makes them."""
+        """Kind of the prompts; None if a Python function makes them."""
         self._read = 0
         self._ended = False
 
     @property
     def unread(self) -> int:
-        """Number of rows still to be read; a large number where nobody knows it."""
+        """Number of rows that have not been read yet; a very large number if unknown."""
         if self._ended:
             return 0
         return max(0, self.total - self._read) if self.total else sys.maxsize >> 1
@@ -322,9 +323,9 @@ class ProgramRows:
         self._buffer.stop()
 
     def batches(self) -> Iterator[list[Request | Outcome]]:
-        """Render the rows in the buffer, and wait for more. An empty list means that none come soon.
+        """Render the rows in the buffer, and wait for more. Yields an empty list if no rows come soon.
 
-        `RowBuffer.failure` has the exception of the program's iterator.
+        If the program's iterator raises, the rows end, and `RowBuffer.failure` has the exception.
         """
         pieces, self._first = self._first or take_batches(self._buffer, 0), []
         while pieces:
@@ -354,13 +355,13 @@ class ProgramRows:
         return [Outcome.unsent(RowRef(row, carried, at), error) for at, row in enumerate(rows)]
 
     def _used(self, data: pa.RecordBatch) -> pa.RecordBatch:
-        """Return the columns that the job uses. A column of nulls has its type in the first row."""
+        """Return the columns that the job uses. A column with only nulls gets its type in the first row."""
         columns = {}
         for name in self._renderer.columns:
             values = data.column(name) if name in data.schema.names else pa.nulls(data.num_rows)
             kind = self._columns.field(name).type
             columns[name] = pa.nulls(data.num_rows, kind) if pt.is_null(values.type) else values
-        if not columns:  # a prompt without a column: the number of rows matters
+        if not columns:  # the prompt uses no column, but the batch must keep its number of rows
             return data.select([])
         batch = pa.RecordBatch.from_pydict(columns)
         return fitted(batch, normalized(batch.schema, pa.null()))
@@ -370,7 +371,7 @@ class ProgramRows:
 
 
 class Handover:
-    """Bounded queue of finished rows, as dicts: `put` waits while the program is behind.
+    """Bounded queue of finished rows, which the program takes as dicts. `put` waits while the queue is full.
 
     All methods are called in the event loop of the run.
     """
@@ -390,10 +391,10 @@ class Handover:
         self._changed.set()
 
     def check(self) -> None:
-        """Do nothing: no work runs in the background."""
+        """Do nothing, because no writes run in the background."""
 
     async def take(self) -> list[dict[str, Any]]:
-        """Wait for finished rows and take all of them; an empty list means the end.
+        """Wait for finished rows and take all of them; return an empty list at the end.
 
         The values that a rollout returned become columns.
         """
@@ -423,7 +424,7 @@ class Handover:
 
 
 class ProgramOutlet(Outlet, Protocol):
-    """Where the outcomes of a stream go."""
+    """Destination of a stream's outcomes."""
 
     def end(self) -> None:
         """Record that no more outcomes come."""
@@ -493,7 +494,7 @@ class StreamCall:
     displays: Sequence[Display]
 
     async def rows(self) -> AsyncGenerator[dict[str, Any]]:
-        """Yield rows as they end; nothing stays on disk."""
+        """Yield each row when it ends. Nothing stays on disk."""
         async with contextlib.AsyncExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchrunner-")))
             buffer = RowBuffer()
@@ -522,7 +523,7 @@ class StreamCall:
         """Return the rows; None if there are none. Blocks until a row or a table sets the columns."""
         first: list[pa.RecordBatch | str] = []
         readable = None
-        while readable is None:  # rows that cannot be sent have no columns
+        while readable is None:  # skip rows that cannot be sent, which have no columns
             batches = take_batches(buffer, len(first), most=1)
             if not batches and first:
                 raise InputError(str(first[0]))
@@ -531,7 +532,7 @@ class StreamCall:
             first += batches
             readable = next((batch for batch in batches if not isinstance(batch, str)), None)
         job = self.call.job(readable.schema, [str(scratch)], scratch)
-        if not any(map(len, first)):  # a table's columns came before its first rows
+        if not any(map(len, first)):  # a table's first batch may have columns but no rows
             first = take_batches(buffer, 0, most=1)
         functions = open_functions(job)
         if functions is not None:

@@ -36,9 +36,10 @@ from batchrunner.tuning.recover import EndedServer, read_server
 from batchrunner.tuning.search import TrialRequest
 
 LOG_INTERVAL = 10
-"""`decode-log-interval` of trials: their passes are counted to within 10, at almost no cost."""
+"""`decode-log-interval` of trials. The server logs every 10th decode pass, which costs almost nothing and
+gives the number of passes to within 10."""
 FEWEST_DECODES = 5
-"""Least log lines of decode passes for a mean."""
+"""Minimum number of log lines of decode passes from which a mean is computed."""
 SETUP = frozenset(name.replace("-", "_") for name in FLAGS) | {
     "cuda_graph_config", "disable_cuda_graph", "dp_size", "enable_dp_attention",
     "enable_piecewise_cuda_graph", "pp_size",
@@ -50,7 +51,7 @@ Passes = Sequence[tuple[str, LoggedBatch]]
 
 
 def server_facts(lines: Iterable[str], args: Mapping[str, Any]) -> Facts:
-    """Return the server's setup by its log up to the first pass, or else by its arguments."""
+    """Return the server's setup from its log up to the first pass, or else from its arguments."""
     before = takewhile(lambda line: not isinstance(record_in(clean(line)), LoggedBatch), lines)
     facts, _ = read_server(EndedServer([*before], args))
     return Facts(
@@ -70,10 +71,10 @@ def logged_passes(lines: Iterable[str]) -> list[tuple[str, LoggedBatch]]:
 
 
 def signs_of_passes(passes: Passes, tokens: int) -> dict[str, Any]:
-    """Return the figures of some passes, as fields of TrialSigns.
+    """Return statistics of some passes, as fields of TrialSigns.
 
-    `tokens` are the output tokens of these passes. `running` and `usage` are means over decode passes, since
-    polls also see prefills, during which fewer requests run.
+    `tokens` is the number of output tokens of these passes. `running` and `usage` are means over decode
+    passes only. Polls of the load would include prefills, during which fewer requests run.
     """
     decodes = [batch for _, batch in passes if batch.decode]
     prefilled = [batch.new_tokens for _, batch in passes if not batch.decode]
@@ -93,10 +94,10 @@ def signs_of_passes(passes: Passes, tokens: int) -> dict[str, Any]:
 
 
 def output_rate(passes: Passes) -> float | None:
-    """Return output tokens per second by the scheduler's clock; None where the log has few decode passes.
+    """Return output tokens per second by the scheduler's clock; None if the log has too few decode passes.
 
-    A count of ended rows would be less exact, since many rows are half done at both ends of the stretch.
-    Each line has the rate since the line before it, prefills included.
+    A count of finished rows would be less exact, because many rows are half done when the measurement begins
+    and ends. Each log line has the rate since the line before it, including the time of prefills.
     """
     by_rank = defaultdict[str, list[LoggedBatch]](list)
     for rank, batch in passes:
@@ -105,7 +106,7 @@ def output_rate(passes: Passes) -> float | None:
     rates, lines = [], 0
     for batches in by_rank.values():
         tokens = seconds = 0.0
-        for before, after in pairwise(batches):  # The first line has the rate before the stretch.
+        for before, after in pairwise(batches):  # The first line's rate is that of an earlier time.
             if after.throughput:
                 added = (before.running + after.running) / 2 * after.accepted
                 tokens, seconds, lines = tokens + added, seconds + added / after.throughput, lines + 1
@@ -114,20 +115,22 @@ def output_rate(passes: Passes) -> float | None:
 
 
 MOST_ANSWERS, MOST_WORDS = 400, 1000
-"""Most answers of a trial that are replayed, and most words of each."""
+"""Maximum number of a trial's answers on which n-gram speculation is simulated, and of words of each."""
 CONTEXTS = (8, 4, 3, 2, 1)
-"""Lengths of the n-grams that are looked up, in words, the longest first."""
+"""Lengths in words of the n-grams that are looked up, the longest first."""
 DRAFT = 11
-"""Most words that a decode step drafts: SGLang's default of `--speculative-num-draft-tokens`, less one."""
+"""Maximum number of words that a decode step drafts: SGLang's default of `--speculative-num-draft-tokens`,
+less one."""
 WORD = re.compile(r"\s?\w+|\s?[^\w\s]|\s")
-"""About one token; a space belongs to the word behind it."""
+"""A word or sign with the space before it, which is about one token."""
 
 
 def words_a_step(answers: Iterable[str]) -> float:
-    """Return the words per decode step with SGLang's n-gram speculation; 1 without a hit.
+    """Simulate SGLang's n-gram speculation; return the words per decode step, 1 if no draft is ever right.
 
-    It drafts the words that followed the last ones when they last occurred in any answer. It does not learn
-    from prompts, except for their last words (0.5.23, ngram_worker).
+    The speculation looks up the last words of an answer, and drafts the words that followed them when they
+    last occurred in any answer. It does not learn from prompts, except for their last words (0.5.23,
+    ngram_worker).
     """
     followed: dict[tuple[str, ...], str] = {}
     put_out = steps = 0
@@ -140,7 +143,7 @@ def words_a_step(answers: Iterable[str]) -> float:
             begin = at
             while at < min(len(words), begin + DRAFT) and words[at] == _expected(followed, words, at):
                 at += 1
-            at += 1  # A step without a hit yields one word too.
+            at += 1  # Each step also yields one word that was not drafted.
             for place in range(begin, min(at, len(words))):
                 followed |= dict.fromkeys(_contexts(words, place), words[place])
     return put_out / steps if steps else 1.0
@@ -166,17 +169,17 @@ class TrialRunner:
     async def run(self, request: TrialRequest, number: int, within_s: float) -> TrialResult:
         """Launch the server, send the sample and return the result, in little more than `within_s` seconds.
 
-        The result may be that the server does not start. Raises BatchrunError where the job is wrong.
+        A server that does not start gives a result too. Raises BatchrunError if the job is wrong.
         """
         start = time.monotonic()
         result = await self._run(request, self.directory / f"{number:03d}", within_s)
         return replace(
             result, cost_s=round(time.monotonic() - start, 1)
-        )  # The shutdown of the server counts.
+        )  # The cost includes the shutdown of the server.
 
     async def _run(self, request: TrialRequest, place: Path, within_s: float) -> TrialResult:
         start = time.monotonic()
-        shutil.rmtree(place, ignore_errors=True)  # An old log would be appended to, and counted.
+        shutil.rmtree(place, ignore_errors=True)  # Passes in an old log would count.
         args = {**arguments_in(request.args), "decode-log-interval": LOG_INTERVAL}
         env = {**self.engine.env, **variables_in(request.args)}
         start_s = min(self.engine.start_timeout, within_s)
@@ -222,7 +225,7 @@ class TrialRunner:
         return replace(meter.result(info), failed_share=round(failed, 4))
 
     def _job_into(self, out: Path) -> Job:
-        """Return the job with the sample as its input, whose blocks are in the order of sending."""
+        """Return the job with the sample as its input."""
         return self.job.model_copy(
             update={
                 "input": InputSpec(path=str(self.sample.path)),
@@ -249,7 +252,7 @@ class MeasuringEngine(ObservedEngine):
     args: Mapping[str, Any]
     """Flags of the trial."""
     end: End | None = None
-    """End of the trial and its reason; None while it runs, and after all rows of the sample."""
+    """How and why the trial was stopped; None while it runs, or if all rows of the sample were done."""
     _log_bytes: int | None = None
     """Size of the log in bytes at the end of the trial."""
     _answers: list[str] = field(default_factory=list)
@@ -268,7 +271,7 @@ class MeasuringEngine(ObservedEngine):
             self._answers += completion.texts
 
     async def loads(self) -> Sequence[SchedulerLoad]:
-        """Return the load, and record it."""
+        """Return the engine's load, and record it for the measurement."""
         loads = await self._engine.loads()
         now = time.monotonic()
         if self.first_sent_at is not None:
@@ -282,7 +285,7 @@ class MeasuringEngine(ObservedEngine):
         self._engine.preempt(route, kept)
 
     def incidents(self) -> list[Incident]:
-        """Return the server's incidents; a death ends the trial."""
+        """Return the server's incidents. End the trial if the server died or hangs."""
         incidents = self._engine.incidents()
         for incident in incidents:
             if incident.what in {"died", "hangs", "lost"}:
@@ -290,10 +293,10 @@ class MeasuringEngine(ObservedEngine):
         return incidents
 
     async def close(self) -> None:
-        """Do nothing: the caller who opened the engine closes it."""
+        """Do nothing, because the caller that opened the engine closes it."""
 
     def result(self, info: EngineInfo) -> TrialResult:
-        """Return the result of a trial that has ended; `info` has the limits that the log lacks."""
+        """Return the result of a trial that has ended. Limits that the log lacks are taken from `info`."""
         ended, why = self.end or ("measured", "all rows of the sample")
         at_s = self._last - (self.first_sent_at or self._last)
         result = self.watch.result(ended, why, at_s, 0.0)
@@ -317,7 +320,7 @@ class MeasuringEngine(ObservedEngine):
         )
 
     def stop(self, end: End | None) -> None:
-        """End the trial; without a reason do nothing. The first reason counts."""
+        """Stop the trial, for the first `end` that is not None; ignore None and later calls."""
         if end is not None and self.end is None:
             self.end, self._last, self._log_bytes = end, time.monotonic(), self._log_size()
             self.control.stop(end[1])

@@ -1,4 +1,4 @@
-"""`batchrun tune`: trials of a job's own rows with other flags, within a time budget, and their summary."""
+"""`batchrun tune`: tries other flags on a job's own rows, within a time budget, and summarizes the trials."""
 
 import asyncio
 import contextlib
@@ -42,24 +42,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TuningSummary:
-    """The outcome of a tuning."""
+    """Result of `batchrun tune`."""
 
     job: str
     """Path of the job file."""
     sample: str
-    """The rows of the trials, in words."""
+    """Description of the rows of the trials."""
     spent_s: float
-    """Seconds of trials with their launches, earlier attempts included."""
+    """Seconds that trials took, including launches of servers and trials of earlier attempts."""
     reason: str
     """Why the search ended."""
     own_tokens_per_s: float
-    """Output tokens per second with the job's own flags, the geometric mean of their trials."""
+    """Output tokens per second with the job's own flags, as geometric mean over their trials."""
     best_tokens_per_s: float
-    """The same with the best flags."""
+    """Output tokens per second with the best flags, as geometric mean over their trials."""
     args: Args
-    """Changes to `engine.args`; empty where the job's own flags are the fastest."""
+    """Changes to `engine.args`; empty if the job's own flags are the fastest."""
     trials: list[dict[str, Any]] = field(default_factory=list)
-    """Each setting that was tried: flags that differ from the job's, speeds, signs, verdict."""
+    """For each setting that was tried: the flags that differ from the job's, speeds, signs and verdict."""
     notes: dict[str, str] = field(default_factory=dict)
     """Result of each flag, or the reason why it was not tried."""
     env: dict[str, str] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class TuningSummary:
     layout: dict[str, Any] = field(default_factory=dict)
     """Other changes to `engine`: its kind, its replicas, the GPUs of each (`tp`)."""
     warnings: list[str] = field(default_factory=list)
-    """Effects of the best flags beside the speed."""
+    """Effects of the best flags other than speed."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the summary as `--json` prints it."""
@@ -93,7 +93,7 @@ class TuningSummary:
 
 
 def summarize(search: Search, machine: Machine, source: str, sample: str, spent_s: float) -> TuningSummary:
-    """Summarize a search; raises EngineStartError where not even the job's own flags work."""
+    """Summarize a search. Raises EngineStartError if not even the job's own flags work."""
     job_setting, best = search.own, search.winner
     if not job_setting.speeds:
         raise EngineStartError(search.reason)
@@ -159,10 +159,10 @@ def tune(
     budget_s: float,
     allow_fp8: bool = False,
 ) -> TuningSummary:
-    """Find the fastest safe flags for a job on this machine; with `allow_fp8` also numbers of 8 bits.
+    """Find the fastest safe flags for a job on this machine. With `allow_fp8`, try 8-bit number formats too.
 
-    Trials are kept under `output.path`/tune, from which the same command resumes. Raises BatchrunError:
-    JobError where the run does not launch the engine; TaskHeldError while another process tunes there.
+    Trials are stored under `output.path`/tune, from which the same command resumes. Raises BatchrunError:
+    JobError if the run does not launch the engine, TaskHeldError while another process tunes there.
     """
     job = load_job(source, overrides=overrides)
     if job.forward is not None:
@@ -196,7 +196,7 @@ def _search(
     budget_s: float,
     machine: Machine,
 ) -> TuningSummary:
-    """Try flags within the budget; finished trials in the directory are not run again."""
+    """Try flags within the budget. Trials that were finished before are not run again."""
     job = prepared.job
     sample = write_sample(prepared, directory)
     log.info("sample: %s", sample)
@@ -242,7 +242,7 @@ def engine_to_tune(job: Job) -> ServerEngine:
 
 
 class KeptTrial(msgspec.Struct):
-    """A finished trial, as the memory keeps it."""
+    """A finished trial, as `TrialHistory` stores it."""
 
     args: Args
     """Flags that differ from the job's own."""
@@ -258,8 +258,8 @@ class TrialHistory:
     def __init__(self, memory: Memory, about: str, base: Args) -> None:
         """Read the trials with the digest `about`, which covers rows, job, engine and machine.
 
-        `base` are the job's own flags. Only flags that differ from them are written, so no secret of the
-        job is.
+        `base` has the job's own flags. Only flags that differ from these are written, so that no secret of
+        the job is written.
         """
         self._memory = memory
         self._about = about
@@ -288,10 +288,11 @@ async def run_search(
     run: Callable[[TrialRequest, int, float], Awaitable[TrialResult]],
     budget_s: float,
 ) -> float:
-    """Run a search within its budget, from kept results or by trials; return the seconds spent.
+    """Run a search within its budget; return the seconds spent.
 
-    No trial begins when less time remains than the last measured trial took. A trial that still runs at the
-    end of the budget is cut short, and its result is not kept.
+    The result of a trial that was finished before is used again. No trial begins if less time remains than
+    the last measured trial took. A trial that still runs at the end of the budget is cut short, and its
+    result is not kept.
     """
     steps = search.steps()
     spent_s, last_s, number = 0.0, 0.0, 0

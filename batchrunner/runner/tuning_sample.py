@@ -1,7 +1,8 @@
 """The rows of the trials of `batchrun tune`: blocks of the job's own rows, spread evenly over the input.
 
-A block keeps neighbouring rows together, so that rows with a shared prefix meet in the cache as in the job.
-The first few blocks are already spread over the whole input, so that a trial which stops early is fair.
+A block keeps neighbouring rows together, so that rows with a shared prefix hit the cache as often as in the
+job. The first few blocks already come from all over the input, so that a trial that stops early is
+representative.
 """
 
 from bisect import bisect_left
@@ -21,11 +22,11 @@ from batchrunner.output.files import whole_file, writing
 from batchrunner.runner.prepare import PreparedJob
 
 MOST_ROWS = 16_384
-"""Rows of a sample at most: four times what SGLang runs at once by default (4096)."""
+"""Maximum number of rows in a sample: four times the requests that SGLang runs at once by default (4096)."""
 BLOCK_ROWS = 32
-"""Rows of a block."""
+"""Number of rows in a block."""
 MOST_BYTES = 256 << 20
-"""Approximate largest size of the sample in bytes, which lies in memory."""
+"""Approximate maximum size of the sample in bytes. The sample is held in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,9 @@ class TuningSample:
 
 
 def write_sample(prepared: PreparedJob, directory: Path) -> TuningSample:
-    """Write the sample into a directory; raises InputError or StorageError.
+    """Write the sample into a directory. Raises InputError or StorageError.
 
-    Reads the columns that the job needs at most once, and sorts where the job's order is by prefix.
+    Reads the columns that the job needs at most once. If the job's order is by prefix, sorts the rows first.
     """
     rows, path = prepared.selected(), directory / "sample.parquet"
     schema = pa.schema([prepared.dataset.schema.field(name) for name in prepared.renderer.columns])
@@ -68,7 +69,7 @@ def write_sample(prepared: PreparedJob, directory: Path) -> TuningSample:
 
 
 def _affordable(prepared: PreparedJob) -> int:
-    """Return how many rows fit into MOST_BYTES, by the mean size of the first ones."""
+    """Return how many rows fit into MOST_BYTES, estimated from the mean size of the first rows."""
     every = BitMap64(range(prepared.dataset.total_rows))
     first = next(prepared.dataset.read(every, prepared.renderer.columns))
     row_bytes: int = max(1, first.data.nbytes // len(first.rows))
@@ -76,13 +77,13 @@ def _affordable(prepared: PreparedJob) -> int:
 
 
 def _blocks(prepared: PreparedJob, rows: BitMap64, blocks: int, directory: Path) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of so many blocks, which are evenly spread over the job's order of rows."""
+    """Yield the rows of `blocks` blocks, which are spread evenly over the rows in the job's order."""
     spread = spread_blocks(len(rows), blocks=blocks, size=BLOCK_ROWS)
     places: Sequence[int] = [place for block in spread for place in block]
     path = None
     if decide_order(prepared, rows).order == "prefix":
         path, _ = prepare_order(prepared, rows, directory, writer="tune", check_stop=lambda: None)
-    if path is None:  # input order: only these rows are read
+    if path is None:  # in input order, only the rows of the blocks need to be read
         rows = BitMap64().union(*(rows[block.start : block.stop] for block in spread))
         places = range(len(rows))
     begin = 0
@@ -96,7 +97,7 @@ def _blocks(prepared: PreparedJob, rows: BitMap64, blocks: int, directory: Path)
 
 
 def _table(batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> pa.Table:
-    """Return rows as a table with this schema; the metadata of columns may differ between files."""
+    """Return rows as a table with this schema. The columns' metadata may differ between files."""
     return pa.concat_tables(
         pa.Table.from_arrays([batch.column(name) for name in schema.names], schema=schema)
         for batch in batches

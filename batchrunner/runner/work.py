@@ -40,15 +40,15 @@ class Work:
     counts: RowCounts
     """Counts of the rows that this attempt finishes; they include reused answers from the beginning."""
     done_before: DoneRows = field(default_factory=DoneRows)
-    """Rows that earlier attempts of this worker ended."""
+    """Rows that earlier attempts of this worker finished."""
     rows_of_others: int = 0
-    """Remaining rows that living workers do, if this attempt found no free lease."""
+    """Number of remaining rows that other living workers will do, if this attempt found no free lease."""
     discard: Discard = "nothing"
     """Results to discard before the first new result is written."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to do. A run to discard is not empty: it needs a new run.json."""
+        """Whether there is nothing to do. If a run is to be discarded, there is: a new run.json is needed."""
         return not self.rows.unread and self.discard != "run"
 
 
@@ -62,12 +62,13 @@ class WorkFinder:
     control: Control
     events: EventLog
     turns: TurnStore | None
-    """Where turns of rollouts are stored; None where there are none."""
+    """Store of the turns of rollouts; None if the job has no rollouts."""
 
     def check(self, model: str | None, weights: str | None = None) -> Reuse | None:
-        """Raise what refuses this attempt, and change nothing; return the reuse of another run's answers.
+        """Raise an error if this attempt must be refused. Change nothing.
 
-        The engine's `model` and the version of its `weights` are compared if they are known.
+        Returns the `Reuse` of another run's answers if the job asks for one. The engine's `model` and the
+        version of its `weights` are compared if they are known.
         """
         prepared, run_dir = self.prepared, self.prepared.run_dir
         reuse = None
@@ -85,7 +86,7 @@ class WorkFinder:
         return reuse
 
     def find(self, model: str | None, weights: str | None = None) -> Work:
-        """Check this attempt, recover what an interrupted one left, then plan this attempt.
+        """Check this attempt, recover the rows of an interrupted attempt, then plan this attempt.
 
         `model` and `weights` are as in `check`. Raises InputError, OutputError, ResumeError or StorageError.
         """
@@ -94,7 +95,7 @@ class WorkFinder:
             return self._find_shared() if self.start.join else self._find_alone(reuse)
 
     def _find_alone(self, reuse: Reuse | None) -> Work:
-        """Find the work of a run with one worker; `reuse` brings answers of another run."""
+        """Find the work of a run with one worker; `reuse` provides answers of another run."""
         prepared, run_dir = self.prepared, self.prepared.run_dir
         stored = DoneRows()
         if not self.start.fresh:
@@ -136,7 +137,7 @@ class WorkFinder:
         )
         if rows.take_first(self.control.sleep):
             return Work(rows=rows, rows_of_run=rows_of_run, order=order, counts=counts)
-        # Read this before the done rows: other workers may finish rows in between.
+        # Read this before the done rows, because other workers may finish rows in between.
         rows_of_others, _ = rows.held_elsewhere()
         return Work(
             rows=FixedRows(self.prepared, BitMap64(), total=rows_of_run),
@@ -148,7 +149,7 @@ class WorkFinder:
         )
 
     def discard_outdated(self, results: Discard) -> None:
-        """Delete the merged dataset, which new rows outdate, and the `results` that the plan discards.
+        """Delete the merged dataset, which new rows make outdated, and the `results` that the plan discards.
 
         Raises TaskHeldError, TaskLockLostError or StorageError.
         """

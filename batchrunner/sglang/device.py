@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 CPU_SHIM = Path(__file__).with_name("cpu_shim")
-"""Directory of a substitute for the package `sgl_kernel`, which needs CUDA; first on PYTHONPATH on a CPU."""
+"""Directory of a substitute for the package `sgl_kernel`, which needs CUDA. On a CPU it comes first on
+PYTHONPATH."""
 
 SERVER_MODULES = Path(__file__).with_name("server_modules")
-"""Directory of packages for SGLang's processes, last on their PYTHONPATH."""
+"""Directory of packages for SGLang's processes. It comes last on their PYTHONPATH."""
 MEAN_POOLING = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "mean_pooling"}
-"""Environment that makes an encoder's vector the mean over all tokens; by default it is the first token's."""
+"""Environment variable with which an encoder's vector is the mean over all tokens, not the first token's."""
 
 CPU_NOTE = (
     "SGLang's CPU engine: for trying jobs and for tests, slow by nature; a GPU is used where there is one"
@@ -28,18 +29,18 @@ CPU_ARGS: dict[str, Any] = {
     "attention-backend": "torch_native",
     "dtype": "float32",
     "disable-overlap-schedule": True,
-    "sleep-on-idle": True,  # else an idle scheduler spins a whole core
+    "sleep-on-idle": True,  # otherwise an idle scheduler keeps a core busy
     "max-total-tokens": 20_000,
     "max-running-requests": 32,
     "context-length": 4096,
 }
 
 SMI_TIMEOUT_S = 30.0
-"""Most seconds for `nvidia-smi`, which takes several of them where the driver is not kept loaded."""
+"""Maximum number of seconds for `nvidia-smi`, which takes several if the driver is not kept loaded."""
 
 
 def has_gpu() -> bool:
-    """Whether there is an NVIDIA or AMD GPU that CUDA_VISIBLE_DEVICES does not hide."""
+    """Tell whether there is an NVIDIA or AMD GPU that CUDA_VISIBLE_DEVICES does not hide."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in {"", "-1"}:
         return False
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists() or Path("/dev/dxg").exists()
@@ -48,7 +49,8 @@ def has_gpu() -> bool:
 def gpus(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return the GPUs that a process may use, as CUDA_VISIBLE_DEVICES names them; empty if unknown.
 
-    `environ` has the variables that the process gets beside ours, from `engine.env` of the job.
+    `environ` has the variables of the job's `engine.env`, which the process gets in addition to this
+    process's.
     """
     visible = {**os.environ, **(environ or {})}.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -93,12 +95,12 @@ def card_name() -> str | None:
 
 
 def on_cpu(device: str) -> bool:
-    """Whether a job's `engine.device` means the CPU on this machine."""
+    """Tell whether a job's `engine.device` means the CPU on this machine."""
     return device == "cpu" or (device == "auto" and not has_gpu())
 
 
 def program_environment(extra: Mapping[str, str], *, cpu: bool = False) -> dict[str, str]:
-    """Return the environment of a program that we start: ours, the CPU's variables, and `extra` over both."""
+    """Return the environment of a program to start: this process's and the CPU's variables, then `extra`."""
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
     environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without bytecode SGLang takes twice as long to start
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, (environ.get("PYTHONPATH"), str(SERVER_MODULES))))
@@ -106,7 +108,7 @@ def program_environment(extra: Mapping[str, str], *, cpu: bool = False) -> dict[
 
 
 def cpu_environment(environ: dict[str, str]) -> dict[str, str]:
-    """Return the variables with which SGLang serves on a CPU, over `environ`."""
+    """Return the variables that SGLang needs in addition to `environ` to serve on a CPU."""
     path = environ.get("PYTHONPATH")
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
@@ -115,11 +117,11 @@ def cpu_environment(environ: dict[str, str]) -> dict[str, str]:
 
 
 def server_args(args: dict[str, Any], *, cpu: bool) -> dict[str, Any]:
-    """Return the job's arguments over our defaults: metrics, cache report, and those of a CPU.
+    """Return the job's arguments together with the runner's defaults, which the job's arguments override.
 
-    The schedule policy is `fcfs` because rows are sent in the order in which they should be computed; `lpm`
-    would change that order while few requests wait. The HTTP log is off because a line for each request would
-    hide the causes of failures.
+    The schedule policy is `fcfs`, because rows are sent in the order in which they should be computed. `lpm`
+    would change that order while few requests wait. The HTTP log is off, because a line for each request
+    would hide the causes of failures.
     """
     defaults: dict[str, Any] = {
         "enable-metrics": True,
@@ -139,9 +141,9 @@ def free_bytes() -> int:
 
 
 def oom_kills(root: Path = _MACHINE) -> int | None:
-    """Return how many processes the kernel has killed for want of memory since boot; None before Linux 4.13.
+    """Return how many processes the kernel has killed for lack of memory since boot; None if unknown.
 
-    `root` is the directory that holds `proc`.
+    Linux counts them from 4.13 on. `root` is the directory that holds `proc`.
     """
     with contextlib.suppress(OSError):
         if match := re.search(r"^oom_kill (\d+)", (root / "proc/vmstat").read_text(), re.MULTILINE):

@@ -1,4 +1,4 @@
-"""Facts of a model by its name: directory, identity in a run's fingerprint, config.json, GPUs it needs."""
+"""Facts about a model: its directory, identity in a run's fingerprint, config.json and the GPUs it needs."""
 
 import contextlib
 import logging
@@ -37,7 +37,7 @@ def language_part(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Tell whether the model is a mixture of experts."""
-    inner = config.get("ffn_config")  # Dbrx has them there
+    inner = config.get("ffn_config")  # where Dbrx has the number of experts
     parts = [config, inner] if isinstance(inner, dict) else [config]
     return any(_largest(part.get(name)) > 1 for part in parts for name in EXPERTS)
 
@@ -45,7 +45,8 @@ def has_experts(config: Mapping[str, Any]) -> bool:
 def has_latent_attention(config: Mapping[str, Any]) -> bool:
     """Tell whether the model has multi-head latent attention (MLA): a compressed KV cache for all heads.
 
-    DeepSeek-V4 has its keys but another attention, which `compress_ratios` shows (SGLang's model_config).
+    DeepSeek-V4 has the same keys in config.json, but another kind of attention, which `compress_ratios` shows
+    (SGLang's model_config).
     """
     return bool(
         _largest(config.get("kv_lora_rank"))
@@ -66,7 +67,7 @@ def _largest(value: Any) -> int:
 
 
 def model_identity(model: str) -> str:
-    """Return the resolved path of a model directory; any other name unchanged."""
+    """Return the resolved path of a model directory. Any other model name is returned unchanged."""
     path = _local(model)
     return str(path.resolve()) if path else model
 
@@ -76,14 +77,14 @@ def _local(model: str) -> Path | None:
     try:
         path = Path(model).expanduser()
         return path if path.exists() else None
-    except (OSError, RuntimeError, ValueError):  # too long; no such user as in ~name; a NUL
+    except (OSError, RuntimeError, ValueError):  # too long; no such user in ~user; a null byte
         return None
 
 
 def model_directory(model: str, revision: str | None = None) -> Path:
     """Return the directory of a model's files, which may not exist yet.
 
-    For a name on the Hub it is the snapshot of the revision (default: `main`) in huggingface_hub's cache.
+    For a name on the Hub, this is the revision's snapshot in huggingface_hub's cache (default: `main`).
     """
     if path := _local(model):
         return path
@@ -98,7 +99,7 @@ def model_directory(model: str, revision: str | None = None) -> Path:
 
 
 def check_model(model: str) -> None:
-    """Raise EngineStartError for a missing model directory, or one without a model."""
+    """Raise EngineStartError for a missing model directory, or for a directory without a model."""
     path = Path(model).expanduser()
     # "org/name" is a name on the Hub, unless there is a folder `org`.
     looks_like_path = not is_hub_name(model) or ("/" in model and path.parent.is_dir())
@@ -114,17 +115,18 @@ def check_model(model: str) -> None:
 _LEADS_ELSEWHERE = re.compile(
     "HF_|HUGGINGFACE_|TRANSFORMERS_|XDG_CACHE_HOME|SGLANG_USE_MODELSCOPE|.*_proxy$", re.IGNORECASE
 )
-"""Environment variables with which a server may find a model where this process does not look."""
+"""Environment variables that may make a server find its model in a place where this process does not look."""
 HUB_TIMEOUT_S = 10.0
 HUB_TRIES = 3
-"""Tries to reach the Hub: a machine that has just started may have no network yet."""
+"""Number of attempts to reach the Hub. More than one, because a machine that has just started may have no
+network yet."""
 
 
 def check_on_hub(spec: ServerEngine) -> None:
     """Raise EngineStartError for a model that is neither on this machine nor on the Hub.
 
-    SGLang would try for a minute, and then quote three errors. If the server may look elsewhere, by its
-    variables or arguments, or if the Hub's answer is unexpected, nothing is raised.
+    Without this check, SGLang would try for a minute, and then quote three errors. Nothing is raised if the
+    server's variables or arguments may lead it elsewhere, or if the Hub's answer is unexpected.
     """
     model, revision = spec.model, spec.args.get("revision")
     repository = "/".join(model.partition(":")[0].split("/")[:2])  # without a quantization or a file
@@ -145,7 +147,7 @@ def check_on_hub(spec: ServerEngine) -> None:
     hub = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
 
     def is_unreachable(failure: BaseException) -> bool:
-        return isinstance(failure, (httpx.ConnectError, ConnectionError))  # the second by HF_HUB_OFFLINE
+        return isinstance(failure, (httpx.ConnectError, ConnectionError))  # ConnectionError: HF_HUB_OFFLINE
 
     retrying = Retrying(**backoff(is_unreachable, attempts=HUB_TRIES))
     try:
@@ -168,23 +170,23 @@ def check_on_hub(spec: ServerEngine) -> None:
 def _looks_elsewhere(spec: ServerEngine) -> bool:
     """Tell whether a server may find its model in places that this process does not know."""
     has_variable = any(map(_LEADS_ELSEWHERE.match, spec.env)) or "SGLANG_USE_MODELSCOPE" in os.environ
-    # `cache_dir` needs local files, which the copy checks.
+    # With `cache_dir`, the files must be local, and the code that copies them checks that.
     return has_variable or name_in(spec.args, "download-dir") in spec.args or spec.cache_dir is not None
 
 
 def read_config(model: str, revision: str | None = None) -> dict[str, Any]:
-    """Return a model's config.json with the values of its language model at the top; empty if it is missing.
+    """Return a model's config.json, with its language model's values at the top level; empty if missing.
 
-    A multimodal model describes its language model in `text_config`, whose values take precedence, as in
-    SGLang.
+    A multimodal model describes its language model in a section such as `text_config`, whose values take
+    precedence, as in SGLang.
     """
     return language_part(read_json(model_directory(model, revision) / "config.json"))
 
 
 def takes_mean(model: str) -> bool:
-    """Tell whether a model's vector is the mean over all tokens, by the files of sentence-transformers.
+    """Tell whether a model's vector is the mean over all tokens, by its sentence-transformers files.
 
-    False if they are not on this machine.
+    False if these files are not on this machine.
     """
     pooling = read_json(model_directory(model) / "1_Pooling" / "config.json")
     return pooling.get("pooling_mode_mean_tokens") is True
@@ -205,7 +207,7 @@ def class_names(model: str) -> tuple[str, ...]:
 
 
 def _attention_layers(config: Mapping[str, Any]) -> Any:
-    """Return the number of layers with a KV cache: those of a hybrid model that keep a state have none."""
+    """Return the number of layers with a KV cache. In a hybrid model, layers that keep a state have none."""
     layers, kinds = config.get("num_hidden_layers"), config.get("layer_types")
     if isinstance(kinds, list):
         return sum(kind not in {"linear_attention", "mamba"} for kind in kinds)
@@ -216,7 +218,7 @@ def _attention_layers(config: Mapping[str, Any]) -> Any:
 
 
 def kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
-    """Return the bytes of KV cache per token, at `width` bytes a number; None if unknown."""
+    """Return the bytes of KV cache per token, if a number takes `width` bytes; None if unknown."""
     layers, heads = _attention_layers(config), config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim")
@@ -231,12 +233,12 @@ def kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
 INDEX = "model.safetensors.index.json"
 _WEIGHTS = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin")
 STATIC_SHARE = 0.83
-"""Share of a GPU's memory for weights and KV pool if the job does not set `mem-fraction-static`: SGLang's on
-an H100 (0.5.23). The rest is for activations and CUDA graphs."""
+"""Assumed share of a GPU's memory for weights and KV pool if the job does not set `mem-fraction-static`: the
+value that SGLang 0.5.23 uses on an H100. The rest is for activations and CUDA graphs."""
 
 
 def with_tp(spec: ServerEngine) -> ServerEngine:
-    """Return the spec with its `tp` as the argument `tp-size`."""
+    """Return the spec with the argument `tp-size` in place of its `tp`."""
     args = {**spec.args, "tp-size": spec.tp} if spec.tp else spec.args
     return spec.model_copy(update={"tp": None, "args": args})
 
@@ -247,13 +249,13 @@ def split_over(args: Mapping[str, Any]) -> int:
 
 
 def cards_of(args: Mapping[str, Any]) -> int:
-    """Return the number of GPUs of a server; `dp-size` multiplies it, except with DP attention."""
+    """Return the number of GPUs of a server. It is multiplied by `dp-size`, except with DP attention."""
     has_dp_attention = args.get(name_in(args, "enable-dp-attention"))
     return split_over(args) * (1 if has_dp_attention else max(_number(args, "dp-size"), 1))
 
 
 def weights_bytes(directory: Path, config: Mapping[str, Any]) -> float | None:
-    """Return the bytes of a model's loaded weights, by its files; None if they are not on this machine."""
+    """Return the bytes that a model's weights take when loaded; None if its files are not on this machine."""
     total: float | None = read_json(directory / INDEX).get("metadata", {}).get("total_size")
     if not isinstance(total, (int, float)) or total <= 0:
         files = (directory.glob(pattern) for pattern in _WEIGHTS)

@@ -1,4 +1,4 @@
-"""Choose the steps of flag tuning during a run by the rules of advice, and compute their gains. Pure."""
+"""Choose the steps of flag tuning during a run, by the rules of advice, and compute their gains. Pure."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,14 +12,15 @@ from batchrunner.tuning.rules import apply_all
 from batchrunner.tuning.situation import Situation
 
 EXPECTED = 0.05
-"""Expected gain of an untried step for each doubling of its flag. A step from 4 to 64 running requests
-promises more than one from 4 to 8. A step is untried if no run with this model, machine and shape of job took
-it."""
+"""Expected gain of an untried step for each doubling of its flag, or of the running requests if the advice
+predicts them. So a step from 4 to 64 running requests promises more than one from 4 to 8. A step is untried
+if no run with this model, machine and kind of job has measured it."""
 CARE = "schedule-conservativeness"
-"""Flag that is lowered together with a raise of `max_running_requests` or of the state pool: while they hold
-requests back, no sample shows that the reservation would hold them back too."""
+"""Flag that is lowered whenever `max_running_requests` or the state pool is raised. As long as one of these
+limits holds requests back, no load sample shows that the scheduler's reservation for outputs would do so
+next."""
 WIDER = ("running-capped", "states-full")
-"""Rules after whose change more requests run."""
+"""Rules whose changes let more requests run."""
 ADAPTING_RULES = frozenset({
     "conservative", "running-capped", "memory-left", "cuda-graph", "prefill-full", "running-low",
     "long-prompts", "retractions", "pool-small", "states-full",
@@ -31,7 +32,7 @@ class Step(NamedTuple):
     """A change of flags or variables."""
 
     name: str
-    """Names of the rules that call for it, each with the old values of its flags."""
+    """Names of the rules that call for the step, each with the old values of its flags."""
     args: Mapping[str, Any]
     why: str
 
@@ -43,7 +44,7 @@ def _doublings(old: Mapping[str, Any], new: Mapping[str, Any]) -> float:
 
 
 def _may_be_bolder(s: Situation) -> bool:
-    """Tell whether outputs may end early, and the scheduler reserves more for them than the guides advise."""
+    """Tell whether the scheduler reserves more for outputs than advised, though these may end early."""
     return conservativeness(s) > LESS_CONSERVATIVE and not (s.client and s.client.ignore_eos)
 
 
@@ -52,8 +53,8 @@ def steps_for(
 ) -> list[tuple[Step, float]]:
     """Return the steps that advice calls for, with their expected gains.
 
-    The first step combines all others, which follow one by one. `gains` holds the measured gains of earlier
-    steps. A step that lost is not proposed again.
+    The first step combines all the others, which follow it one by one. `gains` holds the measured gains of
+    earlier steps, by name. A step that made the server slower is not proposed again.
     """
     flags = of_arguments(situation.facts.version, situation.facts.arguments)
     steps: list[tuple[Step, float]] = []
@@ -87,7 +88,7 @@ def _together(steps: Sequence[Step]) -> Step:
 
 
 def gain_over_others(ratios: Sequence[float], ratios_of_others: Sequence[Sequence[float]]) -> float:
-    """Return a server's gain relative to the other servers; 0 if its two rates disagree.
+    """Return a server's gain relative to the other servers; 0 if its two rates changed in opposite ways.
 
     Each ratio divides a rate after the step by the same rate before it. The rates are output tokens/s and
     all tokens/s.

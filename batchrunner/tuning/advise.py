@@ -1,4 +1,4 @@
-"""The advice on a situation, as `batchrun advise` and a run's page show it."""
+"""The advice on a server's situation, as `batchrun advise` and a run's page show it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ class AdviceReport:
 
     @property
     def healthy(self) -> bool:
-        """Whether there are enough samples, and no advice but options."""
+        """Whether there are enough load samples, and no advice other than options."""
         wrong = any(advice.change and not BY_NAME[advice.rule].option for advice in self.advice)
         return self.situation.is_judged and has_enough(self.situation.load) and not wrong
 
@@ -58,7 +58,7 @@ class AdviceReport:
         }
 
     def reading(self) -> str:
-        """Describe the samples; where they are too few, say how many advice needs."""
+        """Describe the load samples; if they are too few, say how many advice needs."""
         load, client = self.situation.load, self.situation.client
         if self.situation.facts.mute:
             return "the server does not report its load (no /v1/loads)"
@@ -75,7 +75,7 @@ class AdviceReport:
         )
 
     def figures(self) -> str:
-        """Return the medians of the load, and the retractions, in words."""
+        """Return the medians of the load, and the number of retractions, in words."""
         load = self.situation.load
         rate, retractions = load.median("rate"), counted(self.situation.retractions, "retraction")
         return (
@@ -86,7 +86,7 @@ class AdviceReport:
 
 
 def advise_run(run: Path) -> AdviceReport:
-    """Advise on a run, without asking an installed SGLang. Raises OutputError where the path holds no run."""
+    """Advise on a run, without asking an installed SGLang. Raises OutputError if the path holds no run."""
     situation = read_run(run)
     situation.facts.config = config_of(situation.facts)
     flags = of_arguments(situation.facts.version, situation.facts.arguments)
@@ -94,7 +94,7 @@ def advise_run(run: Path) -> AdviceReport:
 
 
 def config_of(facts: Facts) -> dict[str, Any]:
-    """Return the model's config.json, where the server's arguments name a model that is on this machine."""
+    """Return the model's config.json if the server's arguments name a model on this machine; else {}."""
     model, revision = facts.arguments.get("model_path"), facts.arguments.get("revision")
     if not isinstance(model, str):
         return {}

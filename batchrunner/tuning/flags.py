@@ -1,7 +1,7 @@
-"""The table of SGLang's flags: what each needs, the signs that call for it, its next values, their cost.
+"""The table of SGLang's flags: what each needs, which signs call for a change, its next values, their cost.
 
-Advice names the next value of a flag whose sign it sees, `batchrun tune` tries the values, and recovery takes
-those of the sign `oom`. A variable of the server's environment counts as a flag.
+Advice names the next value of a flag whose sign it sees. `batchrun tune` tries the values. Recovery takes the
+values that belong to the sign `oom`. A variable of the server's environment counts as a flag.
 """
 
 import math
@@ -23,7 +23,7 @@ OF_DECODING = frozenset({
     "held", "retracting", "full", "memory-left", "capped", "graph-off", "evicted", "small-prefills",
     "large-pages", "small-model", "wide-numbers",
 })  # fmt: skip
-"""Signs that say something only where requests decode."""
+"""Signs that have a meaning only for a server whose requests decode."""
 
 
 class MemoryBand(NamedTuple):
@@ -40,37 +40,37 @@ class Server:
 
     facts: Facts
     running: float = 0.0
-    """Requests that run, or that ran before a death."""
+    """Mean number of running requests, or the number just before a death."""
     usage: float = 0.0
     """Fraction of the KV pool in use."""
     decodes: bool = True
     output_tokens: float = 0.0
-    """Tokens of an output, on average."""
+    """Mean number of tokens in an output."""
     longest_output: int | None = None
-    """Tokens that nearly all outputs stay under."""
+    """Number of tokens that nearly all outputs stay under."""
     shared: float | None = None
-    """Share of the prompt tokens that are in the prefix cache, or could be; None where it is unknown."""
+    """Share of the prompt tokens that are in the prefix cache, or could be; None if unknown."""
     repeated: float = 1.0
-    """Tokens that a decode step would yield with n-gram speculation from earlier outputs."""
+    """Mean number of tokens that a decode step would yield with n-gram speculation from earlier outputs."""
     most_pool_tokens: float = 0.0
-    """Tokens of the largest KV pool that a CPU's memory allows."""
+    """Largest KV pool, in tokens, that a CPU's memory allows."""
     media: bool | None = None
-    """Whether prompts have images, sounds or videos; None where it is unknown."""
+    """Whether prompts have images, sounds or videos; None if unknown."""
     why: str = ""
-    """Log line that names the cause of its death."""
+    """Log line that names the cause of the server's death."""
 
     def now(self, flag: str) -> float | None:
-        """Return the value of a flag in effect; see `in_effect`."""
+        """Return the value that a flag has on this server; see `in_effect`."""
         return in_effect(self.facts, flag)
 
     @property
     def spare_gb(self) -> float | None:
-        """`available_gpu_mem` when it was ready."""
+        """Free GPU memory in GB when the server was ready (`available_gpu_mem` in its log)."""
         return self.facts.ready.gpu_gb if self.facts.ready else None
 
     @property
     def band(self) -> MemoryBand:
-        """The memory that the guides leave free on this card with this prefill chunk."""
+        """Free memory that the guides advise, scaled to this card and this prefill chunk."""
         chunk = self.now("chunked-prefill-size") or 0
         scale = min(1.0, (self.facts.card_gb or WHOLE_CARD_GB) / WHOLE_CARD_GB)
         more = max(0.0, chunk - USUAL_CHUNK) * CHUNK_GB_A_TOKEN
@@ -82,34 +82,37 @@ class Server:
 
 
 WHOLE_CARD_GB = 40.0
-"""GPU memory from which the guides' figures hold; a smaller card runs smaller batches and needs less."""
+"""The guides' figures for free memory hold for cards with at least this many GB. A smaller card runs smaller
+batches and needs less free memory."""
 USUAL_CHUNK = 8192
-"""Tokens of the guides' `--chunked-prefill-size`; a larger chunk needs more memory."""
+"""`--chunked-prefill-size`, in tokens, that the guides assume; a larger chunk needs more free memory."""
 CHUNK_GB_A_TOKEN = 1.5 / 1024
-"""Memory for activations of a prefill chunk, in GB a token (SGLang's memory_hook)."""
+"""Memory for activations of a prefill chunk, in GB per token (SGLang's memory_hook)."""
 GRAPH_GB_A_REQUEST = 2 / 1024
-"""Memory of a decode graph, in GB a request (SGLang's memory_hook)."""
+"""Memory of a decode graph, in GB per request (SGLang's memory_hook)."""
 USUAL_CAPTURED = 160
-"""Largest batch with a graph, in requests, where the log lacks it; the guides: "typically 160-256"."""
+"""Assumed largest batch with a CUDA graph if the log lacks it, in requests (the guides: "typically
+160-256")."""
 LEAST_POOL = 0.05
-"""Fraction of a card that a useful KV pool needs at least."""
+"""Minimum fraction of a card's memory that a useful KV pool needs."""
 DP_ATTENTION_CONSERVATIVENESS = 0.3
 """Factor by which SGLang multiplies `--schedule-conservativeness` with DP attention (parallel_hook.py)."""
 _DIVIDED = {"chunked-prefill-size", "max-running-requests", "max-mamba-cache-size"}
-"""Flags whose values DP attention divides by the number of its ranks, each of which logs its own part."""
+"""Flags whose values DP attention divides by the number of its ranks. Each rank logs its own share."""
 _TOTALS = {"max-running-requests", "max-mamba-cache-size"}
-"""Those of `_DIVIDED` whose argument in the log is the flag's own value."""
+"""Flags of `_DIVIDED` whose argument in the log is the flag's own value, not the share of a rank."""
 _AT_READY = {
     "chunked-prefill-size": "chunked_prefill_size",
     "max-running-requests": "max_running_requests",
     "max-total-tokens": "max_total_num_tokens",
     "context-length": "context_len",
 }
-"""Flags whose value in effect the scheduler logs before it takes requests, and its name there."""
+"""Flags whose value in effect the scheduler logs before it takes requests, with the names in this log
+line."""
 
 
 def in_effect(facts: Facts, flag: str) -> float | None:
-    """Return the value of a flag in effect, as the flag would set it; None where it is unknown."""
+    """Return the value in effect, as one would write it for the flag; None if unknown."""
     if flag.startswith("cuda-graph-max-bs"):
         return facts.graph_max_bs
     at_ready = getattr(facts.ready, _AT_READY.get(flag, ""), None)
@@ -121,7 +124,7 @@ def in_effect(facts: Facts, flag: str) -> float | None:
 
 
 def as_flag(facts: Facts, flag: str, value: float) -> float:
-    """Return the value of the flag that gives one scheduler `value`."""
+    """Return the value to write for the flag so that each scheduler gets `value`."""
     if facts.attn_dp > 1 and flag in _DIVIDED:
         return value * facts.attn_dp
     if facts.attn_dp > 1 and flag == "schedule-conservativeness":
@@ -130,55 +133,62 @@ def as_flag(facts: Facts, flag: str, value: float) -> float:
 
 
 def least_fraction(facts: Facts) -> float:
-    """Return the least `--mem-fraction-static` for the weights and a useful pool; 0 where it is unknown."""
+    """Return the minimum `--mem-fraction-static` for the weights and a useful KV pool; 0 if unknown."""
     weights, card = facts.weights_gb, facts.card_gb
     return weights / card + LEAST_POOL if weights and card else 0.0
 
 
 LESS_CONSERVATIVE, NORMAL = 0.3, 1.0
-"""`--schedule-conservativeness` by the guides, where SGLang admits too few requests, and its default."""
+"""`--schedule-conservativeness`: the guides' value if SGLang admits too few requests, and SGLang's
+default."""
 LEAST_CONSERVATIVE = 0.1
-"""A value below the guides', which only trials use."""
+"""Lower `--schedule-conservativeness` than the guides advise; only trials use it."""
 MORE_CONSERVATIVE = 1.3
 """`--schedule-conservativeness` against frequent retractions."""
 MOST_CONSERVATIVE = 1 / 0.7
-"""`--schedule-conservativeness` from which a scheduler reserves all of `max_new_tokens`: the fraction that it
-reserves is min(0.7 x conservativeness, 1)."""
+"""From this `--schedule-conservativeness` on, a scheduler reserves memory for all of `max_new_tokens`,
+because it reserves the fraction min(0.7 x conservativeness, 1)."""
 MOST_CLIP, SHORTER = 4096, 0.9
-"""SGLang's default of the clip, and the share of the present one below which a lower one is worth it."""
+"""SGLang's default of the clip, in tokens. A lower clip is worth a change if it is below the given fraction
+of the present one."""
 FEWER = 0.9
-"""Share of the running requests that `--max-running-requests` is lowered to, where the pool is too small."""
+"""`--max-running-requests` is lowered to this fraction of the running requests if the KV pool is too
+small."""
 MOST_RUNNING, MOST_RAISE = 4096, 32
-"""SGLang's largest default of `--max-running-requests`, and the factor by which it is raised at most."""
+"""SGLang's largest default of `--max-running-requests`, and the maximum factor by which the flag is
+raised."""
 LEAST_RUNNING = 4
-"""Least `--max-running-requests` that is tried."""
+"""Minimum `--max-running-requests` that is tried."""
 MOST_TIMES = 8
-"""Most times by which a chunk is made larger at once, where twice the size shows no gain."""
+"""Factor by which the prefill chunk grows at once if twice the size shows no gain."""
 CHUNKS, LARGEST_CHUNK = (4096, 2048), 16_384
 """`--chunked-prefill-size` in tokens: the guides' two steps down, and SGLang's largest default."""
 FRACTIONS = (0.8, 0.7, 0.6)
-"""`--mem-fraction-static`: the guides' two steps, and one more for a card that other programs use too."""
+"""`--mem-fraction-static`: the guides' two steps down, and one more for a card that other programs use
+too."""
 FRACTION_STEP, HIGHEST_FRACTION = 0.01, 0.95
-"""The guides' step up of `--mem-fraction-static`, and its highest value."""
+"""The guides' step up of `--mem-fraction-static`, and its maximum."""
 ROOM_STEP = 0.05
-"""Step by which it rises if the weights leave no room for a pool."""
+"""Step by which `--mem-fraction-static` rises if the weights leave no room for a KV pool."""
 MOST_POOL = 8
-"""Most times by which a CPU's pool is made larger at once."""
+"""Maximum factor by which a CPU's KV pool grows at once."""
 LARGER_POOL = 1.1
-"""Least factor by which a larger pool is worth it."""
+"""A pool is enlarged only if it grows by at least this factor."""
 MOST_STATES = 0.9
-"""Most of the memory of both pools that the state pool of a hybrid model gets."""
+"""Maximum fraction of the memory of KV pool and state pool that a hybrid model's state pool gets."""
 STATE_STRATEGY = "mamba-radix-cache-strategy"
 LAZY_SLOTS = 4
-"""State slots of a request with the strategy `extra_buffer_lazy`."""
+"""Number of state slots that a request takes with the strategy `extra_buffer_lazy`."""
 GRAPH_SIZES = (256, 512, 1024, 2048, 4096)
 """Values of `--cuda-graph-max-bs-decode`, in requests."""
 GRAPH, LEAST_GRAPH = 64, 16
-"""Largest batch of a graph where it is not known, and the least that is tried: SGLang itself proposes 16."""
+"""First value to try for the largest batch with a CUDA graph if the present one is unknown, and the minimum
+that is tried. SGLang itself proposes 16."""
 REPEATED = 1.3
-"""Tokens of a decode step from which n-grams are worth a trial: a step that checks guesses takes longer."""
+"""N-gram speculation is worth a trial if a decode step would yield at least this many tokens. With 1, it
+would lose, because a step that checks guesses takes longer."""
 TOKENIZERS = 4
-"""`--tokenizer-worker-num` and `--detokenizer-worker-num` where one process is too slow."""
+"""`--tokenizer-worker-num` and `--detokenizer-worker-num` if one process is too slow."""
 LOADERS, PROCESSORS = 16, 2
 """`--mm-io-worker-num` and `--mm-processor-worker-num`, in threads: SGLang's own values for some models with
 many images (multimodal/processors/kimi_k3.py)."""
@@ -193,13 +203,13 @@ _BACKENDS: Mapping[Architecture, tuple[str, str]] = {
     "ada": ("flashinfer", "triton"),
     "ampere": ("flashinfer", "triton"),
 }
-"""The guides' attention backend for each generation of GPUs, and the one to compare it with."""
+"""For each generation of GPUs, the guides' attention backend and a backend to compare it with."""
 _CHOSEN_FOR = (
     "GptOss", "GraniteSWA", "GraniteMoeSWA", "IQuestQ1", "MiMoV2", "EmbeddingGemma", "Gemma4", "Exaone",
     "Inkling", "MiniCPM", "Llama4",
 )  # fmt: skip
-"""Models for which SGLang chooses the backend itself: some have attention sinks, which flashinfer lacks (its
-model_config and model_overrides)."""
+"""Models for which SGLang chooses the attention backend itself (in its model_config and model_overrides).
+Some have attention sinks, for example, which flashinfer does not support."""
 
 NextValues = Callable[[Server], Sequence[Any]]
 
@@ -225,7 +235,7 @@ def _clip(s: Server) -> list[int]:
 
 
 def _larger_pool(s: Server) -> list[int]:
-    """Return a pool for all requests that may run, and twice the present one, as far as memory allows."""
+    """Return a pool size for all requests that may run, and twice the present size, as memory allows."""
     now, most = s.now("max-total-tokens") or 0, s.facts.max_running or 0
     larger = min(now * min(MOST_POOL, most / max(s.running, 1)), s.most_pool_tokens)
     double = min(2 * now, s.most_pool_tokens)
@@ -238,7 +248,7 @@ def _half_pool(s: Server) -> list[int]:
 
 
 def _good_fraction(s: Server) -> list[float]:
-    """Return the fraction that leaves the guides' memory, and enough for weights and a pool."""
+    """Return the fraction that leaves the memory free that the guides advise, if a useful pool fits."""
     now, spare_gb, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb
     if now is None or spare_gb is None or not card:
         return []
@@ -250,10 +260,10 @@ def _good_fraction(s: Server) -> list[float]:
 
 
 def _higher_fraction(s: Server) -> list[float]:
-    """Return the fraction that leaves the guides' memory, then a small step to the edge.
+    """Return the fraction that leaves as much memory free as the guides advise, then one small step more.
 
-    A trial may kill a server, while the guides' 5 GB are for a card on which nobody tries. Half of them stay
-    free: servers on an H200 took 2.0 to 2.5 GB more once they were ready (docs/benchmarks.md).
+    The guides' minimum of 5 GB must be safe without a trial, whereas a trial may kill its server. So half of
+    it suffices here: servers on an H200 took 2.0 to 2.5 GB more once they were ready (docs/benchmarks.md).
     """
     now, spare_gb, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb or 0.0
     if now is None or spare_gb is None or spare_gb - FRACTION_STEP * card < s.band.low / 2:
@@ -268,7 +278,7 @@ def _lower_fraction(s: Server) -> list[float]:
 
 
 def _fraction_for_pool(s: Server) -> list[float]:
-    """Return a fraction above the least that SGLang's message names."""
+    """Return a fraction above the minimum that SGLang's error message names."""
     least = re.search(r"above (0\.\d+)", s.why)
     now = max(s.now("mem-fraction-static") or FRACTIONS[0], float(least[1]) if least else 0.0)
     share = round(now + ROOM_STEP, 3)
@@ -289,7 +299,8 @@ def _smaller_chunk(s: Server) -> list[int]:
 def _more_running(s: Server) -> list[int]:
     """Return how many requests the pool holds, rounded up to a power of two: the pool becomes the limit.
 
-    Where memory already allows fewer than the flag asks for, a higher value changes nothing.
+    If memory already allows fewer requests than the flag, return nothing, because a higher value has no
+    effect.
     """
     if s.facts.ready and s.facts.ready.memory_caps_running:
         return []
@@ -310,7 +321,7 @@ def _running(s: Server) -> float:
 
 
 def _fewer_retracted(s: Server) -> list[int]:
-    """Return fewer requests, once the conservativeness already reserves all of `max_new_tokens`."""
+    """Return a lower limit, but only if the scheduler already reserves memory for all of `max_new_tokens`."""
     fewer = int(FEWER * _running(s))
     return [fewer] if fewer and not _calmer(s) else []
 
@@ -327,10 +338,11 @@ def _smaller_graphs(s: Server) -> list[int]:
 
 
 def state_slots(s: Server, per_request: int, size: float = 1.0) -> int:
-    """Return the state slots with which both pools hold as many requests; 0 if too little is known.
+    """Return the number of state slots at which state pool and KV pool hold equally many requests.
 
     A running request takes `per_request` slots, each `size` times as large as now, and its tokens of the KV
-    pool, which counts as well used at `usage_good`. Both pools keep the memory that they have together.
+    pool, which is meant to reach the token usage `usage_good`. The memory of both pools together stays the
+    same. Return 0 if too little is known.
     """
     pool, share = s.facts.states, s.facts.state_share
     if pool is None or not share or s.running < 1:
@@ -344,10 +356,11 @@ def state_slots(s: Server, per_request: int, size: float = 1.0) -> int:
 def state_args(
     s: Server, per_request: int, size: float = 1.0, *, without_cache: bool = False
 ) -> dict[str, Any]:
-    """Return the flag that gives the state pool its `state_slots`; empty if too little is known.
+    """Return the flag that gives the state pool the number of `state_slots`; empty if too little is known.
 
-    That is `--max-mamba-cache-size` where the arguments set the slots. `without_cache` tells whether the
-    prefix cache is switched off with it: then `--max-running-requests` sets them too.
+    The flag is `--max-mamba-cache-size` if the arguments set the number of slots, else
+    `--mamba-full-memory-ratio`. `without_cache` tells whether the prefix cache is switched off in the same
+    step. Then `--max-running-requests` sets the number of slots, too.
     """
     slots, pool = state_slots(s, per_request, size), s.facts.states
     if not slots or pool is None:
@@ -360,7 +373,7 @@ def state_args(
 
 
 def _state_pool(flag: str, *, grows: bool) -> NextValues:
-    """Return the size of the state pool that a flag sets, if requests wait for the pool that should grow."""
+    """Return the next values of a flag that sizes the state pool, which `grows` or shrinks."""
 
     def values(s: Server) -> list[Any]:
         pool = s.facts.states
@@ -385,14 +398,14 @@ def _twice_slots(s: Server) -> list[int]:
 
 
 def _lazy_states(s: Server) -> list[str]:
-    """Return the strategy with fewer slots for a request that still caches prefixes and overlaps."""
+    """Return the strategy with fewer slots per request that still caches prefixes and overlaps passes."""
     now, pool = s.facts.arguments.get(STATE_STRATEGY.replace("-", "_")), s.facts.states
     saves = pool is not None and now == "extra_buffer" and pool.per_request > LAZY_SLOTS
     return ["extra_buffer_lazy"] if saves and not _cache_off(s) else []
 
 
 def _cache_off(s: Server) -> list[bool]:
-    """Return True where prefixes are known not to be shared: cached states take most of the state pool."""
+    """Return True if prompts are known to share no prefixes, because cached states take most of the pool."""
     is_shared = s.shared is None or s.shared >= GUIDES.shared
     return [] if is_shared or not s.facts.states or s.facts.states.per_request == 1 else [True]
 
@@ -403,14 +416,14 @@ def _shorter_states(s: Server) -> list[str]:
 
 
 def slots_after(args: Mapping[str, Any], per_request: int) -> int:
-    """Return the state slots of a request after a change of flags."""
+    """Return the number of state slots that a request takes after a change of flags."""
     if args.get("disable-radix-cache"):
         return 1
     return LAZY_SLOTS if STATE_STRATEGY in args else per_request
 
 
 def beside(name: str, value: Any, s: Server) -> dict[str, Any]:
-    """Return the flags that must change with a flag: the size of the state pool, if states change."""
+    """Return the flags that must change together with a flag, to fit the state pool to changed states."""
     pool = s.facts.states
     if pool is None:
         return {}
@@ -422,9 +435,9 @@ def beside(name: str, value: Any, s: Server) -> dict[str, Any]:
 
 
 def best_backends(facts: Facts) -> Sequence[str]:
-    """Return the guides' attention backend for a card and a model, then the one to compare it with.
+    """Return the guides' attention backend for a card and a model, then a backend to compare it with.
 
-    Empty where SGLang has to choose itself.
+    Empty if SGLang has to choose the backend itself.
     """
     card = facts.architecture
     if card is None or facts.is_sparse or any(name in (facts.model or "") for name in _CHOSEN_FOR):
@@ -439,27 +452,27 @@ def _other_backends(s: Server) -> list[str]:
 
 
 def _interval(s: Server) -> list[int]:
-    """Return the best number of decode steps between two prefill passes that take as long as one.
+    """Return the best number of decode steps between two prefill passes, if a pass takes as long as a step.
 
-    The slot of an ended request stays empty for half of that number on average, which loses so many of a
-    request's `output_tokens` steps. In return there are fewer prefill passes. The best number makes both
-    costs equal.
+    With n steps between passes, the slot of a finished request stays empty for n / 2 steps on average, in
+    addition to the `output_tokens` steps of a request. In return, there are fewer prefill passes. The best
+    number makes both costs equal.
     """
     return [] if s.now("prefill-decode-interval") else [round(math.sqrt(2 * s.output_tokens))]
 
 
 def _set(flag: str, value: Any) -> NextValues:
-    """Return the only step of a flag that is either set or not."""
+    """Return the only possible change of a flag that is either set to `value` or not."""
     return lambda s: [] if s.facts.arguments.get(flag.replace("-", "_")) == value else [value]
 
 
 def _at_least(flag: str, least: int) -> NextValues:
-    """Return the only step of a flag that is a number of threads or processes."""
+    """Return the only possible change of a flag for a number of threads or processes: raise it to `least`."""
     return lambda s: [least] if (s.now(flag) or 0) < least else []
 
 
 def _for_media(flag: str, least: int) -> NextValues:
-    """Return the same where prompts have media."""
+    """Return the change of `_at_least` for a job whose prompts have media."""
     return lambda s: _at_least(flag, least)(s) if s.media else []
 
 
@@ -469,7 +482,7 @@ def _language_alone(s: Server) -> list[bool]:
 
 
 def _adaptive(s: Server) -> list[bool]:
-    """Return True where SGLang supports it (`adaptive_unsupported_reason`)."""
+    """Return True if SGLang supports adaptive speculation here (`adaptive_unsupported_reason`)."""
     arguments = s.facts.arguments
     fits = arguments.get("speculative_algorithm") in {"EAGLE", "EAGLE3"} and s.facts.attn_dp == 1
     one_guess = arguments.get("speculative_eagle_topk") in {None, 1}
@@ -477,7 +490,7 @@ def _adaptive(s: Server) -> list[bool]:
 
 
 def _other_layouts(s: Server) -> list[int]:
-    """Return half and twice the GPUs of a replica, where weights, heads and idle GPUs allow them."""
+    """Return half and twice the number of GPUs per replica, if weights, heads and idle GPUs allow it."""
     now, heads = s.facts.tp, s.facts.config.get("num_attention_heads") or MOST_RUNNING
     fits = (
         now > 1
@@ -504,12 +517,12 @@ class Move(NamedTuple):
     """The change of a flag that a sign calls for."""
 
     values: NextValues
-    """The values to take, in order; empty where none remains, or too little is known."""
+    """Returns the values to take, in order; empty if no value remains or too little is known."""
     rule: str
-    """The steps in words."""
+    """The change in words."""
     source: str
-    """SGLang, or its tuning guides: G1 is the newest, G2 SGLang's own of 2025, G3 the oldest, G4 in
-    Chinese."""
+    """Where the rule comes from: SGLang itself, or its tuning guides. G1 is the newest guide, G2 SGLang's own
+    of 2025, G3 the oldest, and G4 is in Chinese."""
     cost: str = ""
 
 
@@ -519,33 +532,33 @@ NEEDS: Mapping[Need, Callable[[Facts], bool]] = {
     "a CPU": lambda facts: facts.on_cpu,
     "FP8": lambda facts: facts.architecture in FP8 and not facts.on_cpu,
 }
-"""Whether a server has what a flag needs."""
+"""Tests whether a server has what a flag needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag of SGLang, or a variable."""
+    """A flag of SGLang, or a variable of its environment."""
 
     name: str
     moves: Mapping[str, Move]
     needs: Need | None = None
     memory: str = ""
-    """Memory that a step up takes."""
+    """Memory that a higher value takes, in words."""
     takes_gb: Callable[[Server, Any], float] = lambda _, __: 0.0
-    """The same in GB, of a card."""
+    """Returns the GPU memory, in GB, that the new value takes in addition."""
     schedules: bool = False
-    """Whether it only changes the schedule of rows."""
+    """Whether the flag only changes the schedule of rows."""
     small_steps: bool = False
-    """Whether the gain of a step is below the noise of measured times."""
+    """Whether the gain of one step is smaller than the noise of measured times."""
     changes_answers: bool = False
 
     def fits(self, sign: str, server: Server) -> bool:
-        """Tell whether a server has what the flag needs, and the sign says something of it."""
+        """Tell whether a server has what the flag needs, and whether the sign has a meaning for it."""
         has = self.needs is None or NEEDS[self.needs](server.facts)
         return has and (server.decodes or sign not in OF_DECODING)
 
     def values(self, sign: str, server: Server) -> Sequence[Any]:
-        """Return the values that a sign calls for, the next one first; none where the flag does not fit."""
+        """Return the values that a sign calls for, the next one first; empty if the flag does not fit."""
         return self.moves[sign].values(server) if self.fits(sign, server) else ()
 
 
@@ -603,7 +616,7 @@ FLAGS: Mapping[str, Flag] = {
             moves={
                 "full": Move(
                     _larger_pool,
-                    rule="up: for all places, 8 times as large at most",
+                    rule="up: room for all requests that may run, at most 8 times as large",
                     source="measured",
                     cost="memory of the machine",
                 ),
@@ -638,7 +651,7 @@ FLAGS: Mapping[str, Flag] = {
                     _lower_fraction, rule="down: 0.8, then 0.7, 0.6", source="G1-G4", cost="a smaller KV pool"
                 ),
                 "no-pool": Move(
-                    _fraction_for_pool, rule="up: 0.05 more", source="SGLang", cost="a smaller rest"
+                    _fraction_for_pool, rule="up: 0.05 more", source="SGLang", cost="less activation memory"
                 ),
             },
             needs="a GPU",
@@ -676,13 +689,13 @@ FLAGS: Mapping[str, Flag] = {
                 ),
                 "retracting": Move(
                     _fewer_retracted,
-                    rule="down: 9/10 of what runs, where all is reserved",
+                    rule="down: 9/10 of the running requests, once all of `max_new_tokens` is reserved",
                     source="G1",
                     cost="fewer requests at once",
                 ),
                 "oom": Move(
                     _fewer_running,
-                    rule="down: 3/4 of what ran",
+                    rule="down: 3/4 of the requests that ran",
                     source="G1-G4",
                     cost="fewer requests at once",
                 ),
@@ -934,7 +947,7 @@ FLAGS: Mapping[str, Flag] = {
                 ),
                 "full": Move(
                     _state_pool("mamba-full-memory-ratio", grows=False),
-                    rule="down: the same",
+                    rule="down: so that state pool and KV pool hold as many requests",
                     source="SGLang; arithmetic, not tried on a GPU",
                     cost="a smaller state pool",
                 ),
@@ -952,13 +965,13 @@ FLAGS: Mapping[str, Flag] = {
             {
                 "states": Move(
                     _state_pool("max-mamba-cache-size", grows=True),
-                    rule="up: the same, where it is set",
+                    rule="up: so that both pools hold as many requests, if it is set",
                     source="SGLang; arithmetic, not tried on a GPU",
                     cost="a smaller KV pool",
                 ),
                 "full": Move(
                     _state_pool("max-mamba-cache-size", grows=False),
-                    rule="down: the same, where it is set",
+                    rule="down: so that both pools hold as many requests, if it is set",
                     source="SGLang; arithmetic, not tried on a GPU",
                     cost="a smaller state pool",
                 ),
@@ -1063,16 +1076,16 @@ FLAGS: Mapping[str, Flag] = {
         ),
     )
 }
-"""All flags: first those of the guides in their order, then those that the guides lack."""
+"""All flags: first those of the guides, in the guides' order, then those that the guides do not mention."""
 
 
 def next_setting(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
-    """Return the next value that a sign calls for, as `engine.args` of this version; empty without one."""
+    """Return the next value that a sign calls for, as `engine.args` of this version; else empty."""
     return next((flags.setting(name, value) for value in FLAGS[name].values(sign, server)), {})
 
 
 def with_state_pool(name: str, server: Server, flags: Flags) -> dict[str, Any]:
-    """Return the next value against a full state pool, with the size of the pool that fits it."""
+    """Return a flag's next value against a full state pool, with the pool size that fits this value."""
     args: dict[str, Any] = {}
     for value in FLAGS[name].values("states", server):
         for each, setting in {name: value, **beside(name, value, server)}.items():
@@ -1081,9 +1094,9 @@ def with_state_pool(name: str, server: Server, flags: Flags) -> dict[str, Any]:
 
 
 def with_memory(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
-    """Return the next value, with a lower mem-fraction-static where the value takes memory that is not free.
+    """Return a flag's next value, with a lower mem-fraction-static if the value needs more than free memory.
 
-    Empty where too little would remain for the weights and a useful pool.
+    Empty if too little memory would remain for the weights and a useful KV pool.
     """
     args = next_setting(sign, name, server, flags)
     gb = sum(FLAGS[name].takes_gb(server, value) for value in args.values())

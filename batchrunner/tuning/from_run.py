@@ -26,19 +26,20 @@ from batchrunner.tuning.signals import has_enough
 from batchrunner.tuning.situation import ClientActivity, Situation, has_media
 
 MOST_PARTS = 20
-"""Newest parts that are read for the lengths of outputs."""
+"""Maximum number of parts that are read for the lengths of outputs; the newest are read."""
 FEWEST_PASSES = 4
-"""Least number of logged decode passes in a window of steady work."""
+"""Minimum number of logged decode passes in a window of steady work."""
 FULL = 0.9
-"""Least share of the window that is in flight when the window counts as full."""
+"""The window counts as full if at least this fraction of it is in flight."""
 SAME_FLAGS = ("version", "card", "max_running", "prefill_tokens")
-"""Engine facts of the event `start`. They are equal if two attempts used the same flags."""
+"""Engine facts of the event `start` that are equal if two attempts used the same flags."""
 SAME_POOL = 0.02
-"""Largest relative difference of the KV pools of such attempts: each took the memory that was free."""
+"""Maximum relative difference between the KV pools of two attempts with the same flags. The sizes may differ,
+because each server takes the memory that is free when it starts."""
 
 
 def read_run(run: Path | RunDir) -> Situation:
-    """Read the situation of a run from all its workers; raises OutputError where the path holds no run."""
+    """Read the situation of a run from all its workers. Raises OutputError if the path holds no run."""
     run_dir = look_at_run(run)
     facts = require_run_json(run_dir)
     client = _client(facts)
@@ -50,11 +51,11 @@ def read_run(run: Path | RunDir) -> Situation:
         client = worker.client
         for path in sorted(worker_dir.log_directory.glob("engine*.log")):
             log.source = f"{worker_dir.task} {path.stem}"
-            with contextlib.suppress(InputError):  # The log of a server that never started is empty.
+            with contextlib.suppress(InputError):  # raised for the empty log of a server that never started
                 log.read(path)
     load.settle()
     _lengths(run_dir, client)
-    if not has_enough(load):  # The log has passes of the start and the tail too, which would mislead.
+    if not has_enough(load):  # The log alone would mislead: it also has passes of the start and the tail.
         log.series.tracks, log.series.prefills = {}, Prefills()
     server = log.facts
     server.version = facts["engine"].get("version")
@@ -83,11 +84,11 @@ def _client(facts: Mapping[str, Any]) -> ClientActivity:
 
 
 class _WorkerReader:
-    """Adds the steady load of one worker to a series, from the last change of its servers' flags on.
+    """Adds the steady load of one worker to a series, beginning at the last change of its servers' flags.
 
-    In three phases queue and token usage say nothing about the flags, so their samples are skipped. The start
-    lasts until as many rows have ended as ran at once. The drain follows a stop. The tail begins when no more
-    rows remain than the window holds.
+    In three phases, queue and token usage say nothing about the flags, so load samples of these phases are
+    skipped. The start lasts until as many rows have ended as ran at once. The drain follows a stop. The tail
+    begins when no more rows remain than the window holds.
     """
 
     def __init__(self, name: str, load: Series, client: ClientActivity) -> None:
@@ -98,15 +99,16 @@ class _WorkerReader:
         self._before = dict(load.tracks), load.retractions, replace(client)
         self._start: Mapping[str, Any] | None = None
         self._learned: dict[str, Any] = {}
-        """Flags that the runner gave the servers beside the job's own."""
+        """Flags that the runner gave the servers in addition to the job's own."""
         self._tracks: dict[str, str] = {}
-        """Stable name of each scheduler, by its order: launched servers get new ports in each attempt."""
+        """Stable name of each scheduler, numbered by order, because launched servers get new ports in each
+        attempt."""
         self._retractions = 0
         """Retractions of this attempt so far."""
         self._began: int | None = None
         """Rows done at the first sample since the servers started; None before that sample."""
         self._peak = 0
-        """Most requests that have run at once since that sample."""
+        """Maximum number of requests that have run at once since that sample."""
 
     def read(self, path: Path) -> None:
         """Read the worker's event log to its end."""
@@ -133,7 +135,7 @@ class _WorkerReader:
                     self.client.possible_share = _possible_share(event)
 
     def _restart(self) -> None:
-        """Drop this worker's load so far: its servers had other flags."""
+        """Drop this worker's load so far, because its servers had other flags."""
         tracks, self._load.retractions, client = self._before
         self._load.tracks = dict(tracks)
         self.client = replace(
@@ -144,7 +146,7 @@ class _WorkerReader:
         return self._tracks.setdefault(scheduler, f"{self._name} {len(self._tracks)}")
 
     def add(self, sample: RunSample, at: float, server: str | None = None) -> None:
-        """Add a load sample of all schedulers, or only its readings of one server; `at` is its time."""
+        """Add a load sample's readings, of all schedulers or of one `server`; `at` is the sample's time."""
         client, signals = self.client, sample.signals
         retracted, self._retractions = self._retractions, sample.retractions
         client.widest = max(client.widest, sample.in_flight)
@@ -175,22 +177,23 @@ class ServerWatch:
     """Load of one server during a run, in a window of steady work. `begin` starts a new window."""
 
     def __init__(self, run_dir: RunDir, url: str, log: Path, since: int) -> None:
-        """Read its log from the byte `since` on."""
+        """Read the server's log from the byte `since` on."""
         self._run_dir, self._url, self._log_path, self._at = run_dir, url, log, since
         self._log = LogReader()
         self.begin()
 
     def begin(self) -> None:
-        """Begin a new window: steady work begins once as many rows have ended as run at once."""
+        """Begin a new window. Its steady work begins once as many rows have ended as run at once."""
         self._load = Series()
         self._reader: _WorkerReader | None = None
         self._first: RunSample | None = None
         """Last load sample before the steady work."""
 
     def take(self, sample: RunSample, now: float) -> None:
-        """Add a load sample, read at `now`, and what the server has logged since the last one.
+        """Add a load sample, read at `now`, and what the server has logged since the last sample.
 
-        Reads files: the server's log, once a window run.json and, once there is enough to judge, the parts.
+        Reads files: the server's log at each call, run.json once per window, and the parts as soon as there
+        is enough work to judge.
         """
         if self._reader is None:  # run.json is written shortly before the first load sample
             client = _client(require_run_json(self._run_dir))
@@ -210,7 +213,7 @@ class ServerWatch:
 
     @property
     def busy_s(self) -> float:
-        """Seconds of steady work in the window; 0 while there is too little to judge."""
+        """Seconds of steady work in the window; 0 as long as there is too little to judge."""
         enough = has_enough(self._load) and self._log.series.counted >= FEWEST_PASSES and all(self.rates)
         return self._load.busy_s if enough else 0.0
 
@@ -218,7 +221,8 @@ class ServerWatch:
     def rates(self) -> tuple[float, float]:
         """Output tokens/s by the server's log, and output plus prompt tokens/s; zeros if unknown.
 
-        The ratio of prompt to output tokens comes from ended rows, so recomputed tokens count once.
+        The ratio of prompt to output tokens comes from ended rows, so that tokens that the server computed
+        twice count once.
         """
         passes = [(sample.running, sample.rate) for sample in self._log.series.samples if sample.rate]
         seconds = sum(running / rate for running, rate in passes)
@@ -231,7 +235,7 @@ class ServerWatch:
 
     @property
     def situation(self) -> Situation:
-        """The situation that the rules of advice judge."""
+        """The server's situation in this window, as the rules of advice judge it."""
         client = self._reader.client if self._reader else None
         return Situation(self._load, self._log.series, self._log.facts, client)
 
@@ -248,7 +252,7 @@ def _lengths(run_dir: RunDir, client: ClientActivity) -> None:
     """Set the outputs' lengths in `client`, read from the newest parts."""
     columns: list[pa.ChunkedArray] = []
     for path in run_dir.all_parts()[-MOST_PARTS:]:
-        damaged = contextlib.suppress(pa.ArrowException, OSError, KeyError)  # Or removed meanwhile.
+        damaged = contextlib.suppress(pa.ArrowException, OSError, KeyError)  # or removed in the meantime
         with damaged, pq.ParquetFile(path) as part:
             if has_texts(part.schema_arrow):
                 tokens = part.read(columns=["completion_tokens"]).column(0)
@@ -261,12 +265,12 @@ def _lengths(run_dir: RunDir, client: ClientActivity) -> None:
 
 
 def _possible_share(event: Mapping[str, Any]) -> float | None:
-    """Return the share of prompt tokens that a cache could serve in the better of both orders."""
+    """Return the share of prompt tokens that a cache could serve, in input or sorted order, the larger."""
     shares = [number(event.get(name)) for name in ("input_share", "sorted_share")]
     return max((share for share in shares if share is not None), default=None)
 
 
 def _new_args(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the new arguments of an event; empty where the event is damaged."""
+    """Return the new arguments of an event; empty if the event is damaged."""
     new = event.get("new")
     return new if isinstance(new, dict) else {}

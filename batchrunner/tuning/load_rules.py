@@ -1,4 +1,4 @@
-"""Rules on queue, token usage, batch size, retractions and forward passes. Each is pure."""
+"""Rules on queue, token usage, batch size, retractions and forward passes. Each rule is a pure function."""
 
 from dataclasses import replace
 from statistics import median
@@ -46,13 +46,13 @@ FRONT_LEVERS = (
 
 
 def conservativeness(s: Situation) -> float:
-    """Return the conservativeness in effect, which differs from the flag with DP attention."""
+    """Return the conservativeness in effect. With DP attention, it differs from the flag's value."""
     value = s.facts.number("schedule_conservativeness")
     return 1.0 if value is None else value
 
 
 def queue_empty(s: Situation, flags: Flags) -> Finding | None:
-    """Find that the queue runs empty, and name the part that fills it too slowly."""
+    """Find that the queue runs empty, and name the component that fills it too slowly."""
     if not frequent(s.load, "empty"):
         return None
     band = QueueBand(int(GUIDES.queue_low), int(GUIDES.queue_deep)).scaled(s.max_running)
@@ -75,7 +75,7 @@ def queue_empty(s: Situation, flags: Flags) -> Finding | None:
 
 
 def _slow_part(client: ClientActivity, keep: str) -> tuple[str, str]:
-    """Return the change in the runner and its reason; the change is empty where the server is slow."""
+    """Return the change to make in the runner, and its reason. The change is empty if the server is slow."""
     if 2 * client.on_way > client.empty:
         remedy = "`tokenize: client`" if client.tokenize == "server" else ""
         why = "requests are on their way to the scheduler (the front process or the network is slow)"
@@ -117,7 +117,7 @@ def conservative(s: Situation, flags: Flags) -> Finding | None:
     """Find that SGLang reserves memory for longer outputs than the rows have."""
     if not s.admits_too_few or s.fills_up:
         return None
-    if s.client and s.client.ignore_eos:  # Every output takes all that SGLang reserves for it.
+    if s.client and s.client.ignore_eos:  # Every output needs all the memory that SGLang reserves for it.
         return None
     share = s.client.output_share if s.client else None
     args = {}
@@ -171,7 +171,7 @@ def running_capped(s: Situation, _: Flags) -> Finding | None:
 
 
 STATE_LEVERS = ("disable-radix-cache", STATE_STRATEGY, "mamba-full-memory-ratio", "max-mamba-cache-size")
-"""Flags against a full state pool, those first that take fewer states for a request."""
+"""Flags against a full state pool. First come the flags that make a request take fewer states."""
 
 
 def states_full(s: Situation, flags: Flags) -> Finding | None:
@@ -201,7 +201,7 @@ def states_full(s: Situation, flags: Flags) -> Finding | None:
 
 
 def retractions(s: Situation, flags: Flags) -> Finding | None:
-    """Find that the KV pool overflows; about one retraction a minute is fine."""
+    """Find that the KV pool overflows and retracts requests. About one retraction a minute is fine."""
     if not s.retractions:
         return None
     rate = s.retractions_per_min
@@ -209,7 +209,7 @@ def retractions(s: Situation, flags: Flags) -> Finding | None:
     evidence = {**s.evidence("full"), "retractions": s.retractions, "retractions_per_min": round(rate, 2)}
     if not retracts_often(rate):
         return Finding(f"{reading}: up to about one a minute is fine", evidence=evidence, fine=True)
-    if not has_enough(s.load):  # The reading has their number.
+    if not has_enough(s.load):  # `AdviceReport.reading` shows the number of retractions.
         return None
     sign = f"{reading}, with token usage at {s.server.usage:.2f}: requests lose their place and their work"
     share, again = s.log.recomputed_share, s.log.prefills.retracted_tokens
@@ -233,20 +233,20 @@ def retractions(s: Situation, flags: Flags) -> Finding | None:
 
 
 SURELY_LARGE = 4096
-"""Least chunk, in tokens, at which the fixed cost of a pass is small on any card."""
+"""From this chunk size on, in tokens, the fixed cost of a prefill pass is small on any card."""
 LIKE_A_STEP = 512
-"""Largest mean prefill pass, in tokens, that takes about as long as a decode step: both read the weights once
-and compute little."""
+"""A prefill pass of at most this many tokens takes about as long as a decode step, because both read the
+weights once and compute little."""
 LEAST_INTERVAL = 2
-"""Least number of decode steps between prefill passes for which the flag pays."""
+"""`--prefill-decode-interval` pays only from this number of decode steps on."""
 FEWER_PASSES = 1.25
-"""Least ratio of the passes without the flag to the passes with it, at which the flag pays."""
+"""`--prefill-decode-interval` pays only if there are at least this many times as many passes without it."""
 LARGE_TP = 4
-"""Tensor parallelism from which larger graphs pay (the guides)."""
+"""Larger CUDA graphs pay from this tensor parallelism on (the guides)."""
 
 
 def running_low(s: Situation, flags: Flags) -> Finding | None:
-    """Find that prefill admits requests only as fast as others end."""
+    """Find that few requests run, because full prefill passes admit requests only as fast as others end."""
     if not frequent(s.load, "far_below") or s.fills_up or conservativeness(s) > LESS_CONSERVATIVE:
         return None
     prefills = s.log.prefills
@@ -284,7 +284,7 @@ def small_prefills(s: Situation, flags: Flags) -> Finding | None:
     args = next_setting("small-prefills", name, s.server, flags)
     if name not in flags.names or not args or not has_enough(s.log):
         return None
-    if s.facts.arguments.get("enable_mixed_chunk"):  # Requests decode during prefill passes.
+    if s.facts.arguments.get("enable_mixed_chunk"):  # Prefill passes do not stop decoding then.
         return None
     mean = prefills.new_tokens / max(1, prefills.passes)
     if (

@@ -1,6 +1,6 @@
 """Measure a trial: its steady speed, its signs, and when to stop it. Pure.
 
-The caller reports each ended row and each reading of the load, from a real or a simulated engine.
+The caller reports each row that ends and each reading of the load, from a real or a simulated engine.
 """
 
 from collections.abc import Sequence
@@ -16,34 +16,35 @@ from batchrunner.sglang.logs.series import sample_of_load
 from batchrunner.tuning.signals import is_frequent, share
 
 MOST_STEADY_S = 120.0
-"""Longest warm-up and longest steady time of a trial, in seconds; only slow rows reach them."""
+"""Maximum number of seconds of a trial's warm-up, and of its steady time. Only slow rows take that long."""
 GENERATIONS = 2
-"""Generations to measure. A generation is as many rows as run at once. The first one is not measured: its
-rows began together, so it is not steady."""
+"""Number of generations to measure. A generation is as many rows as run at once. The first generation is not
+measured, because its rows began together, so the load is not steady."""
 WAVE = 0.5
-"""Generations by which a trial may lag without being slow: rows that began together end together."""
+"""Number of generations by which a trial may lag without being slow. Rows that began together end together,
+so output comes in waves."""
 LEAST_GAIN = 0.02
-"""Least gain of a change of flags, as a share, that is not noise."""
+"""A change of flags counts as a gain if the speed rises by at least this fraction; less is noise."""
 NEARLY_ALL = 0.99
-"""Quantile of the outputs' lengths that counts as the longest output."""
+"""This quantile of the outputs' lengths counts as the longest output."""
 MEASURED = ("empty", "waiting", "conservative", "capped", "at_cap", "full", "kv_bound", "states")
 """Signs of the load that a trial measures."""
 
 Ended = Literal["measured", "behind", "died", "cut"]
 End = tuple[Ended, str]
-"""The end of a trial, and the reason in a sentence."""
+"""How a trial ended, and why, in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrialSigns:
-    """The signs of a trial: means over steady time, and shares of its readings; None is unknown."""
+    """The signs of a trial: means and shares over the readings of its steady time. None means unknown."""
 
     running: float = 0.0
-    """Requests that decode, SGLang's `#running-req`."""
+    """Number of requests that decode, SGLang's `#running-req`."""
     max_running: int | None = None
-    """Most requests that decode at once."""
+    """Maximum number of requests that may decode at once."""
     queue: float = 0.0
-    """Requests that wait, SGLang's `#queue-req`."""
+    """Number of requests that wait, SGLang's `#queue-req`."""
     shares: dict[str, float] = field(default_factory=dict)
     """Share of the readings that showed each sign of the load."""
     usage: float = 0.0
@@ -55,19 +56,20 @@ class TrialSigns:
     cached_share: float = 0.0
     """Share of the prompt tokens that were in the cache."""
     tokens_per_pass: float | None = None
-    """Output tokens per forward pass by the scheduler's count, which has no noise."""
+    """Output tokens per forward pass. The scheduler counts passes, so this has no noise of time
+    measurement."""
     prefill_per_pass: float | None = None
-    """Mean prompt tokens of a prefill pass."""
+    """Mean number of prompt tokens in a prefill pass."""
     decodes_per_prefill: float | None = None
-    """Decode passes for each prefill pass."""
+    """Number of decode passes per prefill pass."""
     graph_off_share: float | None = None
-    """Share of the decode passes without a CUDA graph, on a GPU that captured some."""
+    """Share of the decode passes that ran without a CUDA graph, on a GPU that captured some graphs."""
     schedulers: int = 1
-    """Schedulers that the figures are sums over."""
+    """Number of schedulers over which the counts are summed."""
     output_tokens: float = 0.0
-    """Tokens of an output, on average."""
+    """Mean number of tokens in an output."""
     longest_output: int | None = None
-    """Tokens that nearly all outputs stay below."""
+    """Number of tokens that nearly all outputs stay below."""
     repeated: float = 1.0
     """Mean words that a decode step would yield with n-gram speculation from earlier answers."""
 
@@ -81,22 +83,23 @@ class TrialResult:
     """The result of one trial."""
 
     ended: Ended
-    """`behind`: stopped because it could not win; `cut`: the budget was spent."""
+    """How the trial ended: `behind` if it was stopped because it could not win, `cut` if the budget was
+    spent."""
     why: str
-    """Reason of the end, in a sentence."""
+    """Why the trial ended, in a sentence."""
     cost_s: float
-    """Wall time in seconds, with the launch."""
+    """Wall time in seconds, including the launch of the server."""
     tokens_per_s: float = 0.0
     """Output tokens per second in steady time."""
     failed_share: float = 0.0
     """Share of the finished rows that failed."""
     signs: TrialSigns = field(default_factory=TrialSigns)
     facts: Facts = field(default_factory=Facts)
-    """Facts on the server, by its log and its arguments."""
+    """Facts about the server, from its log and its arguments."""
 
     @property
     def is_speed(self) -> bool:
-        """Whether the speed counts: the trial was measured to its end, and rows were answered."""
+        """Whether the speed counts, because the trial was measured to its end and rows were answered."""
         return self.ended == "measured" and self.tokens_per_s > 0
 
 
@@ -106,7 +109,7 @@ class Incumbent:
 
     tokens_per_s: float
     margin: float
-    """Share by which a challenger may fall behind before it is stopped. It is larger than the noise."""
+    """Fraction by which a challenger may fall behind before it is stopped. It is larger than the noise."""
 
 
 class TrialProgress(NamedTuple):
@@ -116,12 +119,12 @@ class TrialProgress(NamedTuple):
     tokens: int
     rows: int
     log_bytes: int = 0
-    """Size of the server's log. The passes logged up to here belong to the rows counted up to here."""
+    """Size of the server's log at this time. Passes logged before it belong to the rows counted before it."""
 
 
 @dataclass(slots=True)
 class TrialWatch:
-    """The rows and readings of one trial; times are seconds since its first row was sent."""
+    """Collects the rows and load readings of one trial. Times are seconds since its first row was sent."""
 
     incumbent: Incumbent | None = None
     tokens: int = 0
@@ -133,14 +136,15 @@ class TrialWatch:
     _peak: int = 0
     _readings: list[SchedulerLoad] = field(default_factory=list)
     _busy_readings: int = 0
-    """Number of readings up to the last with a waiting request. Later ones, of the drain, show no signs."""
+    """Number of readings up to the last with a waiting request. Later readings are of the drain, without
+    signs."""
     _outputs: list[int] = field(default_factory=list)
     _retractions: int = 0
     _prompt_tokens: int = 0
     _cached_tokens: int = 0
 
     def row_ended(self, prompt: int, cached: int, output: int, retractions: int = 0) -> None:
-        """Count a row that was answered, by its tokens."""
+        """Count a row that was answered, and its tokens and retractions."""
         self.rows += 1
         self.tokens += output
         self._prompt_tokens += prompt
@@ -157,7 +161,7 @@ class TrialWatch:
         if self._warm is None:
             if 0 < self._peak <= self.rows or at_s >= MOST_STEADY_S:
                 self._warm = now
-                self._outputs.clear()  # The first outputs to end are the shortest.
+                self._outputs.clear()  # Outputs that end first are short, so they are no fair sample.
             return None
         self._readings += signals
         if any(signal.queue for signal in signals):
@@ -168,8 +172,8 @@ class TrialWatch:
     def _behind(self, at_s: float, warm: TrialProgress) -> End | None:
         """Return the end of a trial that can no longer beat the incumbent, otherwise None.
 
-        The rows that end first are short in any trial. So the output so far is taken as the number of rows in
-        steady time, times the mean output of all rows.
+        In any trial, the rows that end first are short. So the output so far is estimated as the number of
+        rows in steady time, times the mean output of all rows.
         """
         steady_s, rows = at_s - warm.at_s, self.rows - warm.rows
         if self.incumbent is None or steady_s < TIMING.trial_judged or rows < self._peak:
@@ -188,9 +192,9 @@ class TrialWatch:
         return None
 
     def measured_span(self, end: TrialProgress) -> tuple[TrialProgress, TrialProgress]:
-        """Return the progress at the beginning and at the end of the measured part of a trial.
+        """Return the progress at the beginning and at the end of the measured span of a trial.
 
-        The measured part ends before the drain. If steady time is too short, it is the whole trial.
+        The span is the steady time before the drain. If that is too short, the span is the whole trial.
         """
         begin, until = self._warm or TrialProgress(0.0, 0, 0), self._busy or end
         if until.at_s - begin.at_s < TIMING.trial_judged or until.tokens <= begin.tokens:

@@ -1,8 +1,8 @@
-"""Remember flags that worked for a model on a machine. A memory file has JSON Lines, one memo a line.
+"""Remember flags that worked for a model on a machine, in files of JSON Lines with one memo a line.
 
-The cache directory of this machine keeps safer flags after a death, and the gains of changed flags. It has
-one file for each model, card and version of SGLang. Trials of `batchrun tune` belong to one job, so its run
-directory keeps them.
+Safer flags after a server's death, and the gains of changed flags, are kept in the cache directory of this
+machine. It has one file for each model, card and version of SGLang. Trials of `batchrun tune` belong to one
+job, so they are kept in its run directory.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class Memo(msgspec.Struct):
 
     kind: Literal["safer", "step", "trial"]
     about: str
-    """Digest or name of its subject; empty if the whole file has one subject."""
+    """Digest or name of the memo's subject; empty if the whole file has one subject."""
     content: msgspec.Raw
 
 
@@ -64,10 +64,10 @@ class Memory:
         with writing(self.path):
             make_directory(self.path.parent)
             with self.path.open("ab") as file:
-                file.write(b"\n" + msgspec.json.encode(memo))  # the last line may be cut short
+                file.write(b"\n" + msgspec.json.encode(memo))  # new line: the last one may be incomplete
 
     def try_to_append(self, kind: Literal["safer", "step"], content: Any, about: str = "") -> None:
-        """Write a memo; only log a failure, since the run can do without the memo."""
+        """Write a memo. If that fails, only log it, because the run can do without the memo."""
         try:
             self.append(kind, content, about)
         except (OSError, BatchrunError) as failure:
@@ -95,7 +95,7 @@ _read_safer_flags = msgspec.json.Decoder(SaferFlags)
 
 
 def recall_safer_flags(memory: Memory) -> SaferFlags | None:
-    """Return the newest arguments with which a server lived; None without any."""
+    """Return the newest arguments with which a server kept running; None if there are none."""
     for content in reversed(memory.recall("safer")):
         with contextlib.suppress(msgspec.MsgspecError):
             return _read_safer_flags.decode(content)
@@ -107,7 +107,8 @@ class TriedStep(msgspec.Struct):
 
     name: str
     gain: float
-    """Gain in output tokens a second: 0.1 is a tenth more. -1 where a server does not live with it."""
+    """Relative gain in output tokens per second: 0.1 is a tenth more. -1 if a server cannot run with the
+    step."""
     args: dict[str, Any] = {}
     """Flags and variables with which later runs start; empty if the step did not gain."""
 
@@ -124,9 +125,9 @@ class FlagMemory:
     def __init__(self, memory: Memory, shape: str, incidents: list[Incident]) -> None:
         self._memory = memory
         self._shape = shape
-        self._steps: list[TriedStep] = []  # of this worker, in case the file cannot be written
+        self._steps: list[TriedStep] = []  # this worker's, in case the file cannot be written
         self.args = {name: value for step in self._latest() for name, value in step.args.items()}
-        """Flags and variables with which the servers of this run start, beside the job's own."""
+        """Flags and variables with which the servers of this run start, in addition to the job's own."""
         if self.args:
             why = "found best by an earlier run of such a job"
             log.info("starting with %s, %s; delete %s to forget", command_line(self.args), why, memory.path)
@@ -134,15 +135,15 @@ class FlagMemory:
 
     @property
     def gains(self) -> dict[str, float]:
-        """Gain of each step that was tried: 0.1 is a tenth more output tokens a second."""
+        """Gain of each step that was tried, by its name: 0.1 is a tenth more output tokens per second."""
         return {step.name: step.gain for step in self._latest()}
 
     def learn(self, step: str, gain: float, args: Mapping[str, Any] = {}) -> None:
-        """Record the gain of a step. Later runs start with `args`, its flags; leave them out if it lost."""
+        """Record the gain of a step. Later runs start with its flags `args`, so leave them out if it lost."""
         self._record(TriedStep(step, round(gain, 3), dict(args)))
 
     def forget(self) -> None:
-        """Drop all learned flags, and never try their steps again: a server started only without them."""
+        """Drop all learned flags for good, because a server could only be started without them."""
         for step in self._latest():
             if step.gain > 0:
                 self._record(TriedStep(step.name, gain=-1.0))

@@ -1,4 +1,4 @@
-"""Rules on free memory at the start, on memory that ran out, and on other deaths. Each is pure."""
+"""Rules on free memory at the start, on memory that ran out, and on other deaths. Each rule is pure."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,7 +38,7 @@ def memory_left(s: Situation, flags: Flags) -> Finding | None:
 
 
 def pool_small(s: Situation, _: Flags) -> Finding | None:
-    """Find that the KV pool of a CPU holds fewer requests than may run. A flag sets its size."""
+    """Find that the KV pool of a CPU, whose size a flag sets, holds fewer requests than may run."""
     now, most, running = s.server.now("max-total-tokens"), s.max_running, s.server.running
     if not most or running < 1 or not (s.short_of_pool or s.retracts_often):
         return None
@@ -80,7 +80,7 @@ def _fraction(
 
 
 def ran_out(phase: Phase, where: str = "") -> Callable[[Situation, Flags], Finding | None]:
-    """Make the rule on memory that ran out in one phase."""
+    """Return the rule on memory that ran out in the given phase."""
 
     def judge(s: Situation, flags: Flags) -> Finding | None:
         beside = "" if phase == "graph" else _narrower(s, flags)
@@ -138,9 +138,10 @@ def crashed(s: Situation, _: Flags) -> Finding | None:
 
 
 def _narrower(s: Situation, flags: Flags) -> str:
-    """Name number types that the card supports and that are narrower than 16-bit weights and KV cache.
+    """Name number types of fewer than 16 bits, for weights or KV cache, that the card supports.
 
-    The pool takes all memory that the weights leave. So they make room only with a lower mem-fraction-static.
+    The KV pool takes all memory that the weights leave. So smaller numbers free memory only together with a
+    lower mem-fraction-static.
     """
     facts, ways = s.facts, []
     if facts.architecture in FP8:

@@ -1,16 +1,16 @@
 """Recovery: diagnose a server's death, and choose arguments for the next start.
 
 `examine` diagnoses a death by the server's log, its exit status and the kernel's count of kills. `safer`
-names arguments that need less memory, by SGLang's tuning guides:
+names arguments that need less memory, by SGLang's tuning guides. They depend on where memory ran out:
 
 - in prefill: smaller chunks; in decode: fewer running requests; at graph capture: smaller graphs;
-- if the flag of such a step has no smaller value: a smaller fraction of the card for the KV pool;
-- if the phase is unknown: a smaller pool, then smaller chunks, then fewer running requests;
-- on a CPU, where the size of the pool is a number of tokens: a smaller number;
+- if the flag for that has no smaller value: a smaller fraction of the card for the KV pool;
+- if the phase is unknown: a smaller KV pool, then smaller chunks, then fewer running requests;
+- on a CPU, where the size of the KV pool is a number of tokens: a smaller number;
 - if a hybrid model's states have no room: a larger pool for them, then fewer running requests.
 
 Advice proposes these arguments. A launched engine that died gets them from its `Healer`, which remembers
-them.
+the ones that worked.
 """
 
 import logging
@@ -43,7 +43,7 @@ NAMES: Mapping[Phase | Kind, str] = {
 }
 
 KILLED = 128 + 9
-"""Exit status of the launcher where SIGKILL ended its server."""
+"""Exit status of the launcher if SIGKILL ended its server."""
 
 
 class EndedServer(NamedTuple):
@@ -52,9 +52,9 @@ class EndedServer(NamedTuple):
     lines: Sequence[str]
     """First and last lines of its log."""
     args: Mapping[str, Any] = {}
-    """Arguments that it was started with, as `engine.args` has them."""
+    """Arguments with which the server was started, as in `engine.args`."""
     exit_code: int | None = None
-    """128 + signal where a signal ended it; None while it runs."""
+    """Exit code of the server: 128 + the signal's number if a signal ended it; None while it runs."""
     oom_kills: int = 0
     """Processes that the kernel has killed since the start, because the machine's memory ran out."""
 
@@ -63,7 +63,7 @@ class Death(NamedTuple):
     """Why a server died."""
 
     kind: Phase | Kind
-    """Phase in which memory ran out, `killed` by the kernel for want of memory, or `crash` for the rest."""
+    """Phase in which memory ran out, `killed` if the kernel killed it for lack of memory, or else `crash`."""
     why: str
     """Log line or sentence that names the cause."""
     running: int = 0
@@ -71,7 +71,7 @@ class Death(NamedTuple):
 
     @property
     def of_memory(self) -> bool:
-        """Whether memory ran out: safer arguments may help, and no row is at fault."""
+        """Whether memory ran out. If so, safer arguments may help, and no row is at fault."""
         return self.kind != "crash"
 
 
@@ -108,8 +108,8 @@ value, the next group changes."""
 
 
 def safer(death: Death, facts: Facts, flags: Flags) -> dict[str, Any]:
-    """Return the arguments to change, as `engine.args` has them; empty where none would help."""
-    # The host's memory ran out, and a smaller pool on the GPU would free none of it.
+    """Return the arguments to change, as in `engine.args`; empty if none would help."""
+    # The kernel kills if the host's memory runs out. A smaller pool on the GPU would free none of it.
     if death.kind == "killed" and not facts.on_cpu:
         return {}
     signs = {"no-pool" if death.kind == "pool" else "oom", "no-states"}
@@ -126,8 +126,8 @@ def safer(death: Death, facts: Facts, flags: Flags) -> dict[str, Any]:
 
 
 MOST_CHANGES = 6
-"""Most changes in one run; each costs a start. Six allow three changes of the pool's fraction, two of the
-chunk and one more."""
+"""Maximum number of changes in one run, because each costs a start of the server. Six allow three changes of
+the pool's fraction, two of the chunk size and one more."""
 _HOPELESS = {
     "killed": "the machine, or our cgroup on it, has too little memory",
     "load": "take more cards (tp-size), quantise (quantization: fp8), or take a larger card",
@@ -141,7 +141,7 @@ class Healer:
     """
 
     def __init__(self, job_args: Mapping[str, Any], memory: Memory, incidents: list[Incident]) -> None:
-        """Take the job's `engine.args`, and begin with the arguments that worked in an earlier run."""
+        """Begin with arguments that worked in an earlier run, except those that `job_args` sets."""
         learned = recall_safer_flags(memory) or SaferFlags({}, "")
         self.args = {
             name: value for name, value in learned.args.items() if name_in(job_args, name) not in job_args
@@ -161,12 +161,12 @@ class Healer:
             incidents.append(Incident("recalled", "the engine", learned.why, {"new": self.args}))
 
     def heal(self, name: str, ended: EndedServer) -> bool:
-        """Choose `args` after a server's death; return whether they may help. If so, no row is at fault."""
+        """Choose `args` after a server's death; return whether they may help, so that no row is to blame."""
         facts, flags = read_server(ended)
         death = examine(ended, facts)
         if not death.of_memory:
             return False
-        # An earlier death of another server changed `args`; this server was started without these changes.
+        # After another server's death, `args` were changed. This server was started without the changes.
         if not self._had_all(ended.args):
             return True
         args = safer(death, facts, flags)
@@ -194,9 +194,9 @@ class Healer:
         return True
 
     def outlived(self, args: Mapping[str, Any]) -> None:
-        """Remember the changes if a server runs with all of them at the end; `args` are its arguments."""
+        """Remember the changes if `args`, of a server that still runs at the end, include all of them."""
         newest = recall_safer_flags(self._memory)
-        is_known = newest is not None and newest.args == self.args  # Another server wrote them.
+        is_known = newest is not None and newest.args == self.args  # by another server
         if self._changes and self._had_all(args) and not is_known:
             why = f"learned on {datetime.now(UTC):%Y-%m-%d} from {self._last_cause}"
             self._memory.try_to_append("safer", SaferFlags(self.args, why))
@@ -206,7 +206,7 @@ class Healer:
 
 
 def read_server(server: EndedServer) -> tuple[Facts, Flags]:
-    """Read a server's facts and flags from its log; `server.args` fill in arguments that the log lacks."""
+    """Read a server's facts and flags from its log. Arguments that the log lacks come from `server.args`."""
     reader = LogReader()
     for line in server.lines:
         reader.take(line)
@@ -218,6 +218,6 @@ def read_server(server: EndedServer) -> tuple[Facts, Flags]:
 
 
 def _shown(args: Mapping[str, Any], old: Mapping[str, float | None] = {}) -> str:
-    """Write arguments as `chunked-prefill-size 8192 -> 4096`, or the new value alone."""
+    """Format arguments as `chunked-prefill-size 8192 -> 4096`, or without the old value if it is unknown."""
     before = {name: f"{value} -> " for name, value in old.items() if value is not None}
     return ", ".join(f"{name} {before.get(name, '')}{value}" for name, value in args.items())

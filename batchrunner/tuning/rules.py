@@ -17,16 +17,16 @@ from batchrunner.tuning.situation import Certainty, Finding, Situation
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One piece of advice; without a `change` all is well in its respect."""
+    """One piece of advice. If `change` is empty, the advice says that what the rule looks at is fine."""
 
     rule: str
     """Name of the rule."""
     sign: str
-    """The sign: figures, share of the samples, time span."""
+    """The sign in words: figures, share of the samples, time span."""
     change: str = ""
-    """The change: a flag as the installed version spells it, or a field of the job."""
+    """The change in words: a flag as the installed version spells it, or a field of the job."""
     args: dict[str, Any] = field(default_factory=dict)
-    """The same as `engine.args`; null removes a flag."""
+    """The change as `engine.args`; null removes a flag."""
     effect: str = ""
     """The expected gain."""
     tradeoff: str = ""
@@ -34,9 +34,9 @@ class Advice:
     certainty: Certainty = "medium"
     """`high`, `medium` or `low`."""
     evidence: dict[str, Any] = field(default_factory=dict)
-    """The figures behind the sign; names have the units."""
+    """The figures behind the sign. Their names contain the units."""
     env: dict[str, str] = field(default_factory=dict)
-    """The same as `engine.env`, where a variable is the change."""
+    """The change as `engine.env`, if a variable of the environment is to be changed."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the advice as `--json` prints it."""
@@ -64,22 +64,22 @@ class Rule:
     judge: Callable[[Situation, Flags], Finding | None]
     effect: str
     flag: str = ""
-    """The flag whose next value is the advice, by the table of flags; empty for other advice."""
+    """The flag whose next value in `FLAGS` is the advice; empty for other advice."""
     on: str = ""
-    """The sign of that table that calls for the flag."""
+    """Name of the sign in `FLAGS` that calls for the flag."""
     other: str = ""
-    """Other advice in general, for the table in the docs."""
+    """Advice other than the flag's next value, for the table in the docs."""
     source: str = ""
-    """Its source, see `Move.source`."""
+    """Source of the rule if it has no `flag`; see `Move.source`."""
     cost: str = ""
-    """Its cost, where the flag has none."""
+    """Cost of the advice if the rule has no `flag`."""
     certainty: Certainty = "medium"
     option: bool = False
     """Whether nothing is wrong, and the advice is only an option."""
 
     @property
     def move(self) -> Move | None:
-        """The row of the table of flags; None for other advice."""
+        """The entry of `FLAGS` for `flag` and `on`; None without a flag."""
         return FLAGS[self.flag].moves[self.on] if self.flag else None
 
     @property
@@ -88,7 +88,7 @@ class Rule:
         return self.move.cost if self.move else self.cost
 
     def apply(self, situation: Situation, flags: Flags) -> Advice | None:
-        """Return the advice of this rule; None without a finding, or where its flag fits no such server."""
+        """Return the advice of this rule; None if it finds nothing or its flag does not fit the server."""
         server = situation.server
         if self.flag and not FLAGS[self.flag].fits(self.on, server):
             return None
@@ -153,13 +153,15 @@ SILENCES: dict[str, tuple[str, ...]] = {
     "tensor-parallel": ("expert-parallel", "dp-attention"),
     "dp-attention": ("data-parallel",),
 }
-"""Advice that silences other advice, which would undo it or set the same flag differently. After an
-out-of-memory error nothing may take more memory. Unused memory goes to the advice that needs it. One thing is
-changed at a time. Earlier entries count first, and silenced advice silences none."""
+"""For each rule, the rules whose advice it silences, because that advice would undo its own or set the same
+flag differently. After an out-of-memory error, no advice may take more memory. Unused memory goes to the
+advice that needs it. One thing is changed at a time. Entries apply in order, and silenced advice silences no
+other."""
 
 
 OFTEN = "often"
-"""The word for a sign in at least 25% of at least 8 samples over 10 s: `frequent`, `samples`, `span_s`."""
+"""Word for a sign that at least 25% of at least 8 samples over 10 s show (`frequent`, `samples` and `span_s`
+of `Thresholds`)."""
 
 
 def _safe_side(kind: Phase | Kind) -> str:
@@ -445,7 +447,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="host-cache",
-        sign=f"the same with prompts ≥ 1024 tokens and token usage ≥ 0.9 {OFTEN}",
+        sign=f"as for shared-prefixes, with prompts ≥ 1024 tokens and token usage ≥ 0.9 {OFTEN}",
         judge=setup_rules.host_cache,
         effect="prefixes that the KV pool evicts come back from host memory",
         flag="enable-hierarchical-cache",
@@ -513,7 +515,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="fp8-cache",
-        sign="the same with a 16-bit KV cache and any weights",
+        sign=f"a 16-bit KV cache, a card with FP8, token usage ≥ 0.9 and `#queue-req` > 0 {OFTEN}",
         judge=setup_rules.pool_full,
         effect="twice as many tokens in the pool",
         flag="kv-cache-dtype",
@@ -537,11 +539,11 @@ BY_NAME = {rule.name: rule for rule in RULES}
 DEATHS = frozenset(
     {"oom-prefill", "oom-decode", "oom-graph", "oom-weights", "oom-general", "killed", "crashed"}
 )
-"""Rules that need no load: a dead server gets advice after the shortest run."""
+"""Rules that need no load samples, so that a dead server gets advice even after the shortest run."""
 
 
 def apply_all(situation: Situation, flags: Flags) -> list[Advice]:
-    """Return the advice of all rules in their order: changes, then options, then what is well."""
+    """Return the advice of all rules: first changes, then options, then what is fine."""
     rules = [rule for rule in RULES if situation.is_judged or rule.name in DEATHS]
     all_advice = [advice for rule in rules if (advice := rule.apply(situation, flags))]
     advising, silenced = {advice.rule for advice in all_advice if advice.change}, set[str]()

@@ -1,7 +1,7 @@
-"""The search of `batchrun tune`: all changes that the signs call for at once, then one flag at a time. Pure.
+"""The search of `batchrun tune`: all changes that the signs call for at once, then one flag at a time.
 
-The search yields requests for trials and receives their results. Equal results lead to equal requests, so a
-search resumes from the results that were kept.
+The search is pure: it yields requests for trials and receives their results. Equal results lead to equal
+requests, so a search can resume from stored results.
 """
 
 import math
@@ -19,14 +19,16 @@ from batchrunner.tuning.measurement import LEAST_GAIN, Incumbent, TrialResult, T
 from batchrunner.tuning.space import TUNED_FLAGS, Args, FlagChange, Machine, candidates, together
 
 GUESS, GUESS_WEIGHT = 0.05, 4
-"""Assumed standard deviation of a trial's log speed, and its weight in repetitions. A shared machine of two
-cores shows 5 %, a machine without other users about 1 %, which repetitions soon reveal."""
+"""Assumed standard deviation of a trial's log speed, and the number of repetitions as which this assumption
+counts. A shared machine of two cores shows 5 %. A machine without other users shows about 1 %, which a few
+repetitions reveal."""
 MOST_TURNS = 3
-"""Most trials of each of two settings that are compared."""
+"""Maximum number of trials of each of two settings that are compared."""
 SAME_WORK = 0.01
-"""Largest difference in passes and batches, as a share, with which two trials do the same work."""
+"""Two trials did the same work if their passes and batches differ by at most this fraction."""
 _T95 = (2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761)
-"""Student's 95 % quantiles for 4, 5, … 14 degrees of freedom; the last is used for more, to be safe."""
+"""Student's 95 % quantiles for 4, 5, … 14 degrees of freedom. For more than 14, the last one is used, to be
+on the safe side."""
 
 RaceVerdict = Literal["faster", "no faster", "again"]
 
@@ -41,10 +43,11 @@ def compare(
 ) -> tuple[RaceVerdict, str]:
     """Return whether a challenger is faster than the best, and the interval of their ratio as text.
 
-    Both are speeds of trials; `spread` is the result of `trial_noise`. The verdict is "again" until both were
-    measured MOST_TURNS times; a challenger that has not proved faster by then is "no faster". With
-    `more_per_pass` the scheduler counts more output in each pass: then a gain above `worth` suffices, within
-    two turns.
+    `challenger` and `best` are the speeds of their trials, and `spread` is the result of `trial_noise`. The
+    verdict is "again" as long as the difference is unclear. After MOST_TURNS trials of both, a challenger
+    that has not proved faster is "no faster". `more_per_pass` tells that the scheduler counted more output in
+    each pass of the challenger. Then a mean gain above `worth` suffices, and two trials of both are the
+    maximum.
     """
     deviation, freedom = spread
     gain = fmean(map(math.log, challenger)) - fmean(map(math.log, best))
@@ -65,7 +68,7 @@ def compare(
 def trial_noise(settings: Iterable[Sequence[float]]) -> tuple[float, int]:
     """Return the standard deviation of one trial's log speed, and its degrees of freedom.
 
-    `settings` are the speeds of each setting's trials. A setting with one trial adds nothing.
+    `settings` has the speeds of each setting's trials. A setting with only one trial adds nothing.
     """
     total, freedom = GUESS_WEIGHT * GUESS**2, GUESS_WEIGHT
     for speeds in settings:
@@ -77,27 +80,28 @@ def trial_noise(settings: Iterable[Sequence[float]]) -> tuple[float, int]:
 
 
 def margin_to_stop(spread: tuple[float, int]) -> float:
-    """Return by which share a trial may fall behind the best before it is stopped: three times the noise.
+    """Return the fraction by which a trial may fall behind the best before it is stopped: 3 times the noise.
 
-    It is at least a fifth, since the rows that have ended measure less exactly than a whole trial.
+    The fraction is at least a fifth, because the rows that have ended so far are a less exact measure than a
+    whole trial. It is at most a half.
     """
     return min(0.5, max(0.2, 3 * math.sqrt(2) * spread[0]))
 
 
 def same_work(challenger: TrialSigns, best: TrialSigns) -> bool:
-    """Tell whether two trials had the same passes and batches; False where that is unknown."""
+    """Tell whether two trials had the same passes and batches; False if that is unknown."""
     more = _more(challenger.tokens_per_pass, best.tokens_per_pass)
     apart = (more, _more(challenger.running, best.running), challenger.cached_share - best.cached_share)
     return more is not None and all(abs(difference or 0.0) <= SAME_WORK for difference in apart)
 
 
 def more_per_pass(challenger: TrialSigns, best: TrialSigns) -> bool:
-    """Tell whether the challenger generated more tokens per forward pass; False where that is unknown."""
+    """Tell whether the challenger generated more tokens per forward pass; False if that is unknown."""
     return (_more(challenger.tokens_per_pass, best.tokens_per_pass) or 0.0) > SAME_WORK
 
 
 def _more(challenger: float | None, best: float | None) -> float | None:
-    """Return by which share the challenger has more than the best."""
+    """Return the relative difference between the challenger's value and the best's; None if unknown."""
     return challenger / best - 1 if challenger is not None and best else None
 
 
@@ -106,11 +110,12 @@ def _quantile(freedom: int) -> float:
 
 
 FAILED_MORE = 0.01
-"""Share of rows by which failures may exceed the best's, since trials end with different rows."""
+"""A challenger is unsafe if its share of failed rows exceeds the best's by more than this. A smaller
+difference is allowed, because trials do not answer the same rows."""
 MOST_MISSES = 2
-"""Changes of a flag that are tried one after the other although none is faster."""
+"""A flag is given up after this many changes in a row that are not faster."""
 TOGETHER = Flag("together", {})
-"""All flags at once whose signs the best trial shows, of those that every server has."""
+"""Stands for one change of all flags whose signs the best trial shows; flags that need a GPU are left out."""
 
 
 @dataclass(slots=True)
@@ -119,13 +124,13 @@ class FlagSetting:
 
     args: Args
     replicas: int
-    """Replicas with these flags that the GPUs suffice for; a trial measures one of them."""
+    """Number of replicas with these flags for which the GPUs suffice. A trial measures one of them."""
     results: list[TrialResult] = field(default_factory=list)
     verdict: str = ""
 
     @property
     def speeds(self) -> list[float]:
-        """Output tokens per second of all replicas, by each trial that was measured to its end."""
+        """Output tokens per second of all replicas, one value for each trial that was measured to its end."""
         return [self.replicas * result.tokens_per_s for result in self.results if result.is_speed]
 
     @property
@@ -149,7 +154,7 @@ class Search:
     """The search; `best` is the best setting so far."""
 
     def __init__(self, args: Args, machine: Machine, tuned_flags: Sequence[Flag] = TUNED_FLAGS) -> None:
-        """`args` are the job's own flags, which are tried first."""
+        """`args` has the job's own flags, which are tried first."""
         self.best = self.own = FlagSetting(args, machine.replicas_of(args))
         self.settings = {key_of(args): self.own}
         self.notes: dict[str, str] = {}
@@ -161,7 +166,7 @@ class Search:
         self._changed: set[str] = set()
 
     def steps(self) -> Generator[TrialRequest, TrialResult, None]:
-        """Yield requests and receive results until no flag brings more."""
+        """Yield requests and receive results until no change of a flag is faster."""
         yield from self._try(self.own, "the job's own flags", None)
         if not self.own.newest.is_speed:
             self.reason = f"the job's own flags cannot be measured: {self.own.newest.why}"
@@ -178,7 +183,7 @@ class Search:
 
     @property
     def winner(self) -> FlagSetting:
-        """The best setting if it has proved faster than the job's own flags, otherwise these flags."""
+        """The best setting if it has proved faster than the job's own flags, otherwise those flags."""
         return self.best if self._beats_own() == "faster" else self.own
 
     def _beats_own(self) -> RaceVerdict:
@@ -192,7 +197,7 @@ class Search:
         return compare(self.best.speeds, self.own.speeds, self._noise(), more_per_pass=fuller)[0]
 
     def _tune(self, tuned_flag: Flag) -> Generator[TrialRequest, TrialResult, bool]:
-        """Change a flag as long as each change is faster; return whether the best changed."""
+        """Try changes of a flag until MOST_MISSES in a row fail; return whether the best changed."""
         improved, misses = False, 0
         while misses < MOST_MISSES and (change := self._next_change(tuned_flag)) is not None:
             won = yield from self._try_change(change, tuned_flag)
@@ -200,7 +205,7 @@ class Search:
         return improved
 
     def _try_change(self, change: FlagChange, tuned_flag: Flag) -> Generator[TrialRequest, TrialResult, bool]:
-        """Try the best flags with a change; return whether they are faster."""
+        """Try the best flags with one change; return whether that is faster."""
         args = self._changed_to(change)
         setting = self.settings[key_of(args)] = FlagSetting(args, self._machine.replicas_of(args))
         tried = command_line(changes(setting.args, self.best.args))
@@ -217,7 +222,7 @@ class Search:
         return self._untried(tuned_flag)
 
     def _untried(self, tuned_flag: Flag) -> FlagChange | None:
-        """Return the next change of a flag that was not tried; None, with a note, without one."""
+        """Return the next untried change of a flag. If there is none, note why and return None."""
         flag_changes = candidates(tuned_flag, self.best.newest, self._machine)
         if isinstance(flag_changes, str):
             if tuned_flag.name not in self._changed:
@@ -231,7 +236,7 @@ class Search:
         return None
 
     def _changed_to(self, change: FlagChange) -> Args:
-        """Return the best flags with a change, spelled as in the job or else as in the version."""
+        """Return the best flags with a change. Flags are spelled as in the job, or else as in the version."""
         args = dict(self.best.args)
         for name, value in change.args.items():
             job_name = name_in(args, name)
@@ -239,14 +244,14 @@ class Search:
         return args
 
     def _missing(self, change: FlagChange) -> str:
-        """Return the first flag of a change that this version lacks; empty where it has all."""
+        """Return the first flag of a change that this version of SGLang lacks; empty if it has all."""
         setting = self._machine.flags.setting
         return next((command_line({n: v}) for n, v in change.args.items() if not setting(n, v)), "")
 
     def _race(
         self, setting: FlagSetting, change: FlagChange, tuned_flag: Flag
     ) -> Generator[TrialRequest, TrialResult, bool]:
-        """Try a setting, then the best and it in turn; return whether the setting is faster."""
+        """Try a setting, then the best and this setting in turn; return whether the setting is faster."""
         before = len(self.best.speeds) - 1  # The last trial of the best counts as its first turn.
         yield from self._try(setting, change.why, self._incumbent(setting))
         while (verdict := self._verdict(setting, change, tuned_flag, self.best.speeds[before:])) is None:
@@ -266,7 +271,7 @@ class Search:
         setting.results.append(result)
 
     def _incumbent(self, setting: FlagSetting) -> Incumbent:
-        """Return the speed of the best, divided by the replicas of the challenger."""
+        """Return the best's speed, as the speed that one replica of the challenger has to beat."""
         best = self.best.replicas * self.best.newest.tokens_per_s / setting.replicas
         return Incumbent(best, margin_to_stop(self._noise()))
 
@@ -276,7 +281,7 @@ class Search:
     def _verdict(
         self, setting: FlagSetting, change: FlagChange, tuned_flag: Flag, best_speeds: Sequence[float]
     ) -> tuple[bool, str] | None:
-        """Return whether a challenger is better, and why; None while that is undecided."""
+        """Return whether a challenger is better, and why; None as long as that is undecided."""
         newest, best = setting.newest, self.best.newest
         if newest.ended == "died":
             return False, f"unsafe: {newest.why}"

@@ -1,6 +1,6 @@
 """Rules on the setup of the server: metrics, GPUs, parallelism, precision, kernels, cache, order.
 
-Each is pure, and finds nothing where the model or the GPU is unknown.
+Each rule is pure. A rule that needs to know the model or the GPU finds nothing if these are unknown.
 """
 
 import re
@@ -12,11 +12,13 @@ from batchrunner.tuning.signals import GUIDES, frequent
 from batchrunner.tuning.situation import FEW_PROMPTS, Finding, Situation
 
 ROOM_FOR_KV = 0.6
-"""Share of a GPU's memory that all weights may take for one GPU to be enough; the rest holds the KV pool."""
+"""One GPU is enough for a model if all weights take at most this fraction of its memory. The rest holds the
+KV pool."""
 LONG_ENOUGH = 1024
-"""Tokens of a prompt from which a copy of its prefix in host memory is cheaper than computing it again."""
+"""From this mean prompt length on, in tokens, copying a prefix from host memory is cheaper than computing
+it."""
 _GENERAL = {"triton", "torch_native", "flex_attention", "flashinfer"}
-"""Backends that run on any GPU. Any other was chosen for a reason."""
+"""Attention backends that run on any GPU. Any other backend was chosen for a reason."""
 
 
 def metrics_off(s: Situation, flags: Flags) -> Finding | None:
@@ -34,7 +36,7 @@ def metrics_off(s: Situation, flags: Flags) -> Finding | None:
 
 
 def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
-    """Find that a model is split over GPUs although it fits one, or that GPUs are idle."""
+    """Find that a model is split over several GPUs although it fits one, or that GPUs are idle."""
     tp, weights, card = s.facts.tp, s.facts.weights_gb, s.facts.card_gb
     idle = s.facts.idle_gpus
     if idle:
@@ -79,7 +81,7 @@ def dp_attention(s: Situation, _: Flags) -> Finding:
 
 
 def encoder_unused(s: Situation, _: Flags) -> Finding:
-    """Name a model whose part for images, sounds or videos a job does not need."""
+    """Name a model that has an encoder for images, sounds or videos which the job does not need."""
     return Finding(f"{s.facts.model} takes more than text, and the job has no more")
 
 
@@ -97,13 +99,13 @@ def torch_compile(s: Situation, _: Flags) -> Finding | None:
 
 
 def pool_full(s: Situation, _: Flags) -> Finding | None:
-    """Find that memory limits the batch."""
+    """Find that the KV pool limits the number of running requests."""
     sign = f"the KV pool is full {s.often('kv_bound')}"
     return Finding(sign, evidence=s.evidence("kv_bound")) if frequent(s.load, "kv_bound") else None
 
 
 def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
-    """Find prompts with shared prefixes in an order with few prefix cache hits."""
+    """Find that prompts share prefixes, but come in an order with few prefix cache hits."""
     prefills, policy = s.log.prefills, s.facts.arguments.get("schedule_policy")
     share = prefills.cached_share
     if prefills.prompts < FEW_PROMPTS or not GUIDES.shared <= share <= GUIDES.cached_well:
@@ -140,24 +142,25 @@ def host_cache(s: Situation, _: Flags) -> Finding | None:
 
 
 def attention_backend(s: Situation, _: Flags) -> Finding | None:
-    """Find a general attention backend on a GPU with a better one."""
+    """Find a general attention backend on a GPU for which there is a better one."""
     now = s.facts.arguments.get("attention_backend")
     if now not in _GENERAL or now in best_backends(s.facts)[:1]:
         return None
-    command = str(s.facts.arguments.get("launch_command") or "--config")  # only /server_info has it
+    command = str(s.facts.arguments.get("launch_command") or "--config")  # a log has no launch command
     if not re.search("attention.backend|--config", command):
         return None  # SGLang chose it
     return Finding(f"{now} attention on {s.facts.card}")
 
 
 KEEPS_ORDER = frozenset({"fcfs", "lpm"})
-"""Values of `--schedule-policy` that keep the order of arrival, or prefer cached prefixes."""
+"""Values of `--schedule-policy` that keep the order of arrival (fcfs) or prefer cached prefixes (lpm)."""
 OUT_OF_REACH = 0.1
-"""Share of the prompt tokens that the cache missed for its order, from which the order is bad."""
+"""The server's order is bad if at least this fraction of the prompt tokens could have come from the cache,
+but did not."""
 PAGED = ("mla", "mha", "dsa", "nsa")
-"""Parts of the names of attention backends that need pages of several tokens."""
+"""Attention backends that need pages of several tokens have one of these in their names."""
 LOST_IN_PAGES = 0.15
-"""Empty share of a request's pages from which pages are too large."""
+"""Pages are too large if at least this fraction of a request's pages is empty."""
 
 
 def cache_off(s: Situation, _: Flags) -> Finding | None:
@@ -172,7 +175,7 @@ def cache_off(s: Situation, _: Flags) -> Finding | None:
 
 
 def order_of_server(s: Situation, _: Flags) -> Finding | None:
-    """Find that the server reorders rows, and hits fewer prefixes in the cache."""
+    """Find that the server reorders rows, and so has fewer prefix cache hits than it could have."""
     policy, prefills = s.facts.arguments.get("schedule_policy"), s.log.prefills
     shared = s.client.possible_share if s.client else None
     if policy is None or policy in KEEPS_ORDER or shared is None:
@@ -188,7 +191,7 @@ def order_of_server(s: Situation, _: Flags) -> Finding | None:
 
 
 def pages_large(s: Situation, _: Flags) -> Finding | None:
-    """Find that requests are short for the page size, so that their last pages waste the pool."""
+    """Find that requests are short for the page size, so that half-empty last pages waste the KV pool."""
     page, prefills = int(s.facts.number("page_size") or 1), s.log.prefills
     backend = str(s.facts.arguments.get("attention_backend"))
     if page < 2 or any(name in backend for name in PAGED) or not prefills.prompts:  # noqa: PLR2004

@@ -24,81 +24,88 @@ class Thresholds:
     """Thresholds of the signs. "The guides" are SGLang's tuning guides. Tests change some values."""
 
     frequent: float = 0.25
-    """Fraction of the readings from which a sign is frequent; the guides only say "frequently"."""
+    """A sign is frequent if at least this fraction of the readings show it (the guides only say
+    "frequently")."""
     span_s: float = 10.0
-    """Least seconds of work that samples must cover for advice."""
+    """Minimum number of seconds of work that the samples must cover for advice."""
     samples: float = 8
-    """Least number of samples for advice."""
+    """Minimum number of samples for advice."""
     queue_low: float = 100
-    """Least healthy queue, `#queue-req` (the guides: 100, one of them 50)."""
+    """A healthy queue, `#queue-req`, has at least this many requests (the guides: 100, one of them 50)."""
     queue_deep: float = 2000
-    """Longest healthy queue, `#queue-req` (the guides: 2000, one of them 1000)."""
+    """A healthy queue, `#queue-req`, has at most this many requests (the guides: 2000, one of them 1000)."""
     usage_good: float = 0.9
-    """Token usage from which the KV pool is well used (the guides)."""
+    """From this token usage on, the KV pool counts as well used (the guides)."""
     peaks: float = 0.1
-    """Least fraction of samples with a full pool at which memory is the limit. Outputs that begin together
-    end together, so token usage rises and falls in waves, and the pool is not full all the time."""
+    """Memory is the limit if the KV pool is full in at least this fraction of the samples. It need not be
+    full all the time, because outputs that begin together end together, so that token usage comes in
+    waves."""
     retractions_per_min: float = 1.0
-    """Most retractions per minute that are fine (the guides: about one)."""
+    """Up to this many retractions per minute are fine (the guides: about one)."""
     overfull: float = 3.0
-    """Least count of recent retractions at which the KV pool is overfull. The count halves each minute. One
-    retraction a minute averages 1.4, and two in a row are no pattern yet."""
+    """The KV pool is overfull if the count of recent retractions is at least this. The count halves each
+    minute. At one retraction a minute the count averages 1.4, and two retractions in a row are no pattern
+    yet."""
     recomputed: float = 0.25
-    """Least fraction of the generated tokens lost to retractions at which fewer running requests may pay.
-    With fewer requests, a real SGLang was slower at a loss of 21 %, and no faster at 1 %
-    (benchmarks/results/advice.json). A prefill computes the lost tokens again, which is cheaper than
-    decoding, and SGLang itself admits fewer requests after each retraction."""
+    """Running fewer requests may pay if at least this fraction of the generated tokens is lost to
+    retractions. With fewer requests, a real SGLang was slower at a loss of 21 %, and no faster at 1 %
+    (benchmarks/results/advice.json). Retractions cost little, because a prefill computes the lost tokens
+    again, which is cheaper than decoding, and SGLang itself admits fewer requests after each retraction."""
     memory_low_gb: float = 5.0
-    """`available_gpu_mem` at ready below which memory may run out (the guides)."""
+    """Memory may run out if `available_gpu_mem`, when the server is ready, is below this (the guides)."""
     memory_good_gb: float = 6.5
-    """`available_gpu_mem` at ready that advice aims at: the middle of the guides' 5-8 GB."""
+    """Advice aims at this `available_gpu_mem` when the server is ready: the middle of the guides' 5-8 GB."""
     memory_high_gb: float = 10.0
-    """`available_gpu_mem` at ready above which memory is unused (the guides)."""
+    """Memory is left unused if `available_gpu_mem`, when the server is ready, is above this (the guides)."""
     at_cap: float = 0.95
-    """Least fraction of `max_running_requests` that runs when this limit binds."""
+    """`max_running_requests` counts as reached if running requests are at least this fraction of it."""
     far_below: float = 0.5
-    """Fraction of `max_running_requests` below which few run; under load the guides expect "close to" it."""
+    """Few requests run if they are below this fraction of `max_running_requests` (the guides expect "close
+    to")."""
     short_output: float = 0.5
-    """Mean output, as a fraction of `max_new_tokens`, below which SGLang reserves too much memory."""
+    """SGLang reserves too much memory if the mean output is below this fraction of `max_new_tokens`."""
     graph_batch: float = 512
-    """Largest batch at which a CUDA graph matters (the guides: 512 or 768)."""
+    """A CUDA graph matters for batches of at most this many requests (the guides: 512 or 768)."""
     graph_batch_small: float = 4096
-    """Largest batch at which a CUDA graph matters for a model of `launched_gb`: on an H200 a decode pass of
-    SmolLM2-135M with about 2,000 rows takes 23 to 28 ms with a graph, 53 to 96 without; SGLang's issue 33483
-    reports four times on an L40."""
+    """`graph_batch` for a small model, of at most `launched_gb`. On an H200, a decode pass of SmolLM2-135M
+    with about 2,000 rows takes 23 to 28 ms with a graph, and 53 to 96 ms without. SGLang's issue 33483
+    reports a factor of four on an L40."""
     launched_gb: float = 2.0
-    """Largest weights, in GB, of a model whose kernels take less time than their launch."""
+    """A model whose weights take at most this many GB has kernels that take less time than their launch."""
     graph_batch_tp: float = 768
-    """Largest batch at which a CUDA graph matters with a tensor parallelism of 4 or more."""
+    """`graph_batch` with a tensor parallelism of 4 or more."""
     long_prompt: float = 2048
-    """Mean prompt, in tokens, from which prompts are long: a few fill a prefill pass."""
+    """Prompts are long if their mean is at least this many tokens, so that a few fill a prefill pass."""
     small_pass: float = 0.25
-    """Largest fraction of the chunk that a small prefill pass fills."""
+    """A prefill pass is small if it fills at most this fraction of the chunk."""
     small_batch: float = 32
-    """Most running requests with which torch.compile pays (the guides: "small batch sizes")."""
+    """torch.compile pays up to this many running requests (the guides: "small batch sizes")."""
     small_model_gb: float = 10.0
-    """Weights of a small model at most, in GB: 5 billion parameters of 16 bits."""
+    """A model is small if its weights take at most this many GB: 5 billion parameters of 16 bits."""
     shared: float = 0.1
-    """Least fraction of prompt tokens with a prefix cache hit at which prompts count as sharing prefixes."""
+    """Prompts share prefixes if at least this fraction of the prompt tokens come from the prefix cache, or
+    could."""
     cached_well: float = 0.6
-    """Least fraction of prompt tokens with a prefix cache hit at which the order of the rows is good."""
+    """The order of the rows is good if at least this fraction of the prompt tokens come from the prefix
+    cache."""
     lpm_queue: float = 128
-    """Most waiting requests with which `lpm` looks for prefixes (SGLang's schedule_policy)."""
+    """Longest queue at which `lpm` still matches prefixes; above it SGLang takes requests in order of
+    arrival."""
 
 
 GUIDES = Thresholds()
 
 
 class Gauges(Protocol):
-    """A reading of one scheduler's load, as a poll or a log line has it."""
+    """A reading of one scheduler's load, from a poll or a log line."""
 
     @property
     def running(self) -> int:
-        """Requests that decode, SGLang's `#running-req`."""
+        """Number of requests that decode, SGLang's `#running-req`."""
 
     @property
     def queue(self) -> int:
-        """Requests that wait, SGLang's `#queue-req`."""
+        """Number of requests that wait, SGLang's `#queue-req`."""
 
     @property
     def usage(self) -> float:
@@ -106,11 +113,11 @@ class Gauges(Protocol):
 
     @property
     def state_usage(self) -> float:
-        """Fraction of a hybrid model's state pool that running requests take; 0 without one."""
+        """Fraction of a hybrid model's state pool that running requests take; 0 without a state pool."""
 
     @property
     def max_running(self) -> int | None:
-        """Most requests that the scheduler runs at once; None where it does not say."""
+        """Maximum number of requests that the scheduler runs at once; None if unknown."""
 
 
 def is_full(load: Gauges) -> bool:
@@ -121,7 +128,7 @@ def is_full(load: Gauges) -> bool:
 def reaches_cap(running: float, max_running: int | None) -> bool:
     """Tell whether `max_running_requests` is the limit.
 
-    One free slot still counts as the limit: the scheduler is about to fill it.
+    With only one free slot, the limit counts as reached, because the scheduler is about to fill the slot.
     """
     most = max_running or 0
     return most > 0 and running >= max(1, min(GUIDES.at_cap * most, most - 1))
@@ -135,15 +142,15 @@ def is_at_cap(load: Gauges) -> bool:
 def fills_states(load: Gauges) -> bool:
     """Tell whether a hybrid model's state pool has no room for more requests.
 
-    At the cap of running requests one free place still counts as full; then the state pool has to be what
-    sets the cap: it holds the states of `running / state_usage` requests.
+    The pool also counts as full if the running requests reach their cap and the state pool sets this cap. It
+    does so if it holds the states of no more requests than the cap, that is, of `running / state_usage`.
     """
     is_cap_by_states = load.running <= load.state_usage * (load.max_running or 0) + ROUNDING
     return load.state_usage >= GUIDES.usage_good or (is_at_cap(load) and is_cap_by_states)
 
 
 ROUNDING = 1e-6
-"""Largest error of a computed number of requests."""
+"""Maximum rounding error of a computed number of requests."""
 
 
 def waits_for_states(load: Gauges) -> bool:
@@ -157,7 +164,7 @@ def waits_beside_room(load: Gauges) -> bool:
 
 
 def holds_back(load: Gauges) -> bool:
-    """Tell whether the server admits too few: requests wait, and neither pool nor cap is the limit."""
+    """Tell whether the server admits too few requests: some wait, and neither pools nor cap are the limit."""
     return waits_beside_room(load) and not is_at_cap(load)
 
 
@@ -196,7 +203,7 @@ SIGNS: dict[str, Callable[[LoadSample], bool | None]] = {
     "no_graph_tp": lambda s: _lacks_graph(s, GUIDES.graph_batch_tp),
     "small_batch": lambda s: s.running <= GUIDES.small_batch,
 }
-"""The test of one sample for each sign; None where the sign does not apply to the sample."""
+"""The test of a sample for each sign. A test returns None if the sign does not apply to the sample."""
 
 
 def share(samples: Iterable[LoadSample], sign: str) -> float:
@@ -207,7 +214,7 @@ def share(samples: Iterable[LoadSample], sign: str) -> float:
 
 
 def is_frequent(share_of_readings: float) -> bool:
-    """Tell whether a sign counts, by the share of the readings that show it."""
+    """Tell whether a sign is frequent, from the share of the readings that show it."""
     return share_of_readings >= GUIDES.frequent
 
 
@@ -222,7 +229,7 @@ def frequent(series: Series, sign: str) -> bool:
 
 
 def retracts_often(per_min: float) -> bool:
-    """Tell whether a scheduler retracts more requests a minute than the guides call fine."""
+    """Tell whether a scheduler retracts more requests per minute than the guides call fine."""
     return per_min > GUIDES.retractions_per_min
 
 
@@ -232,15 +239,15 @@ def is_overfull(recent_retractions: float) -> bool:
 
 
 def admits_too_few(*, share_held: float, retracts: bool) -> bool:
-    """Tell whether the server admits too few requests: it frequently holds back, and retracts few.
+    """Tell whether the server admits too few requests: it often holds them back, and retracts few.
 
-    `share_held` is the share of the readings in which it holds back (`holds_back`).
+    `share_held` is the share of the readings in which the server holds requests back (`holds_back`).
     """
     return is_frequent(share_held) and not retracts
 
 
 def retractions_cost(series: Series) -> bool:
-    """Tell whether retractions are frequent and lose many tokens; an unknown loss counts as many."""
+    """Tell whether retractions are frequent and lose many tokens. An unknown loss counts as large."""
     lost_share = series.recomputed_share
     return retracts_often(series.retractions_per_min) and (
         lost_share is None or lost_share >= GUIDES.recomputed
@@ -250,7 +257,7 @@ def retractions_cost(series: Series) -> bool:
 def span_in_words(series: Series) -> str:
     """Say how many samples there are, and over how many seconds.
 
-    Too short a time is rounded down: it never reads as long enough.
+    A time that is too short for advice is rounded down, so that it never reads as long enough.
     """
     is_short = series.busy_s < GUIDES.span_s
     seconds = f"{math.floor(series.busy_s * 10) / 10:g}" if is_short else f"{series.busy_s:.0f}"
@@ -259,7 +266,7 @@ def span_in_words(series: Series) -> str:
 
 
 class Corner(StrEnum):
-    """State of a scheduler's load, as users are shown it; the event log and report.json have the values."""
+    """State of a scheduler's load, as shown to users. The event log and report.json contain the values."""
 
     SHORT = "short"
     FULL = "full"
@@ -275,7 +282,7 @@ class Corner(StrEnum):
 
     @property
     def meaning(self) -> str:
-        """Clause on the consequence of the state, which follows its figures in an event."""
+        """Clause on the consequence of the state. In an event it follows the figures."""
         return _WORDS[self][1]
 
 

@@ -1,4 +1,4 @@
-"""The situation that advice judges: the load, the server and, for a run, the activity of the runner."""
+"""The situation that advice judges: the load, the server and, for a run, what the runner did."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -24,15 +24,15 @@ from batchrunner.tuning.signals import (
 Certainty = Literal["high", "medium", "low"]
 
 RESERVED = 0.8
-"""Least reserved share of the KV pool at which the pool is the limit before it is full."""
+"""The KV pool counts as the limit, even if it is not full, when at least this fraction of it is reserved."""
 POOL_SHARE = 4
-"""Divisor of a machine's free memory: a KV pool may grow by a quarter of it at most."""
+"""Divisor of a machine's free memory: a KV pool may grow by at most a quarter of it."""
 FLOAT32_BYTES = 4
-"""Bytes of a number in a CPU's KV pool: float32 at most."""
+"""Maximum number of bytes of a number in a CPU's KV pool (float32)."""
 FEW_PROMPTS = 50
-"""Prompts below which the share of cached tokens says little."""
+"""With fewer prompts than this, the share of cached tokens says little."""
 LONGEST_LINE = 160
-"""Characters of a log line that advice shows."""
+"""Maximum number of characters of a log line that advice shows."""
 
 
 @dataclass(slots=True)
@@ -40,55 +40,56 @@ class ClientActivity:
     """The runner's part in the load: its settings, and what it did while the engine's queue was empty."""
 
     empty: int = 0
-    """Load samples with an empty queue while rows were still unsent."""
+    """Number of load samples with an empty queue while rows were still unsent."""
     at_window: int = 0
-    """Samples of `empty` in which at least 90 % of the window was in flight."""
+    """Number of the `empty` samples in which at least 90 % of the window was in flight."""
     on_way: int = 0
-    """Samples of `at_window` in which most requests had not arrived at the scheduler."""
+    """Number of the `at_window` samples in which most requests had not arrived at the scheduler yet."""
     resting: int = 0
-    """Samples of `empty` with room in the window, in which rows waited for a retry."""
+    """Number of the `empty` samples with room in the window in which rows waited for a retry."""
     window: str | int = "auto"
     """The job's `window`."""
     connections: int | None = None
-    """Most connections that the limit of open files allows."""
+    """Maximum number of connections that the limit of open files allows."""
     widest: int = 0
-    """Most requests that were in flight at once."""
+    """Largest number of requests that were in flight at once."""
     tokenize: str | None = None
     """Where prompts are tokenized: `client` or `server`."""
     max_new_tokens: int | None = None
     ignore_eos: bool = False
     """Whether every output has `max_new_tokens`."""
     output_tokens: int = 0
-    """Tokens of the outputs that were read."""
+    """Number of tokens in the outputs whose lengths were read."""
     outputs: int = 0
-    """Outputs whose lengths were read."""
+    """Number of outputs whose lengths were read."""
     order: str = "auto"
     simulated: bool = False
     """Whether the engine is simulated."""
     decodes: bool = True
-    """Whether the job's task generates tokens; otherwise token usage says nothing."""
+    """Whether the job's task generates tokens. If not, token usage says nothing."""
     longest_output: int | None = None
     """99th percentile of the outputs' lengths, in tokens."""
     media: bool | None = None
-    """Whether prompts have images, sounds or videos; None where it is unknown."""
+    """Whether prompts have images, sounds or videos; None if unknown."""
     possible_share: float | None = None
-    """Share of the prompt tokens that a cache could serve, by the rows sampled for their order."""
+    """Share of the prompt tokens that a cache could serve, estimated from the rows sampled to choose the
+    order."""
 
     @property
     def mean_output(self) -> float | None:
-        """Mean tokens of an output; None where none was read."""
+        """Mean number of tokens in an output; None if no output was read."""
         return self.output_tokens / self.outputs if self.outputs else None
 
     @property
     def output_share(self) -> float | None:
-        """Mean output as a share of `max_new_tokens`, from 0 to 1; None where either is unknown."""
+        """Mean output length as a share of `max_new_tokens`, from 0 to 1; None if either is unknown."""
         if not self.outputs or not self.max_new_tokens:
             return None
         return self.output_tokens / self.outputs / self.max_new_tokens
 
 
 def has_media(prompt: Mapping[str, Any]) -> bool | None:
-    """Tell whether prompts have images, sounds or videos; None where messages or a rollout may add some."""
+    """Tell whether prompts have images, sounds or videos; None if messages or a rollout may add some."""
     if any(prompt.get(field) for field in KIND_OF_FIELD):
         return True
     is_text = any(prompt.get(field) for field in ("user", "text", "input_ids"))
@@ -100,15 +101,16 @@ class Situation:
     """A server and its load, as far as they are known."""
 
     load: Series
-    """Queue, running and token usage over time."""
+    """Queue, running requests and token usage over time."""
     log: Series
-    """Graphs, prefill passes and retractions, which only log lines have; may be the same as `load`."""
+    """Load from log lines, which also tell CUDA graphs, prefill passes and retractions. May be the same as
+    `load`."""
     facts: Facts = field(default_factory=Facts)
     client: ClientActivity | None = None
 
     @property
     def is_judged(self) -> bool:
-        """Whether advice is possible. A run needs a real engine and enough steady work."""
+        """Whether advice is possible. For a run, that takes a real engine and enough steady work."""
         return self.client is None or (has_enough(self.load) and not self.client.simulated)
 
     @property
@@ -118,7 +120,7 @@ class Situation:
 
     @cached_property
     def server(self) -> Server:
-        """The server in the form that the table of flags takes; the load completes its facts."""
+        """The server in the form that the table of flags takes, with its facts and the means of its load."""
         ready = self.facts.ready or ServerReady(max_running_requests=self.max_running)
         return Server(
             replace(self.facts, ready=ready),
@@ -134,7 +136,7 @@ class Situation:
 
     @property
     def _shared(self) -> float | None:
-        """Share of the prompt tokens that a cache serves or could serve; None after few prompts."""
+        """Share of the prompt tokens that a cache serves or could serve; None if unknown."""
         prefills, possible = self.log.prefills, self.client.possible_share if self.client else None
         if prefills.prompts < FEW_PROMPTS:
             return possible
@@ -147,7 +149,7 @@ class Situation:
 
     @property
     def decode_steps(self) -> int:
-        """Number of decode steps; one line of the log stands for several."""
+        """Number of decode steps, estimated from the log: it has one line for several steps."""
         return self.log.counted * self.facts.steps_a_line
 
     @property
@@ -157,7 +159,11 @@ class Situation:
 
     @property
     def _most_pool_tokens(self) -> float:
-        """Tokens of a CPU's pool plus a quarter of the free memory; twice the pool for an unknown model."""
+        """Largest KV pool worth trying on a CPU, in tokens.
+
+        It is the present pool plus the tokens that fit into a quarter of the free memory. If the model is
+        unknown, it is twice the present pool.
+        """
         now = in_effect(self.facts, "max-total-tokens") or 0.0
         free_gb = self.facts.ready.cpu_gb if self.facts.ready else None
         more = pool_tokens(self.facts.config, (free_gb or 0.0) * (1 << 30))
@@ -175,7 +181,7 @@ class Situation:
 
     @property
     def reserved_share(self) -> float:
-        """Share of the KV pool that SGLang reserves with `ignore_eos`; 0 without it or if it is unknown."""
+        """Share of the KV pool that SGLang reserves with `ignore_eos`; 0 without it, or if unknown."""
         pool = self.facts.ready.max_total_num_tokens if self.facts.ready else None
         if self.client is None or not self.client.ignore_eos or not pool:
             return 0.0
@@ -192,12 +198,12 @@ class Situation:
 
     @property
     def retractions(self) -> int:
-        """Number of retractions: the larger count of the log and of the load samples."""
+        """Number of retractions: the count in the log or in the load samples, whichever is larger."""
         return max(self.log.retractions, self.load.retractions)
 
     @property
     def retractions_per_min(self) -> float:
-        """Retractions per minute of work of one scheduler."""
+        """Mean number of retractions per minute of one scheduler's work."""
         return (self.log if self.log.retractions else self.load).retractions_per_min
 
     @property
@@ -240,14 +246,14 @@ class Finding:
 
     sign: str
     args: dict[str, Any] | None = None
-    """Server flags for `engine.args`; None for the next value of the rule's flag. Without flags and `change`,
-    the rule gives no advice."""
+    """Server flags for `engine.args`; None means the next value of the rule's flag. If there are neither
+    flags nor a `change`, the rule gives no advice."""
     change: str = ""
-    """The change in words, where flags alone do not say it."""
+    """The change in words, if flags alone do not say it."""
     evidence: dict[str, Any] = field(default_factory=dict)
     certainty: Certainty | None = None
-    """Certainty of the finding, where it differs from the rule's."""
+    """Certainty of the finding, if it differs from the rule's."""
     fine: bool = False
-    """Whether all is well, and nothing has to change."""
+    """Whether the finding says that nothing has to change."""
     env: dict[str, str] = field(default_factory=dict)
-    """Variables for `engine.env`; `change` names them."""
+    """Variables for `engine.env`, which `change` also names."""

@@ -1,7 +1,7 @@
 """Flag changes that `batchrun tune` tries, by the table of flags and the signs of the best trial.
 
-A flag is tried only if a sign of the best trial calls for it; otherwise a note gives the reason. SGLang's
-tuning guides begin with the queue, but no flag sets its length: the runner's concurrency law does.
+A flag is tried only if a sign of the best trial calls for it. If none does, a note says so. SGLang's tuning
+guides begin with the length of the queue, but no flag sets that. The runner's concurrency law does.
 """
 
 import math
@@ -22,7 +22,7 @@ from batchrunner.tuning.situation import has_media, pool_tokens
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Facts on the machine and the job that limit the flags a search may try."""
+    """Facts about the machine and the job that limit which flags a search may try."""
 
     flags: Flags
     cpu: bool = True
@@ -30,21 +30,22 @@ class Machine:
     """Name of the GPU as `nvidia-smi` prints it."""
     card_gb: float = 0.0
     most_pool_tokens: int = 0
-    """Tokens of the largest KV pool that a CPU's memory allows; 0 where that is unknown."""
+    """Largest KV pool, in tokens, that a CPU's memory allows; 0 if unknown."""
     ignores_eos: bool = False
     """Whether the job's outputs have exactly `max_new_tokens`."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The model's config.json; empty where it is not on this machine."""
+    """The model's config.json; empty if it is not on this machine."""
     cards: int = 1
-    """GPUs that all replicas of the job may use together."""
+    """Number of GPUs that all replicas of the job may use together."""
     replicas: int = 1
-    """The job's own replicas."""
+    """Number of replicas that the job itself asks for."""
     says_tp: bool = False
-    """Whether the job has `engine.tp`, which stands for `--tp-size`."""
+    """Whether the job sets `engine.tp`, which stands for `--tp-size`."""
     allow_fp8: bool = False
-    """Whether narrower numbers may be tried: weights and KV cache of 8 bits, states of 16. Answers change."""
+    """Whether smaller number types may be tried, which change answers: 8-bit weights and KV cache, 16-bit
+    states."""
     media: bool | None = None
-    """Whether prompts have images, sounds or videos; None where it is unknown."""
+    """Whether prompts have images, sounds or videos; None if unknown."""
 
     def replicas_of(self, args: Mapping[str, Any]) -> int:
         """Return the number of replicas with these flags that fit on the GPUs; at least 1."""
@@ -52,7 +53,7 @@ class Machine:
 
 
 def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> Machine:
-    """Describe this machine; asks the installed SGLang for its flags, which takes about 6 s."""
+    """Describe this machine. The installed SGLang is asked for its flags, which takes about 6 s."""
     cpu = on_cpu(engine.device)
     gpu_cards = [] if cpu else cards()
     config = read_config(engine.model, engine.args.get("revision"))
@@ -78,9 +79,10 @@ def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> M
 
 Args = dict[str, Any]
 PASS_IS_FULL = 0.6
-"""Least mean prefill pass, as a share of the chunk, that makes the chunk the limit: last passes are short."""
+"""The prefill chunk counts as the limit if the mean prefill pass is at least this fraction of it. The mean is
+below the chunk even then, because the last pass of a prompt is short."""
 GRAPH_OFF_OFTEN = 0.1
-"""Least share of the decode passes without a graph at which larger graphs are tried."""
+"""Larger CUDA graphs are tried if at least this fraction of the decode passes ran without a graph."""
 
 
 def server_of(result: TrialResult, machine: Machine) -> Server:
@@ -148,12 +150,12 @@ SEEN: Mapping[str, Callable[[TrialSigns, Server], bool]] = {
     "speculates": lambda _, v: bool(v.facts.arguments.get("speculative_algorithm")),
     "wide-numbers": lambda _, __: True,
 }
-"""For each sign that calls for a flag: the test whether a trial shows it."""
+"""For each sign that calls for a flag, a test of whether a trial shows the sign."""
 TUNED_FLAGS = tuple(flag for flag in FLAGS.values() if SEEN.keys() & flag.moves.keys())
 
 
 def candidates(flag: Flag, best: TrialResult, machine: Machine) -> list[FlagChange] | str:
-    """Return the changes of a flag to try after the best trial, best first, or why there are none."""
+    """Return the changes of a flag to try after the best trial, the best first, or why there are none."""
     signs, server = best.signs, server_of(best, machine)
     if flag.needs and not NEEDS[flag.needs](server.facts):
         return f"it needs {flag.needs}"
@@ -180,7 +182,7 @@ def candidates(flag: Flag, best: TrialResult, machine: Machine) -> list[FlagChan
 
 def _with_others(flag: Flag, value: Any, server: Server) -> list[Args]:
     """Return the settings to try for a value of a flag, each with the flags that must change with it."""
-    if flag.name == "tp-size" and server.facts.is_moe:  # Experts are split over GPUs, or whole.
+    if flag.name == "tp-size" and server.facts.is_moe:  # Experts may be whole, or split over the GPUs.
         return [{flag.name: value, "ep-size": size} for size in dict.fromkeys((value, 1))]
     most = server.now("max-running-requests")
     if flag.name == "speculative-algorithm" and most:
@@ -190,6 +192,6 @@ def _with_others(flag: Flag, value: Any, server: Server) -> list[Args]:
 
 
 def together(changes: Collection[FlagChange]) -> FlagChange | None:
-    """Combine all changes into one; None for fewer than two."""
+    """Combine all changes into one; None if there are fewer than two."""
     args = {name: value for change in changes for name, value in change.args.items()}
     return FlagChange(args, "all that its signs call for") if len(changes) > 1 else None

@@ -18,14 +18,15 @@ from batchrunner.core.types import Request
 from batchrunner.job.arrow_types import part_at
 
 MOST_DEPTH = 16
-"""Most levels of a synthetic JSON value: a schema may refer to itself."""
+"""Maximum depth of a synthetic JSON value. It is needed because a schema may refer to itself."""
 MOST_TURNS_WITH_CALLS = 2
-"""Most turns with tool calls after a user's message; then comes an answer."""
+"""Maximum number of turns with tool calls after a user's message; the next turn is an answer."""
 _WORD = "simulated"
 _MOST_MORE = 4
-"""Most repetitions beyond the least that an expression demands."""
+"""Maximum number of repetitions in addition to the minimum that an expression demands."""
 _TRIES = 20
-"""Tries for an expression with anchors or lookarounds, which only a complete text can satisfy."""
+"""Maximum number of texts that are tried for an expression with anchors or lookarounds, which can only be
+checked on a complete text."""
 BEYOND_ASCII = 0xE4
 _CHARACTERS = string.ascii_lowercase + string.digits + string.ascii_uppercase + string.punctuation + " \n\t"
 
@@ -114,14 +115,14 @@ class _RegexWriter:
     def __init__(self, random: Random, room: float) -> None:
         """Limit the text to `room` characters."""
         self.room = room
-        """Characters that may still follow."""
+        """Number of characters that may still follow."""
         self.is_certain = True
-        """Whether the text certainly matches. Then it need not be matched, which may take long."""
+        """Whether the text is known to match. If so, the match need not be tested, which may take long."""
         self._random = random
         self._groups: dict[int, str] = {}
 
     def write(self, parts: Sequence[tuple[Any, Any]]) -> str:
-        """Return a text for a sequence of parts."""
+        """Return a text for a sequence of parsed parts of an expression."""
         return "".join(self._part(kind, value) for kind, value in parts if self.room > 0)
 
     def _part(self, kind: Any, value: Any) -> str:
@@ -160,7 +161,7 @@ class _RegexWriter:
 
 
 def _is_in(character: str, choices: Sequence[tuple[Any, Any]]) -> bool:
-    """Tell whether a character class has a character, regardless of its negation."""
+    """Tell whether a character class contains a character, as if the class were not negated."""
     for kind, value in choices:
         match kind:
             case kinds.LITERAL | kinds.NOT_LITERAL:

@@ -1,8 +1,8 @@
-"""SGLang's prefix cache with names instead of tokens: match, insert, lock, evict the least recently used.
+"""SGLang's prefix cache, with names instead of tokens: match, insert, lock, evict the least recently used.
 
-A context is a path of segments (name, tokens). Segments that samples share have the same name. A node holds a
-piece of one segment. The real tree joins consecutive segments in one node, so it frees more at a time. Cache
-hits and the order of evictions are the same.
+A context is a path of segments, each a name and a number of tokens. Segments that samples share have the same
+name. A node holds a piece of one segment. The real tree joins consecutive segments in one node, so it frees
+more at a time. Cache hits and the order of evictions are the same.
 
 Source: SGLang 0.5.23, `mem_cache/unified_cache/unified_tree_core.py`, `components/full.py` (unlocked leaves
 are evicted by last access; their parents become leaves then) and `mem_cache/common.py`.
@@ -33,7 +33,7 @@ class CacheNode:
 
 
 class RadixCache:
-    """The tree of cached contexts, and the number of its tokens that could be evicted."""
+    """The tree of cached contexts. It counts the tokens that could be evicted."""
 
     def __init__(self) -> None:
         self.root = CacheNode(None, ("", 0), 0)
@@ -43,10 +43,10 @@ class RadixCache:
         self._serial = 0
 
     def match(self, path: Iterable[tuple[Hashable, int]], limit: int) -> tuple[CacheNode, int]:
-        """Return the last cached node of a context, and the number of its cached tokens, `limit` at most.
+        """Return the last cached node of a context, and the number of cached tokens, at most `limit`.
 
-        All nodes on the path count as accessed. A node that matches in part is split, so that this part can
-        be locked alone.
+        All nodes on the path count as accessed. If only the beginning of a node matches, the node is split,
+        so that the beginning can be locked alone.
         """
         self._time += 1
         node, matched = self.root, 0
@@ -135,7 +135,7 @@ class RadixCache:
         node.tokens -= tokens
         upper.children[node.key] = node
         self._time += 1
-        node.touched = self._time  # as in SGLang
+        node.touched = self._time  # SGLang too counts the lower node as accessed
         return upper
 
     def _offer(self, node: CacheNode) -> None:

@@ -1,4 +1,4 @@
-"""A server in virtual time: a scheduler, the duration of its passes, load samples as late as SGLang's."""
+"""A server in virtual time: a scheduler, the duration of its passes, and load samples as late as SGLang's."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from batchrunner.engines.simulation.scheduler import (
 )
 
 WAITING = 50
-"""Number of waiting samples behind the running ones."""
+"""Number of samples that wait while others run."""
 
 
 class PassWork(NamedTuple):
@@ -25,11 +25,11 @@ class PassWork(NamedTuple):
     kv_tokens: float = 0.0
     """Context tokens that attention reads, summed over the passes."""
     prefill_tokens: float = 0.0
-    """Computed prompt tokens."""
+    """Number of prompt tokens that are computed."""
     prefills: int = 0
-    """Passes with prompt tokens."""
+    """Number of passes with prompt tokens."""
     tokens: float = 0.0
-    """Output tokens."""
+    """Number of output tokens."""
 
     def plus(self, step: StepResult, tokens: int) -> "PassWork":
         """Add a step that has generated `tokens`."""
@@ -46,9 +46,10 @@ class PassWork(NamedTuple):
 PARTS = 5
 """Number of coefficients of a cost model."""
 MOST_SWEEPS = 20_000
-"""Most sweeps of a fit over the coefficients, if they do not converge."""
+"""Maximum number of sweeps over the coefficients in a fit that does not converge."""
 RIDGE = 1e-3
-"""Weight of a penalty for large coefficients: stretches of passes are too similar for a plain fit."""
+"""Weight of a penalty for large coefficients. It is needed because stretches of passes are too similar for a
+plain fit."""
 
 
 class CostModel(NamedTuple):
@@ -63,8 +64,8 @@ class CostModel(NamedTuple):
     prefill_token_s: float
     """Seconds for each computed prompt token."""
     prefill_base_s: float = 0.0
-    """Additional seconds of a pass with prompt tokens, whatever its work: its kernels are launched one by
-    one, while a decode pass replays a CUDA graph."""
+    """Fixed number of additional seconds of a pass with prompt tokens. Its kernels are launched one by one,
+    whereas a decode pass replays a CUDA graph."""
 
     def work_s(self, work: PassWork) -> float:
         """Return the seconds of several passes."""
@@ -78,8 +79,8 @@ class CostModel(NamedTuple):
     def steps_within(self, seconds: float, samples: int, kv_tokens: int) -> int:
         """Return the number of decode passes that end within `seconds`.
 
-        `kv_tokens` is the context before the first pass; each pass adds `samples` tokens to it. So `n` passes
-        take `n · first + growth · n² / 2`.
+        `kv_tokens` is the number of context tokens before the first pass. Each pass adds `samples` tokens to
+        it. So `n` passes take `n · first + growth · n² / 2` seconds.
         """
         growth = self.kv_token_s * samples
         first = self.base_s + self.sample_s * samples + self.kv_token_s * kv_tokens + growth / 2
@@ -94,7 +95,7 @@ H100_8B = CostModel(base_s=6.0e-3, sample_s=1.6e-5, kv_token_s=4.9e-8, prefill_t
 The card: 3.35 TB/s of HBM3, 989 TFLOP/s dense bf16 (NVIDIA's H100 data sheet). The model: 8.03e9 parameters,
 32 layers, 8 key-value heads of 128 (its config.json).
 - base: 16.06 GB of weights / 3.35 TB/s = 4.8 ms, read at four fifths of the peak.
-- sample: 2 · 8.03e9 FLOP / 989 TFLOP/s = 16 µs. The weights' read hides it in small batches.
+- sample: 2 · 8.03e9 FLOP / 989 TFLOP/s = 16 µs. In small batches, reading the weights hides it.
 - context token: 2 · 32 · 8 · 128 · 2 B = 131,072 B / 3.35 TB/s = 39 ns, read at four fifths of the peak.
 - prefilled token: the sample's 16 µs at 55 % of the peak.
 """
@@ -103,10 +104,10 @@ The card: 3.35 TB/s of HBM3, 989 TFLOP/s dense bf16 (NVIDIA's H100 data sheet). 
 def fit_spans(spans: Sequence[tuple[PassWork, float]]) -> CostModel | None:
     """Fit a cost model to stretches of passes, given as work and seconds, by non-negative least squares.
 
-    Coefficients that the stretches do not distinguish share their common cost, so the model is valid for
-    similar work only. None if there are fewer stretches than coefficients.
+    If the stretches do not tell two coefficients apart, their common cost is divided between them. So the
+    model is valid for similar work only. Return None if there are fewer stretches than coefficients.
 
-    The method is coordinate descent: each coefficient in turn is set to its best value beside the others.
+    The method is coordinate descent: each coefficient in turn is set to its best value, given the others.
     """
     if len(spans) < PARTS:
         return None
@@ -125,12 +126,12 @@ def fit_spans(spans: Sequence[tuple[PassWork, float]]) -> CostModel | None:
 
 
 INTERVAL_STEPS = 15
-"""Decode passes between two load samples; a prefill also makes one. This is SGLang's default of
-`--load-snapshot-publish-interval` for `/v1/loads`."""
+"""Number of decode passes between two load samples. Each prefill pass also makes one. This is SGLang's
+default of `--load-snapshot-publish-interval` for `/v1/loads`."""
 
 
 class EndedRequest(NamedTuple):
-    """A sample that has left the replica, and when, in seconds."""
+    """A sample that has left the replica, and the time in seconds at which it left."""
 
     at_s: float
     sample: SimulatedRequest
@@ -139,7 +140,7 @@ class EndedRequest(NamedTuple):
 class Replica:
     """A server with one scheduler on a virtual clock, which the caller advances.
 
-    Samples take effect at the scheduler's next pass, so advance the clock before you submit them.
+    Submitted samples take part from the scheduler's next pass on, so advance the clock before submitting.
     """
 
     def __init__(
@@ -153,19 +154,20 @@ class Replica:
         self._free_at_s = 0.0  # when the current pass ends
         self._ended: list[EndedRequest] = []  # at the end of the current pass
         self.load = self._load_of(0, 0, 0)
-        """The last load sample. As in SGLang, samples that ended with the pass before count as running, and
-        samples in a prefill neither run nor wait."""
+        """The last load sample. As in SGLang, samples that ended with the pass before it still count as
+        running, and samples in a prefill pass count neither as running nor as waiting."""
         self._next_load = self.load  # published at the end of the current pass
 
     @property
     def busy(self) -> bool:
-        """Whether a sample waits or runs, or its end is still to be reported."""
+        """Whether a sample waits or runs, or has ended but was not reported yet."""
         return bool(self.scheduler.in_flight or self._ended or self.load.has_work or self.load.used_tokens)
 
     def advance(self, until_s: float) -> list[EndedRequest]:
-        """Advance the clock to a finite time; return the samples that have ended by then, in order.
+        """Advance the clock to a finite time; return the samples that have ended by then, in order of time.
 
-        A pass that has begun by then continues. Its results are reported when the clock reaches its end.
+        A pass that has begun but not ended by then continues. Its results are reported when the clock reaches
+        its end.
         """
         results: list[EndedRequest] = []
         while self._free_at_s <= until_s:
@@ -176,7 +178,7 @@ class Replica:
         return results
 
     def _step(self, until_s: float) -> bool:
-        """Run the passes that end by that time, or one that ends after it; return False if idle."""
+        """Run passes that end by `until_s`, or one pass that ends later; return False if there is no work."""
         scheduler = self.scheduler
         steps = self._cost.steps_within(
             until_s - self._free_at_s, scheduler.running, scheduler.context_tokens

@@ -6,8 +6,8 @@ order of the queue), `schedule_batch.py` (retraction), `scheduler_components/new
 
 Not modelled:
 
-- the overlap of a pass with the processing of the last one. In SGLang a sample that stops early decodes once
-  more, and its successor starts one pass later;
+- the overlap of a pass with the processing of the previous one. Because of it, a sample that stops early
+  decodes once more in SGLang, and its successor starts one pass later;
 - policies other than `fcfs`, priorities, mixed chunks, speculation and aborted requests;
 - pages of more than one token and sliding windows; of the states of a hybrid model only those of running
   requests count, not those that the prefix cache keeps;
@@ -28,19 +28,23 @@ from batchrunner.engines.simulation.radix import CacheNode, RadixCache
 INITIAL_RATIO = 0.7
 """`SGLANG_INIT_NEW_TOKEN_RATIO`: the share of `max_new_tokens` that outputs are expected to take at first."""
 MINIMAL_RATIO_FACTOR = 0.14
-"""`SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR`: the lowest expected share, as a fraction of the first."""
+"""`SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR`: the lowest expected share, as a fraction of the initial share."""
 DECAY_STEPS = 600
-"""`SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS`: decode steps from the first share to the lowest."""
+"""`SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS`: number of decode steps from the initial share to the lowest."""
 CLIP_TOKENS = 4096
-"""`SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION`: most output tokens that the scheduler expects of a request."""
+"""`SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION`: maximum number of output tokens that the scheduler expects of a
+request."""
 PAGE_TOKENS = 1
-"""Tokens of a page, which each admitted sample reserves in addition: the default of flashinfer and fa3."""
+"""Number of tokens in a page, the default of flashinfer and fa3. Each admitted sample reserves one page in
+addition."""
 MATCHED_AT_MOST = 128
-"""`WAITING_QUEUE_PREFIX_MATCH_MAX`: waiting samples whose prefixes are kept in the cache."""
+"""`WAITING_QUEUE_PREFIX_MATCH_MAX`: maximum number of waiting samples whose prefixes are kept in the
+cache."""
 REFRESH_PASSES = 32
-"""`WAITING_PREFIX_REFRESH_INTERVAL`: admission passes between two refreshes of waiting prefixes."""
+"""`WAITING_PREFIX_REFRESH_INTERVAL`: the prefixes of waiting samples are refreshed once in this many
+admission passes."""
 RETRACT_STEPS = 20
-"""`SGLANG_RETRACT_DECODE_STEPS`: decode steps for which a retraction tries to make room."""
+"""`SGLANG_RETRACT_DECODE_STEPS`: number of decode steps for which a retraction tries to make room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +56,9 @@ class SchedulerConfig:
     max_total_tokens: int
     """`--max-total-tokens`: the KV pool."""
     context_tokens: int | None = None
-    """`--context-length`; None: the pool is the only limit."""
+    """`--context-length`; None if the pool is the only limit."""
     chunked_prefill_tokens: int | None = 8192
-    """`--chunked-prefill-size`; None: prompts are never split."""
+    """`--chunked-prefill-size`; None if prompts are never split."""
     max_prefill_tokens: int = 16_384
     """`--max-prefill-tokens`."""
     conservativeness: float = 1.0
@@ -64,21 +68,23 @@ class SchedulerConfig:
     clip_tokens: int = CLIP_TOKENS
     """`SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION`, an environment variable."""
     decode_interval: int = 0
-    """`--prefill-decode-interval`: decode passes between two prefill passes; 0: prefill goes first."""
+    """`--prefill-decode-interval`: number of decode passes between two prefill passes. With 0, prefill passes
+    always go first."""
 
     state_slots: int | None = None
-    """`--max-mamba-cache-size`: the state pool of a hybrid model; None: it has no states."""
+    """`--max-mamba-cache-size`: slots in the state pool of a hybrid model; None for a model without
+    states."""
     slots_per_request: int = 1
-    """State slots of a running request."""
+    """Number of state slots that a running request takes."""
 
     @property
     def running_by_states(self) -> int | None:
-        """Most samples whose states the pool holds; None where they have none."""
+        """Maximum number of samples whose states fit into the state pool; None for a model without states."""
         return None if self.state_slots is None else self.state_slots // self.slots_per_request
 
     @property
     def most_running(self) -> int:
-        """Most samples that may run: by the flag, and by the state pool."""
+        """Maximum number of samples that may run, by the flag and by the state pool."""
         by_states = self.running_by_states
         return self.max_running if by_states is None else min(self.max_running, by_states)
 
@@ -94,9 +100,9 @@ class SimulatedRequest:
 
     prompt_tokens: int
     output_tokens: int
-    """Output tokens after which it stops by itself, unless `max_new_tokens` truncates it earlier."""
+    """Number of output tokens after which the sample stops, unless `max_new_tokens` truncates it earlier."""
     max_new_tokens: int | None = None
-    """Tokens that the request asks for and admission reserves; None: exactly the output."""
+    """Number of tokens that the request asks for and admission reserves; None means `output_tokens`."""
     ignore_eos: bool = False
     """Whether the scheduler expects all of `max_new_tokens`, whatever its ratio."""
     prefix: tuple[tuple[Hashable, int], ...] = ()
@@ -107,35 +113,36 @@ class SimulatedRequest:
 
     # The scheduler's state of the sample.
     outputs: int = 0
-    """Tokens generated when it was last prefilled, retracted or ended."""
+    """Number of tokens that it had generated when it was last prefilled or retracted, or when it ended."""
     cached_tokens: int = 0
-    """Prompt tokens found in the cache at its first prefill, as the server reports them."""
+    """Number of prompt tokens found in the cache at its first prefill, as the server reports it."""
     retractions: int = 0
     aborted: bool = False
-    """Whether it ended because the pool had no room for it alone."""
+    """Whether it ended because the pool had no room for it, even alone."""
     asked_tokens: int = 0
-    """`max_new_tokens`, or fewer if the context or the pool cannot hold them."""
+    """`max_new_tokens`, or fewer if the context or the pool cannot hold that many."""
     target_tokens: int = 0
-    """Output tokens with which it ends."""
+    """Number of output tokens with which it ends."""
     path: tuple[tuple[Hashable, int], ...] = ()
     """Its context for the radix cache: the shared prefix, and an endless segment of its own."""
     node: CacheNode | None = None
     """The cache node that it has locked."""
     protected_tokens: int = 0
-    """Leading tokens of its context that the cache owns."""
+    """Number of leading tokens of its context that the cache owns."""
     filled_tokens: int = 0
-    """Computed tokens of its context, while it is prefilled in chunks."""
+    """Number of tokens of its context that are computed, while it is prefilled in chunks."""
     joined: int = 0
-    """Its outputs when it began to decode, minus the scheduler's count of decode passes at that time."""
+    """Its number of outputs when it began to decode, minus the scheduler's count of decode passes at that
+    time."""
 
     @property
     def fill_tokens(self) -> int:
-        """Context tokens to prefill: the prompt, and the outputs from before a retraction."""
+        """Number of context tokens to prefill: the prompt, and the outputs from before a retraction."""
         return self.prompt_tokens + self.outputs
 
 
 class KvPool:
-    """The tokens of one server's pool, with its prefix cache."""
+    """The KV pool of one server, with its prefix cache; it only counts tokens."""
 
     def __init__(self, tokens: int, *, caching: bool) -> None:
         """`tokens` is the size of the pool; without `caching`, contexts are freed when samples leave."""
@@ -143,22 +150,23 @@ class KvPool:
         self.caching = caching
         self.cache = RadixCache()
         self.free_tokens = tokens
-        """Tokens that hold nothing."""
+        """Number of tokens of the pool that hold nothing."""
 
     @property
     def used_tokens(self) -> int:
-        """Tokens of running samples and of locked contexts."""
+        """Number of tokens of running samples and of locked contexts."""
         return self.tokens - self.available_tokens
 
     @property
     def available_tokens(self) -> int:
-        """Tokens that a sample could get: free ones, and those of unlocked cached contexts."""
+        """Number of tokens that a sample could get: free tokens, and those of unlocked cached contexts."""
         return self.free_tokens + self.cache.evictable_tokens
 
     def lock_prefix(self, sample: SimulatedRequest) -> tuple[CacheNode, int]:
-        """Lock the cached prefix of a context; return its last node and its tokens.
+        """Lock the cached prefix of a context; return its last node and its number of tokens.
 
-        The last token of the context is always computed, because that generates the first new token.
+        The last token of the context is always computed, because this computation generates the first new
+        token.
         """
         node, matched = self.cache.root, 0
         if self.caching:
@@ -173,7 +181,7 @@ class KvPool:
         return self.free_tokens >= tokens
 
     def checkpoint(self, sample: SimulatedRequest) -> None:
-        """Move the computed context into the cache; free the tokens that the cache already has."""
+        """Move the computed context into the cache, and free the tokens that the cache had already."""
         if not self.caching:
             return
         node, cached_tokens = self.cache.insert(sample.path, sample.filled_tokens)
@@ -184,7 +192,7 @@ class KvPool:
         sample.node, sample.protected_tokens = node, sample.filled_tokens
 
     def release(self, sample: SimulatedRequest, context_tokens: int, *, keep: bool) -> None:
-        """Release a context; with `keep` move it into the cache first, otherwise free its uncached tokens."""
+        """Release a context. With `keep`, move it into the cache first; else free its uncached tokens."""
         sample.filled_tokens = context_tokens
         if keep:
             self.checkpoint(sample)
@@ -203,29 +211,29 @@ class PrefillBudget:
     chunk_tokens: int
     """Remaining tokens of `--chunked-prefill-size`."""
     expected_tokens: float
-    """Further tokens of the pool that running and admitted samples are expected to take."""
+    """Number of further tokens of the pool that running and admitted samples are expected to take."""
 
 
 class StepResult(NamedTuple):
-    """One prefill pass, or several decode passes that each only give every sample one more token."""
+    """One prefill pass, or several decode passes that only give every sample one more token each."""
 
     kind: Literal["prefill", "decode"]
     steps: int
     """Number of forward passes; 1 for a prefill."""
     running: int
-    """Decoding samples (`#running-req` in the log); during a prefill they wait for its end."""
+    """Number of decoding samples (`#running-req` in the log). During a prefill pass they wait for its end."""
     queue: int
-    """Waiting samples."""
+    """Number of waiting samples."""
     used_tokens: int
-    """Tokens of the pool in use during the last pass, without those that could be evicted."""
+    """Number of tokens of the pool in use during the last pass, without those that could be evicted."""
     kv_tokens: float
     """Mean number of context tokens that attention reads in a pass."""
     finished: Sequence[SimulatedRequest]
     """Samples that ended with the last pass; see `SimulatedRequest.aborted`."""
     admitted: int = 0
-    """Samples of a prefill pass."""
+    """Number of samples in a prefill pass."""
     prefill_tokens: int = 0
-    """Prompt tokens that a prefill pass computes."""
+    """Number of prompt tokens that a prefill pass computes."""
 
     @property
     def samples(self) -> int:
@@ -236,8 +244,8 @@ class StepResult(NamedTuple):
 class Scheduler:
     """One SGLang scheduler: submit samples, call `step`, read the counts.
 
-    A decode pass gives each running sample one token. So a sample's outputs are the number of decode passes
-    plus its constant `joined`, and most passes change only that number.
+    A decode pass gives each running sample one token. So the number of a sample's outputs is the number of
+    decode passes plus the constant `joined` of the sample, and most passes only change the number of passes.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -251,8 +259,8 @@ class Scheduler:
         self.cached_tokens = 0
         """Prefix cache hits of all admitted samples, in tokens."""
         self.context_tokens = 0
-        """Context tokens of all running samples, without the token that each gets in the next decode pass. A
-        shared prefix counts once for each of its samples."""
+        """Number of context tokens of all running samples, without the token that each gets in the next
+        decode pass. A shared prefix counts once for each of its samples."""
         self.pool = KvPool(config.max_total_tokens, caching=config.radix_cache)
         self.waiting: deque[SimulatedRequest] = deque()
         self.decoding: dict[SimulatedRequest, int] = {}
@@ -260,8 +268,8 @@ class Scheduler:
         self.chunked: SimulatedRequest | None = None
         """The sample whose prompt is prefilled over several passes."""
         self._most_running = config.most_running
-        self._tokens_each = 0  # number of decode passes, each of which gives one token to each sample
-        self._full = False  # no admission is tried until the running batch shrinks
+        self._tokens_each = 0  # number of decode passes, which is the number of tokens given to each sample
+        self._full = False  # if True, no admission is tried until the running batch shrinks
         self._refreshes = 0
         self._owed = 0  # decode passes before the next prefill
 
@@ -300,7 +308,8 @@ class Scheduler:
     def step(self, limit: int = sys.maxsize) -> StepResult | None:
         """Run the next forward pass, or up to `limit` decode passes between which nothing changes.
 
-        Return None if there is nothing to do. Samples that are submitted later take part in the next step.
+        Return None if there is nothing to do. Samples that are submitted after the call take part in the next
+        step.
         """
         if self._owed and self.running:
             return self._decode(limit)
@@ -310,15 +319,15 @@ class Scheduler:
         return self._decode(limit) if self.decoding else None
 
     def outputs_of(self, sample: SimulatedRequest) -> int:
-        """Return the tokens that a running sample has generated."""
+        """Return the number of tokens that a running sample has generated."""
         return sample.joined + self._tokens_each
 
     def context_of(self, sample: SimulatedRequest) -> int:
-        """Return the pool tokens of a running sample: its context without the last output."""
+        """Return the number of pool tokens of a running sample: its context without the last output."""
         return sample.prompt_tokens + self.outputs_of(sample) - 1
 
     def expected_tokens(self) -> float:
-        """Return the further tokens of the pool that the running samples are expected to take."""
+        """Return how many further tokens of the pool the running samples are expected to take."""
         clip, passes = self.config.clip_tokens, self._tokens_each
         estimated = fixed = 0
         for sample in self.decoding:
@@ -332,7 +341,7 @@ class Scheduler:
         return estimated * self.ratio + fixed
 
     def _admit_waiting(self) -> list[tuple[SimulatedRequest, int]]:
-        """Select the samples of a prefill pass, with their tokens in it, and lock their cached prefixes."""
+        """Select the samples of a prefill pass, with their numbers of tokens; lock their cached prefixes."""
         if not self._may_admit():
             return []
         config, pool = self.config, self.pool
@@ -359,21 +368,22 @@ class Scheduler:
         return admitted
 
     def _may_admit(self) -> bool:
-        """Tell whether to try an admission; after a failed one, only once the batch has shrunk."""
+        """Tell whether to try an admission. After a failed try, only once the running batch has shrunk."""
         if not self.decoding:
             self._full = False
         if self.chunked is not None:
-            # A real server without a token would run out of memory; here the others decode or are retracted.
+            # Without a free token, a real server would run out of memory. Here the other samples decode or
+            # are retracted.
             return self.pool.available_tokens > 0
         self._full = self._full or (self.queue > 0 and self.running >= self._most_running)
         return self.queue > 0 and not self._full
 
     def _admit(self, sample: SimulatedRequest, budget: PrefillBudget, *, first: bool) -> int | None:
-        """Admit the head of the queue; return its tokens in this pass.
+        """Admit the head of the queue; return how many of its tokens this pass computes.
 
-        0 means that it has to wait for another pass, None that the pool has no room for it.
+        0 means that the sample has to wait for another pass, None that the pool has no room for it.
         """
-        node, matched = self.pool.lock_prefix(sample)  # now, because locked tokens are not available
+        node, matched = self.pool.lock_prefix(sample)  # before the test, as locked tokens are not available
         uncached = sample.fill_tokens - matched
         new_tokens = min(max(sample.asked_tokens - sample.outputs, 0), self.config.clip_tokens)
         is_never_split = self.config.chunked_prefill_tokens is None
@@ -397,9 +407,9 @@ class Scheduler:
         return tokens
 
     def _next_chunk(self, sample: SimulatedRequest, budget: PrefillBudget) -> int:
-        """Continue the prompt that did not fit into one pass; return its tokens in this pass.
+        """Continue a prompt that did not fit into one pass; return the number of its tokens in this pass.
 
-        It continues even if running samples are expected to take the whole pool.
+        The prompt continues even if running samples are expected to take the whole pool.
         """
         uncomputed = sample.fill_tokens - sample.filled_tokens
         free_tokens = self.pool.available_tokens
@@ -414,7 +424,7 @@ class Scheduler:
         return tokens
 
     def _charge(self, budget: PrefillBudget, sample: SimulatedRequest, tokens: int, uncomputed: int) -> None:
-        """Charge an admitted sample to the budget; the last chunk of its prompt adds its expected outputs."""
+        """Charge an admitted sample to the budget, with its expected outputs if this is its last chunk."""
         new_tokens = min(sample.asked_tokens, self.config.clip_tokens) if tokens == uncomputed else 0
         budget.expected_tokens += tokens + PAGE_TOKENS + new_tokens
         budget.input_tokens -= tokens
@@ -451,7 +461,7 @@ class Scheduler:
                 self.decoding[sample] = sample.target_tokens - sample.joined
                 self.context_tokens += self.context_of(sample)
         if finished or self.chunked is not None:
-            # Fewer samples begin to decode than were in the pass. To SGLang the batch has shrunk.
+            # Fewer samples begin to decode than were in the pass, which SGLang treats as a smaller batch.
             self._full = False
         self._owed = self.config.decode_interval
         self.prefill_passes += 1
@@ -504,7 +514,7 @@ class Scheduler:
         )
 
     def _advance(self, steps: int) -> list[SimulatedRequest]:
-        """Give each running sample `steps` tokens; return the samples that end. The pool must have room."""
+        """Give each running sample `steps` tokens; return those that end. The pool must have room."""
         tokens = steps * self.running
         self.pool.free_tokens -= tokens
         self.context_tokens += tokens
@@ -515,7 +525,7 @@ class Scheduler:
         return at_end
 
     def _leave(self, sample: SimulatedRequest) -> int:
-        """Remove a sample from the decoding ones; return the tokens of its context."""
+        """Remove a sample from the decoding ones; return the number of tokens in its context."""
         context_tokens = self.context_of(sample)
         del self.decoding[sample]
         self.context_tokens -= context_tokens
@@ -523,10 +533,11 @@ class Scheduler:
         return context_tokens
 
     def _retract(self) -> list[SimulatedRequest]:
-        """Retract samples until the next step fits; return those that were aborted.
+        """Retract samples until the next step fits into the pool; return the samples that were aborted.
 
-        The sample with the shortest output goes first; among equals that with the longest prompt, then the
-        youngest. Its context is freed, and it goes to the end of the queue with its outputs.
+        The sample with the shortest output goes first; among equals the one with the longest prompt, then the
+        youngest. Its context is freed, and it goes to the end of the queue, with its outputs. If a single
+        sample does not fit, it is aborted.
         """
         running = sorted(self.decoding, key=lambda sample: (-sample.joined, sample.prompt_tokens))
         aborted = []

@@ -1,4 +1,4 @@
-"""Logs: what an SGLang server's log says of its load, its arguments and its troubles.
+"""Logs: what an SGLang server's log says about its load, its arguments and its failures.
 
-`lines` reads single lines, `reader` whole logs into facts and a `series` of loads.
+`lines` parses single lines. `reader` reads whole logs into facts and a `series` of load samples.
 """

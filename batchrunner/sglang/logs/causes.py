@@ -6,11 +6,13 @@ from pathlib import Path
 from batchrunner.sglang.logs.lines import clean
 
 TAIL_BYTES = 4 << 20
-"""Bytes read of a log's end: after one rank's error the others may write thousands of tracebacks."""
+"""Number of bytes read from the end of a log. It is large, because after one rank's error the others may
+write thousands of tracebacks."""
 HEAD_BYTES = 1 << 20
-"""Bytes read of a log's beginning, which has a server's arguments (16 kB a process) and limits."""
+"""Number of bytes read from the beginning of a log, which has a server's arguments (16 kB per process) and
+limits."""
 MOST_LINES = 3
-"""Lines of a failure that are shown."""
+"""Maximum number of lines of a failure that are shown."""
 _PREFIX = re.compile(r"^(\[[^\]]*\]|\d{4}-\d\d-\d\d[ T]\S+|[A-Z]+:?\s)\s*")
 # For example: torch.OutOfMemoryError: CUDA out of memory / launch_server.py: error: … / Not enough memory.
 _CAUSE = re.compile(
@@ -18,11 +20,11 @@ _CAUSE = re.compile(
     r"|Not enough memory.*|.*address already in use.*|.*Killed$|Subprocess \S+ .*crashed.*)",
     re.IGNORECASE,
 )
-# Errors that only follow from another one, and would hide it.
+# Errors that are only consequences of another error, and would hide it.
 _CONSEQUENCE = re.compile(
     r"Scheduler or detokenizer|Received sigquit|Rank \d+ scheduler|exit ?code|EOFError|KeyboardInt"
 )
-# A killed process logs no error of its own: the errors before this line did not end it.
+# A killed process logs no error, so errors before this line are not why it ended.
 _KILLED = re.compile(r"^Subprocess \S+ .*crashed with exit code -9\b")
 
 
@@ -45,7 +47,7 @@ def unstamped(line: str) -> str:
 
 
 def head_and_tail(log: Path, since: int = 0) -> list[str]:
-    """Return the first and the last lines of a log after byte `since`; empty without a log."""
+    """Return the first and the last lines of a log after byte `since`; empty if there is no log."""
     try:
         with log.open("rb") as file:
             file.seek(since)

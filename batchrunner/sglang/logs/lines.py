@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 STEPS_A_LINE = 40
-"""Decode steps between two lines of the log: SGLang's default of `--decode-log-interval`."""
+"""Number of decode steps between two lines of the log: SGLang's default of `--decode-log-interval`."""
 Phase = Literal["load", "pool", "states", "graph", "prefill", "decode", "general"]
 
 
@@ -24,30 +24,31 @@ class LoggedBatch(NamedTuple):
     queue: int
     """`#queue-req`."""
     usage: float
-    """Fraction of the KV pool in use, `token usage`; with sliding windows, of the fuller of its two parts."""
+    """Fraction of the KV pool in use, `token usage`. With sliding windows the pool has two parts; the fuller
+    one counts."""
     tokens: int | None = None
-    """Tokens in the KV pool, `#token`."""
+    """Number of tokens in the KV pool, `#token`."""
     graph: bool | None = None
-    """Whether a CUDA graph ran; None where the line does not say, as on a CPU."""
+    """Whether a CUDA graph ran; None if the line does not say, as on a CPU."""
     throughput: float | None = None
     """Tokens per second: generated ones in a decode line, prompt tokens in a prefill line."""
     new_seqs: int = 0
-    """Requests in a prefill pass."""
+    """Number of requests in a prefill pass."""
     new_tokens: int = 0
-    """Prompt tokens that the pass computes."""
+    """Number of prompt tokens that a prefill pass computes."""
     cached_tokens: int = 0
-    """Prompt tokens that hit the prefix cache."""
+    """Number of prompt tokens that hit the prefix cache."""
     accepted: float = 1.0
-    """Tokens of a request in a decode step, `accept len`; above 1 with speculation."""
+    """Mean number of tokens that a decode step yields per request, `accept len`; above 1 with speculation."""
     state_usage: float = 0.0
     """Fraction of the state pool in use, `mamba usage`; 0 for a model without states."""
 
 
 class Retraction(NamedTuple):
-    """Retractions: the KV pool was full, and running requests went back to the queue."""
+    """Retractions: the KV pool was full, so running requests went back to the queue."""
 
     tokens: int
-    """Tokens lost from the pool, to be computed again; 0 in releases that do not log them."""
+    """Number of tokens that the pool lost and that are computed again; 0 in releases that do not log it."""
 
 
 class ServerReady(NamedTuple):
@@ -68,24 +69,24 @@ class ServerReady(NamedTuple):
 class RunningCapped(NamedTuple):
     """The state pool of a hybrid model, or the KV pool, allows fewer running requests than were asked for.
 
-    The fields are known where it is the state pool.
+    The fields are None if the KV pool is the cause.
     """
 
     slots: int | None = None
-    """`max_mamba_cache_size`."""
+    """Number of state slots in the pool, `max_mamba_cache_size`."""
     per_request: int | None = None
-    """State slots of a running request."""
+    """Number of state slots that a running request takes."""
 
 
 class PoolAllocated(NamedTuple):
-    """The KV pool, or the state pool of a hybrid model (`slots` is known), has its memory."""
+    """Memory was allocated for the KV pool, or, if `slots` is known, for the state pool of a hybrid model."""
 
     gb: float
     slots: int | None = None
 
 
 class WeightsLoaded(NamedTuple):
-    """Loading of the weights begins (`free_gb` is known) or ends (`used_gb` and `model` are)."""
+    """Loading of the weights begins (`free_gb` is known) or ends (`used_gb` and `model` are known)."""
 
     free_gb: float | None
     """Free memory of the device in GB."""
@@ -98,31 +99,31 @@ class WeightsLoaded(NamedTuple):
 
 
 class OutOfMemory(NamedTuple):
-    """Memory ran out, which ends an engine; `phase` is `general` where the line does not name it."""
+    """Memory ran out, which ends an engine. `phase` is `general` if the line does not name the phase."""
 
     phase: Phase
     text: str
     """The log line."""
     running: int = 0
-    """Requests that ran just before, `#running-req`, filled in by a reader of the whole log."""
+    """Number of requests that ran just before, `#running-req`. The reader of the whole log fills it in."""
 
 
 class Died(NamedTuple):
     """A process of the server ended unexpectedly."""
 
     killed: bool
-    """Whether SIGKILL ended it: the kernel sends that when memory runs out, a person with `kill -9`."""
+    """Whether SIGKILL ended it. The kernel sends SIGKILL when memory runs out, and a person by `kill -9`."""
     text: str
 
 
 class Raised(NamedTuple):
-    """The last line of a traceback; only other lines show whether a process died of it."""
+    """The last line of a traceback. Whether a process died of the error, only other lines show."""
 
     text: str
 
 
 class PhaseBegins(NamedTuple):
-    """The phase that the server enters, by a progress line or a traceback."""
+    """The server is in this phase, according to a progress line or a traceback."""
 
     phase: Phase
 
@@ -136,7 +137,7 @@ class Arguments(NamedTuple):
 SGLangRecord: TypeAlias = (
     LoggedBatch | Retraction | RunningCapped | PoolAllocated | ServerReady | WeightsLoaded | Arguments
 )
-"""A record of a line that only SGLang writes."""
+"""A record of a line that no program other than SGLang writes."""
 Record: TypeAlias = SGLangRecord | OutOfMemory | Died | Raised | PhaseBegins
 
 
@@ -146,9 +147,10 @@ class Origin(NamedTuple):
     at: float | None
     """Seconds since an unknown time; only differences have a meaning."""
     server: str
-    """Label that `srun --label`, Docker, Kubernetes or journalctl put before the line; empty without one."""
+    """Label that `srun --label`, Docker, Kubernetes or journalctl put before the line; empty if there is
+    none."""
     dp: str
-    """The DP rank's number; empty where there is none."""
+    """The DP rank's number; empty if there is none."""
     rank: str
     """All ranks of the process, such as `DP0 TP0`."""
 
@@ -163,7 +165,7 @@ _ORIGIN = re.compile(
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _COUNT, _NUMBER = r"(\d{1,15})(?!\d)", r"(\d{1,15}(?:\.\d{1,15})?)"
-"""At most 15 digits: a longer number is from a damaged line, which does not count."""
+"""Patterns for numbers of at most 15 digits. A longer number comes from a damaged line, which is ignored."""
 _RUNNING, _QUEUE, _TOKENS = (
     re.compile(rf"#{name}: *{_COUNT}") for name in ("running-req", "queue-req", "token")
 )
@@ -217,13 +219,14 @@ _OUT_OF_MEMORY: dict[Phase, re.Pattern[str]] = {
     ),
 }
 _WITHOUT_ERROR = ("Try to lower", "Cuda failure", "what(): ")
-"""Signs of running out of memory that also count where the line does not begin with an error's name."""
+"""Signs of running out of memory that count even if the line does not begin with an error's name."""
 _ACCESS = ' HTTP/1.1" '
-"""Part of a line in which uvicorn logs a request."""
+"""Text in each line in which uvicorn logs a request."""
 _REQUESTS = ("Receive: obj=", "Finish: obj=", '"request.received"', '"request.finished"')
-"""Parts of the lines of `--log-requests`, which quote prompts and answers instead of SGLang's messages."""
+"""Texts in the lines of `--log-requests`. These lines quote prompts and answers, which may look like
+messages."""
 _PHASES: dict[Phase, re.Pattern[str]] = {
-    "prefill": re.compile("in forward_extend|in _execute_extend"),  # the second of each: 0.5.23
+    "prefill": re.compile("in forward_extend|in _execute_extend"),  # the second name is that of 0.5.23
     "decode": re.compile("in forward_decode|in _execute_decode"),
     "graph": re.compile("apture cuda graph begin|CUDA graph begin"),
     "general": re.compile("apture cuda graph end|CUDA graph end|KV Cache is allocated"),
@@ -242,16 +245,16 @@ _STEPS = {
 }
 """Steps of a starting server, with the lines that announce them (0.5.23)."""
 _OF_ALL = re.compile(r"\| *(\d+)/(\d+) \[")
-"""Position of a progress bar."""
+"""Count in a progress bar."""
 _RARE = (
     "mem", "forward_", "_execute_", "raph", "server_args=", "Mamba Cache", "KV Cache",
     "rror: ", "xception: ", "exit", "illed", "child failed",
 )  # fmt: skip
-"""Parts of all other lines that matter, for a quick test of the many that do not."""
+"""Each other line that matters contains one of these, so most lines can be ruled out quickly."""
 
 
 def record_in(line: str) -> Record | None:
-    """Return the record of a line; None for the many without one. Never raises."""
+    """Return the record of a line; None for most lines, which have none. Never raises."""
     record = _record(line)
     quotes_request = "obj" in line and any(sign in line for sign in _REQUESTS)
     return None if quotes_request else record
@@ -272,14 +275,14 @@ def _record(line: str) -> Record | None:
 
 
 def step_in(line: str) -> str:
-    """Return the step of a starting server that a line announces; empty without one."""
+    """Return the step of a starting server that a line announces; empty if it announces none."""
     step = next((step for step, signs in _STEPS.items() if signs.search(line)), "")
     count = _OF_ALL.search(line)
     return f"{step}, {count[1]} of {count[2]}" if step and count else step
 
 
 def origin_of(line: str) -> Origin:
-    """Return the origin of a line, as far as its first words name it."""
+    """Return the origin of a line, as far as the beginning of the line names it."""
     match = _ORIGIN.match(line)
     if match is None:
         return Origin(None, "", "", "")
@@ -296,7 +299,7 @@ def clean(line: str) -> str:
 
 
 def _batch(line: str) -> LoggedBatch | None:
-    """Read a batch line; None for any other line, or one that is truncated before its queue."""
+    """Read a batch line; None for any other line, or for a batch line that is cut off before `#queue-req`."""
     start = line.find("Decode batch")
     decode = start >= 0
     start = start if decode else line.find("Prefill batch")
@@ -367,7 +370,7 @@ def _out_of_memory(line: str) -> OutOfMemory | None:
 
 
 def _quantised(line: str) -> str | None:
-    """Read `quant=fp8`. Older releases log `dtype=` instead, for quantised weights too: then None."""
+    """Return `fp8` for `quant=fp8`; empty if unquantised; None for `dtype=`, which older releases log."""
     match = _QUANTISED.search(line)
     if match:
         return match[1]
@@ -376,7 +379,7 @@ def _quantised(line: str) -> str | None:
 
 
 def _arguments(text: str) -> Arguments:
-    """Read a dict (SGLang ≥ 0.5.2x) or `ServerArgs(name=value, …)`; if it is cut off, read what is there."""
+    """Read a dict (SGLang ≥ 0.5.2x) or `ServerArgs(name=value, …)`. If it is cut off, read the first part."""
     if isinstance(values := _literal(text), dict):
         return Arguments({str(name): value for name, value in values.items()})
     text = re.sub(r"'(\w+)': ", r"\1=", text)
@@ -397,7 +400,7 @@ def _value(shown: ast.expr) -> Any:
     return ast.literal_eval(shown)
 
 
-@lru_cache(maxsize=64)  # lines of one second stand together
+@lru_cache(maxsize=64)  # lines of the same second follow each other
 def _seconds(time: str) -> float | None:
     """Return a time stamp in seconds; None for a damaged one."""
     try:

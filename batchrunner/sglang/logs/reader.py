@@ -1,4 +1,4 @@
-"""The reader of whole logs: the load over time and facts about the server, in bounded memory."""
+"""The reader of whole logs. It collects the load over time and facts about the server, in bounded memory."""
 
 import re
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ _CARDS: dict[Architecture, str] = {
     "ampere": "A100 A800 A10G A10 A30 A40 A6000 3090",
 }
 FP8: frozenset[Architecture] = frozenset({"hopper", "blackwell", "ada"})
-"""Generations of cards that compute in 8-bit floats: NVIDIA's from compute capability 8.9 on."""
+"""Generations of GPUs that compute in 8-bit floats: NVIDIA's, from compute capability 8.9 on."""
 _KV_OF_16_BITS = (None, "auto", "bf16", "bfloat16")
 KNOWN_CARDS = " ".join(_CARDS.values()).replace(" ", ", ")
 _MOE = re.compile(
@@ -51,56 +51,57 @@ _MLA = re.compile(
     "DeepseekV2|DeepseekV3|Kimi|LongcatFlash|MistralLarge3|GlmMoeDsa|Glm5Next|Glm4MoeLite|SarvamMLA|MiniCPM3"
 )
 _SPARSE = re.compile("DeepseekV32|GlmMoeDsa|Glm5Next")
-"""Parts of the names of classes (0.5.23), for models whose config.json is not on this machine."""
+"""These three match class names of models (0.5.23). They are used if a model's config.json is not on this
+machine."""
 
 
 @dataclass(slots=True)
 class Facts:
-    """Facts about a server, filled in while a source is read; None or empty where unknown."""
+    """Facts about a server, filled in while a log or server is read. Unknown facts are None or empty."""
 
     version: str | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     """Server arguments by SGLang's own names, with underscores."""
     ready: ServerReady | None = None
     troubles: dict[Phase, OutOfMemory] = field(default_factory=dict)
-    """The last time that memory ran out, by phase."""
+    """For each phase, the last out-of-memory record."""
     last_trouble: OutOfMemory | None = None
-    """The last trouble since the last batch; the server survived earlier ones."""
+    """The last out-of-memory record since the last batch. The server survived earlier ones."""
     died: Died | None = None
-    """The line that best explains a death: a SIGKILL, the exception, or its announcement."""
+    """The line that best explains a death: that of a SIGKILL, of the exception, or of the crash."""
     card: str | None = None
     card_gb: float | None = None
     """Memory of one GPU in GB."""
     weights_gb: float | None = None
     """Weights on one rank in GB."""
     quantised: str | None = None
-    """The checkpoint's quantisation; empty where it has none."""
+    """The checkpoint's quantisation; empty if it has none."""
     model: str | None = None
     """The model's class, such as LlamaForCausalLM."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The model's config.json, see `read_config`; empty where this machine lacks it."""
+    """The model's config.json, see `read_config`; empty if it is not on this machine."""
     metrics: bool | None = None
     """Whether `/metrics` answers."""
     mute: bool = False
     """Whether a live server does not report its load."""
     idle_gpus: int = 0
-    """GPUs that a run's server could see but did not use."""
+    """Number of GPUs that a run's server could see but did not use."""
     states: StatePool | None = None
-    """The state pool of a hybrid model; None without one."""
+    """The state pool of a hybrid model; None for other models."""
 
     def number(self, name: str) -> float | None:
-        """Return an argument that is a number; None where it is unknown."""
+        """Return an argument that is a number; None if unknown."""
         return number(self.arguments.get(name))
 
     @property
     def sizes_states(self) -> bool:
-        """Whether the arguments set the slots of the state pool, which else takes its share of the memory."""
+        """Whether arguments set the number of state slots. Otherwise the pool gets a share of memory."""
         without_cache = self.arguments.get("disable_radix_cache") and self.number("max_running_requests")
         return bool(self.number("max_mamba_cache_size") or without_cache)
 
     @property
     def state_share(self) -> float | None:
-        """Share of the memory of both pools that the state pool takes; None where it is unknown."""
+        """Share that the state pool has of the memory of state pool and KV pool; None if unknown."""
         pool = self.states
         if pool is None:
             return None
@@ -111,12 +112,12 @@ class Facts:
 
     @property
     def tp(self) -> int:
-        """GPUs that the weights of one replica are split over."""
+        """Number of GPUs over which tensor parallelism splits the weights of one replica."""
         return int(self.number("tp_size") or 1)
 
     @property
     def gpus(self) -> int:
-        """GPUs that the server takes."""
+        """Number of GPUs that the server uses."""
         replicas = 1 if self.attn_dp > 1 else self.number("dp_size") or 1
         return int(self.tp * (self.number("pp_size") or 1) * replicas)
 
@@ -132,7 +133,7 @@ class Facts:
 
     @property
     def attn_dp(self) -> int:
-        """Ranks among which DP attention divides the requests of one replica; 1 without DP attention."""
+        """Number of ranks among which DP attention divides a replica's requests; 1 without DP attention."""
         return attention_ranks(self.arguments)
 
     @property
@@ -143,18 +144,18 @@ class Facts:
 
     @property
     def steps_a_line(self) -> int:
-        """Decode steps between two lines of the log, `--decode-log-interval`."""
+        """Number of decode steps between two lines of the log, `--decode-log-interval`."""
         return max(0, int(self.number("decode_log_interval") or 0)) or STEPS_A_LINE
 
     @property
     def chunk(self) -> int | None:
-        """Tokens of a prefill chunk of one scheduler, `chunked_prefill_size`."""
+        """Number of tokens in a prefill chunk of one scheduler, `chunked_prefill_size`."""
         size = self.ready.chunked_prefill_size if self.ready else None
         return size or int(self.number("chunked_prefill_size") or 0) or None
 
     @property
     def architecture(self) -> Architecture | None:
-        """The card's generation; None where its name is not known."""
+        """The card's generation; None if its name is missing or not known here."""
         return architecture_of(self.card or "")
 
     @property
@@ -216,7 +217,7 @@ def prefill_graph_off(arguments: Mapping[str, Any]) -> bool:
 
 
 LONGEST_LINE = 1 << 18
-"""Most characters of a line, more than SGLang writes."""
+"""Maximum number of characters that are read as one line. SGLang writes shorter lines."""
 _TUNED = (
     "schedule_conservativeness", "mem_fraction_static", "max_running_requests", "chunked_prefill_size",
     "max_total_tokens", "model_path", "tp_size", "attention_backend", "kv_cache_dtype", "quantization",
@@ -226,7 +227,8 @@ _TUNED = (
 )  # fmt: skip
 """Arguments that change the load. After a restart with other values, earlier readings are dropped."""
 _FORWARD = {"prefill", "decode"}
-"""Phases of forward passes; in a traceback they may belong to the capture of graphs."""
+"""Phases of forward passes. In a traceback, their functions may also have been called for the capture of
+graphs."""
 _TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -239,22 +241,23 @@ class LogReader:
         self.records = 0
         """Number of lines that only SGLang writes."""
         self.source = ""
-        """Prefix of the schedulers' names, where several logs are read."""
+        """Prefix of the schedulers' names, which tells several logs apart."""
         self._speakers: dict[str, str] = {}
-        """The rank whose lines count, by scheduler: with tensor parallelism all ranks may log the same."""
+        """For each scheduler, the rank whose lines count. With tensor parallelism, all ranks may log the
+        same."""
         self._phase: Phase = "general"
         self._running = 0
         self._memory_caps_running = False
         """Whether this start has logged that memory allows fewer running requests than were asked for."""
         self._old_death: Died | None = None
-        """A death before the last restart: it counts until the server logs a batch again."""
+        """A death before the last restart. It counts until the server logs a batch again."""
 
     def read(self, path: Path) -> Self:
-        """Read a file to its end; raises InputError where it is not an SGLang log."""
+        """Read a file to its end. Raises InputError if it is not an SGLang log."""
         earlier, self._old_death = self.facts, None
         self.facts = replace(earlier, arguments={}, troubles={}, last_trouble=None, died=None)
         try:
-            with path.open(encoding="utf-8", errors="replace") as log:  # all that matters is ASCII
+            with path.open(encoding="utf-8", errors="replace") as log:  # only ASCII text matters
                 while line := log.readline(LONGEST_LINE):
                     self.take(line)
         except OSError as failure:
@@ -270,7 +273,7 @@ class LogReader:
         return self
 
     def _add(self, earlier: Facts) -> None:
-        """Add the troubles of the servers of other logs."""
+        """Add the failures that logs read before this one have shown."""
         facts = self.facts
         facts.arguments = facts.arguments or earlier.arguments
         facts.troubles = earlier.troubles | facts.troubles
@@ -309,7 +312,7 @@ class LogReader:
                 self._failed(record)
 
     def _pool(self, record: RunningCapped | PoolAllocated) -> None:
-        """Note what a line tells of the state pool, or of the KV pool beside it."""
+        """Record what a line says about the state pool, or about the KV pool of the same server."""
         pool = self.facts.states or StatePool(0, slots_per_request(self.facts.arguments))
         if isinstance(record, RunningCapped):
             self._memory_caps_running = True
@@ -319,7 +322,7 @@ class LogReader:
         self._phase = "general"
         if record.slots is not None:
             self.facts.states = pool._replace(slots=record.slots, gb=record.gb)
-        elif pool.slots and pool.kv_gb is None:  # the pool of a draft model may follow
+        elif pool.slots and pool.kv_gb is None:  # not that of a draft model, which may follow
             self.facts.states = pool._replace(kv_gb=record.gb)
 
     def _batch(self, batch: LoggedBatch, line: str) -> None:
@@ -327,7 +330,7 @@ class LogReader:
         if scheduler is None:
             return
         self._phase, self._running = "decode" if batch.decode else "prefill", batch.running
-        if self.facts.died is self._old_death:  # after a new death other ranks log on for seconds
+        if self.facts.died is self._old_death:  # after a new death, other ranks go on for seconds
             self.facts.died = self._old_death = self.facts.last_trouble = None
         most, states = self.facts.max_running, self.facts.states
         if batch.decode:
@@ -346,14 +349,14 @@ class LogReader:
             self.series.prefills.add(batch, self.facts.chunk or 0)
 
     def _speaker(self, line: str) -> tuple[str | None, float | None]:
-        """Return a line's scheduler and time; no scheduler where another rank's lines count for it."""
+        """Return a line's scheduler and time. The scheduler is None if another rank's lines count for it."""
         origin = origin_of(line)
         scheduler = f"{self.source} {origin.server} {origin.dp}"
         speaks = self._speakers.setdefault(scheduler, origin.rank) == origin.rank
         return scheduler if speaks else None, origin.at
 
     def _started(self, record: Arguments) -> None:
-        """Drop what was read if the server restarted with other arguments: only its card is the same."""
+        """Begin a start of the server. If its arguments changed, drop all that was read but the card."""
         before = self.facts.arguments
         if before and any(before.get(name) != record.values.get(name) for name in _TUNED):
             self._forget()
@@ -366,7 +369,7 @@ class LogReader:
         self._phase = "load"
 
     def _forget(self) -> None:
-        """Drop this log's schedulers, and the sums over all logs with the last of them."""
+        """Drop this log's schedulers. If no others remain, drop the sums over all logs too."""
         series = self.series
         tracks = series.tracks.items()
         series.tracks = {name: track for name, track in tracks if not name.startswith(f"{self.source} ")}
@@ -378,12 +381,12 @@ class LogReader:
         self._phase = "load" if record.free_gb is not None else "general"
         if record.free_gb is not None and facts.card_gb is None:
             facts.card_gb = record.free_gb
-        if record.used_gb is not None and record.used_gb > (facts.weights_gb or 0):  # a draft model follows
+        if record.used_gb is not None and record.used_gb > (facts.weights_gb or 0):  # else a draft model's
             facts.weights_gb, facts.model = record.used_gb, record.model
             facts.quantised = record.quantised
 
     def _failed(self, record: OutOfMemory | Died | Raised) -> None:
-        """Keep the record that explains a death best: a SIGKILL, or else the first exception."""
+        """Keep the record that best explains a death: a SIGKILL, or else the first exception."""
         death = None if self.facts.died is self._old_death else self.facts.died
         if isinstance(record, OutOfMemory):
             phase = self._phase if record.phase == "general" else record.phase

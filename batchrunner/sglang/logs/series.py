@@ -1,4 +1,4 @@
-"""The load of schedulers over time in bounded memory: their newest samples, and sums over their passes."""
+"""The load of schedulers over time, in bounded memory: their newest samples, and sums over prefill passes."""
 
 import statistics
 from collections import deque
@@ -11,9 +11,9 @@ from batchrunner.output.samples import SchedulerSample
 from batchrunner.sglang.logs.lines import LoggedBatch
 
 WHOLE = 0.9
-"""Fraction of its limit in tokens from which a prefill pass counts as full."""
+"""A prefill pass counts as full if its tokens are at least this fraction of the chunk size."""
 FEW = 2
-"""Most prompts in a full pass that counts as filled by long prompts."""
+"""A full prefill pass counts as filled by long prompts if it has at most this many prompts."""
 
 
 @dataclass(slots=True)
@@ -23,20 +23,20 @@ class Prefills:
     passes: int = 0
     prompts: int = 0
     new_tokens: int = 0
-    """Prompt tokens computed."""
+    """Number of prompt tokens that were computed."""
     cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache."""
+    """Number of prompt tokens that hit the prefix cache."""
     retracted_tokens: int = 0
-    """Tokens computed and then lost to a retraction."""
+    """Number of tokens that were computed and then lost to a retraction."""
     filled: int = 0
-    """Passes that took a whole chunk."""
+    """Number of passes that filled a whole chunk."""
     filled_waiting: int = 0
-    """Those of `filled` after which requests still waited."""
+    """Number of passes of `filled` during which requests still waited."""
     few_long: int = 0
-    """Passes that one or two prompts filled."""
+    """Number of passes that one or two prompts filled."""
 
     def add(self, batch: LoggedBatch, chunk: int) -> None:
-        """Count one pass; `chunk` is `chunked_prefill_size`, 0 where that is unknown."""
+        """Count one prefill pass; `chunk` is `chunked_prefill_size`, or 0 if unknown."""
         is_full = 0 < WHOLE * chunk <= batch.new_tokens
         self.passes += 1
         self.prompts += batch.new_seqs
@@ -48,12 +48,12 @@ class Prefills:
 
     @property
     def cached_share(self) -> float:
-        """Fraction of prompt tokens that were in the cache."""
+        """Fraction of the prompt tokens that hit the prefix cache."""
         return self.cached_tokens / max(1, self.cached_tokens + self.new_tokens)
 
     @property
     def mean_prompt(self) -> float:
-        """Mean tokens of a prompt; each chunk of a long prompt counts as one."""
+        """Mean number of tokens in a prompt. Each chunk of a long prompt counts as a prompt."""
         return (self.cached_tokens + self.new_tokens) / max(1, self.prompts)
 
 
@@ -61,18 +61,18 @@ class LoadSample(NamedTuple):
     """The load of a scheduler that has work, at one time."""
 
     at: float | None
-    """Seconds since an unknown time; None where the log has no times."""
+    """Seconds since an unknown time; None if the log has no times."""
     running: int
     queue: int
     usage: float
     """Fraction of the KV pool in use."""
     max_running: int | None = None
     graph: bool | None = None
-    """Whether a CUDA graph ran; None where that is unknown."""
+    """Whether a CUDA graph ran; None if unknown."""
     rate: float | None = None
-    """Tokens generated per second."""
+    """Number of tokens generated per second."""
     unsent: int | None = None
-    """Rows that the client had not sent yet; None where that is unknown."""
+    """Number of rows that the client had not sent yet; None if unknown."""
     state_usage: float = 0.0
     """Fraction of the state pool that running requests take; 0 for a model without states."""
 
@@ -84,7 +84,7 @@ def sample_of_load(
     rate: float | None = None,
     unsent: int | None = None,
 ) -> LoadSample:
-    """Return a reported load as a sample; see there."""
+    """Convert a reported load to a `LoadSample`."""
     return LoadSample(
         at=at,
         running=load.running,
@@ -99,10 +99,11 @@ def sample_of_load(
 
 
 MOST_SAMPLES = 16_384
-"""Most samples of a scheduler that are kept, the newest."""
+"""Maximum number of samples that are kept for a scheduler; the newest are kept."""
 PAUSE_S = 30.0
-"""Seconds between two samples from which the gap is a pause: no work, and the end of the job before it. Time
-that runs backwards by as much is a pause too, since an older log follows a newer one."""
+"""If two samples are more than this many seconds apart, there was a pause without work, and the job before it
+had ended. If time runs backwards by more than this, an older log follows a newer one, which counts as a pause
+too."""
 
 
 @dataclass(slots=True)
@@ -112,7 +113,7 @@ class Track:
     samples: deque[LoadSample] = field(default_factory=lambda: deque(maxlen=MOST_SAMPLES))
     """The newest samples, in the order of time."""
     busy_s: float = 0.0
-    """Seconds under load, without pauses."""
+    """Number of seconds under load, without pauses."""
 
     def add(self, sample: LoadSample) -> None:
         """Count a sample."""
@@ -125,7 +126,7 @@ class Track:
         self.samples.append(sample)
 
     def settle(self) -> None:
-        """End a stretch of work, whose empty queue at the end is no sign: no rows remained to send."""
+        """End a stretch of work. An empty queue at its end is no sign, because no rows remained to send."""
         samples = self.samples
         dry = list(takewhile(lambda sample: not sample.queue and sample.unsent is None, reversed(samples)))
         if len(dry) < len(samples) and samples[-len(dry) - 1].queue:
@@ -140,14 +141,14 @@ class Series:
     tracks: dict[str, Track] = field(default_factory=dict)
     prefills: Prefills = field(default_factory=Prefills)
     retractions: int = 0
-    """Retractions of all schedulers."""
+    """Number of retractions of all schedulers."""
 
     def add(self, scheduler: str, sample: LoadSample) -> None:
         """Count a sample."""
         self.tracks.setdefault(scheduler, Track()).add(sample)
 
     def settle(self) -> None:
-        """End the series: the source has no more samples."""
+        """End the series, because the source has no more samples."""
         for track in self.tracks.values():
             track.settle()
 
@@ -158,28 +159,28 @@ class Series:
 
     @property
     def counted(self) -> int:
-        """Number of these samples."""
+        """Number of `samples`."""
         return sum(len(track.samples) for track in self.tracks.values())
 
     @property
     def busy_s(self) -> float:
-        """Seconds under load of the scheduler that was busy for longest."""
+        """Number of seconds under load, of the scheduler that was under load for longest."""
         return max((track.busy_s for track in self.tracks.values()), default=0.0)
 
     @property
     def retractions_per_min(self) -> float:
-        """Retractions per minute of a scheduler, on average; less than a minute counts as one."""
+        """Mean number of retractions per minute of a scheduler. Less than a minute counts as one minute."""
         return self.retractions / max(1, len(self.tracks)) / max(1.0, self.busy_s / 60)
 
     @property
     def recomputed_share(self) -> float | None:
-        """Tokens lost to retractions, as a fraction of those generated; None where either is unknown."""
+        """Tokens lost to retractions, as a fraction of the generated tokens; None if either is unknown."""
         generated = self.median("rate") * sum(track.busy_s for track in self.tracks.values())
         again = self.prefills.retracted_tokens
         return again / generated if again and generated else None
 
     def median(self, name: str) -> float:
-        """Return the median of a field over the newest samples; 0 without any value."""
+        """Return the median of a field over the newest samples; 0 if no sample has a value."""
         values = [getattr(sample, name) for sample in self.samples]
         return float(statistics.median([value for value in values if value is not None] or [0]))
 
@@ -190,5 +191,5 @@ class Series:
 
     @property
     def max_running(self) -> int:
-        """The largest limit on the running requests of a scheduler; 0 where it is unknown."""
+        """The largest limit on the running requests of a scheduler; 0 if unknown."""
         return max((sample.max_running or 0 for sample in self.samples), default=0)

@@ -1,10 +1,10 @@
 """A stand-in for the CUDA-only `sgl_kernel`, so that SGLang serves dense models on a CPU.
 
 SGLang's CPU path imports these names when it starts, and the published wheel, built for CUDA,
-has none of them. A dense Llama never calls them. Each raises when called, so that a model which
-does need one fails with a sentence instead of wrong numbers. Operators of torch that SGLang looks up
-when it imports its Qwen vision models are declared too, without an implementation. Put the folder above this package
-first on the *server's* PYTHONPATH, and on nobody else's.
+has none of them. A dense Llama never calls them. Each of them raises when called, so that a model that
+needs one fails with an error message instead of wrong numbers. Operators of torch that SGLang looks up
+when it imports its Qwen vision models are declared too, without an implementation. Put the folder that
+contains this package first on the PYTHONPATH of the server, and of no other process.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 import torch
 
-# Only what the CPU path imports: every other name stays an ImportError, which SGLang's own
-# `except ImportError` fallbacks rely on.
+# Only the names that the CPU path imports. Every other name still raises ImportError, because SGLang's own
+# `except ImportError` fallbacks rely on it.
 _NAMES = (
     "assign_draft_cache_locs_contiguous_cpu",
     "assign_extend_cache_locs_cpu",
@@ -51,7 +51,7 @@ def _submodule(name: str) -> ModuleType:
     module = ModuleType(f"{__name__}.{name}")
 
     def lookup(attribute: str) -> Callable[..., NoReturn]:
-        if attribute.startswith("__"):  # `inspect` and `pickle` probe these: they are not kernels
+        if attribute.startswith("__"):  # not kernels: `inspect` and `pickle` look these up
             raise AttributeError(attribute)
         return _absent(f"{name}.{attribute}")
 

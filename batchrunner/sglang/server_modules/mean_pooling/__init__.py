@@ -1,4 +1,5 @@
-"""Encoders of SGLang whose vector is the mean over all tokens: SGLang's own take that of the first token.
+"""Encoders for SGLang whose vector is the mean over all tokens. SGLang's own encoders take the first token's.
 
-A server imports this by the variable SGLANG_EXTERNAL_MODEL_PACKAGE; it imports nothing of batchrunner.
+A server imports this package if the variable SGLANG_EXTERNAL_MODEL_PACKAGE names it. The package imports
+nothing of batchrunner.
 """

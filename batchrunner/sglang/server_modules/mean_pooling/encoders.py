@@ -1,4 +1,4 @@
-"""The encoders, under the names of the architectures that they stand for."""
+"""The encoders. Each has the name of the architecture that it replaces."""
 
 from typing import Any
 
