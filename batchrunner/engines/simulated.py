@@ -189,25 +189,35 @@ def _choice_content(completion: Completion, at: int, *, is_chat: bool) -> dict[s
     return {"message": {"role": "assistant", "content": None, "tool_calls": calls}}
 
 
-_SAMPLING_OF_BODY = {"seed": "sampling_seed", "min_tokens": "min_new_tokens", "ignore_eos": "ignore_eos"}
+_SAMPLING_OF_BODY = {
+    "seed": "sampling_seed", "min_tokens": "min_new_tokens", "ignore_eos": "ignore_eos",
+    "json_schema": "json_schema", "regex": "regex",
+}  # fmt: skip
 """Fields of OpenAI's requests that decide the answer, with their names in `/generate`."""
 _CALLS_ONLY = AskedColumns(frozenset({TOOL_CALLS}), 0, of_tokens=False)
 
 
 def _requests_in(body: RequestBody, fields: dict[str, Any], ref: RowRef) -> list[Request]:
     """Return a request for each prompt in the body."""
+    sampling = _sampling_in(body, fields)
+    if body.path == CHAT_PATH:
+        tools = Tools(fields.get("tools"), fields.get("tool_choice"))
+        return [Request(ref, "messages", fields["messages"], sampling, tools=tools, asks=_CALLS_ONLY)]
+    return [_prompt_request(ref, prompt, sampling) for prompt in prompts_in(body)]
+
+
+def _sampling_in(body: RequestBody, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the sampling parameters of the body, by SGLang's names."""
     sampling: dict[str, Any] = {"max_new_tokens": body.most_tokens, "n": int(fields.get("n") or 1)}
-    sampling |= {sglang: fields[name] for name, sglang in _SAMPLING_OF_BODY.items() if fields.get(name)}
-    sampling |= {name: fields[name] for name in ("json_schema", "regex") if fields.get(name)}
+    for name, sglang_name in _SAMPLING_OF_BODY.items():
+        if fields.get(name):
+            sampling[sglang_name] = fields[name]
     response_format = fields.get("response_format") or {}
     if response_format.get("type") == "json_object":
         sampling["json_schema"] = {"type": "object"}
     elif response_format.get("type") == "json_schema":
         sampling["json_schema"] = response_format["json_schema"]["schema"]
-    if body.path == CHAT_PATH:
-        tools = Tools(fields.get("tools"), fields.get("tool_choice"))
-        return [Request(ref, "messages", fields["messages"], sampling, tools=tools, asks=_CALLS_ONLY)]
-    return [_prompt_request(ref, prompt, sampling) for prompt in prompts_in(body)]
+    return sampling
 
 
 def _prompt_request(
@@ -248,8 +258,10 @@ def _hashes(request: Request) -> list[int]:
     # A prompt of any kind has a `repr`; `hash` would differ between processes.
     prompt = repr(request.prompt).encode("utf-8", "surrogatepass")
     prompt += b"".join(file.key for file in request.media)
-    first = crc32(prompt, crc32(b"%d" % (request.sampling.get("sampling_seed") or 0)))
-    return [first, *(crc32(b"%d" % i, first) for i in range(1, request.sampling.get("n") or 1))]
+    seed = request.sampling.get("sampling_seed") or 0
+    samples = request.sampling.get("n") or 1
+    first = crc32(prompt, crc32(b"%d" % seed))
+    return [first, *(crc32(b"%d" % number, first) for number in range(1, samples))]
 
 
 def _length(sampling: dict[str, Any], number: int, most: int) -> tuple[int, str]:

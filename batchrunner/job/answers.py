@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchrunner.core.types import CHECK, PARSE, ROLLOUT, AskedColumns, ColumnKind, Completion, ForwardTask
 from batchrunner.job.output import (
@@ -79,41 +79,70 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
 
     is_rollout = job.prompt.rollout is not None
     function = ROLLOUT if is_rollout else PARSE
-    parsed = functions.facts[function].columns if functions and function in functions.facts else ()
+    parsed: tuple[tuple[str, ColumnKind], ...] = ()
+    if functions is not None and function in functions.facts:
+        parsed = functions.facts[function].columns
+    json = _json_rule(job)
+    schema_is_checked = json.is_checked and json.has_schema
+    on_length = job.on_length or ("fail" if schema_is_checked else "keep")
 
-    sampling_schema, accept_schema = job.sampling.json_schema, job.accept.json_
-    dict_schemas = [schema for schema in (accept_schema, sampling_schema) if isinstance(schema, dict)]
-    schema = dict_schemas[0] if dict_schemas else None
-    has_schema = sampling_schema is not None or schema is not None
-    checks_json = has_schema if accept_schema is None else bool(accept_schema)
-    schema_by_row = isinstance(sampling_schema, FromColumn) and schema is None
-    if is_rollout:  # each request of a rollout may have its own schema
-        checks_json = accept_schema is not False
-        schema_by_row = not isinstance(accept_schema, dict)
-        schema = None if schema_by_row else schema
-        has_schema = True
-
-    on_length = job.on_length or ("fail" if checks_json and has_schema else "keep")
-    names = _rollout_columns(parsed) if is_rollout else _answer_columns(job, has_schema=has_schema)
-    names -= {*job.input.carried_names, *(name for name, _ in parsed)}
+    names = _rollout_columns(parsed) if is_rollout else _answer_columns(job, has_schema=json.has_schema)
+    names -= {*job.input.carried_names}
+    names -= {name for name, _ in parsed}
+    checks = (
+        json.is_checked
+        or job.accept.has_condition
+        or on_length != "keep"
+        or job.on_repetition == "fail"
+        or PARSED in names
+        or job.sampling.regex is not None
+    )
     return AnswerPlan(
         columns=tuple(name for name in (*ANSWER_COLUMNS, *ROLLOUT_COLUMNS) if name in names),
         samples=job.sampling.n,
         top_logprobs=job.output.top_logprobs,
         parsed=parsed,
-        checks_json=checks_json,
-        schema=schema,
-        schema_by_row=schema_by_row,
+        checks_json=json.is_checked,
+        schema=json.schema,
+        schema_by_row=json.schema_by_row,
         on_length=on_length,
         on_repetition=job.on_repetition,
         tries=(job.accept.tries or TRIES) if job.has_check else 1,
-        checks=checks_json
-        or job.accept.has_condition
-        or on_length != "keep"
-        or job.on_repetition == "fail"
-        or PARSED in names
-        or job.sampling.regex is not None,
+        checks=checks,
         asked=frozenset({*job.output.asked, REASONING, TOOL_CALLS}) if is_rollout else None,
+    )
+
+
+class _JsonRule(NamedTuple):
+    """Whether the answers of a job must be JSON, and by which schema."""
+
+    is_checked: bool
+    has_schema: bool
+    """Whether the job or its rows may give a schema."""
+    schema: dict[str, Any] | None
+    """The schema of all answers, if there is one."""
+    schema_by_row: bool
+
+
+def _json_rule(job: Job) -> _JsonRule:
+    """Return the rule of a job; the schema of `accept.json` comes before that of `sampling`."""
+    sampling_schema, accept_schema = job.sampling.json_schema, job.accept.json_
+    schema = accept_schema if isinstance(accept_schema, dict) else None
+    if job.prompt.rollout is not None:  # each request of a rollout may have its own schema
+        return _JsonRule(
+            is_checked=accept_schema is not False,
+            has_schema=True,
+            schema=schema,
+            schema_by_row=schema is None,
+        )
+    if schema is None and isinstance(sampling_schema, dict):
+        schema = sampling_schema
+    has_schema = sampling_schema is not None or schema is not None
+    return _JsonRule(
+        is_checked=has_schema if accept_schema is None else bool(accept_schema),
+        has_schema=has_schema,
+        schema=schema,
+        schema_by_row=isinstance(sampling_schema, FromColumn) and schema is None,
     )
 
 

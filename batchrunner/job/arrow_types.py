@@ -10,7 +10,8 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -74,17 +75,23 @@ class _SchemaReader:
             return self._referred(schema["$ref"])
         choices = next((schema[name] for name in ("anyOf", "oneOf", "allOf") if name in schema), None)
         if choices is not None:
-            is_plain = isinstance(choices, list) and "properties" not in schema
-            not_null = [choice for choice in choices if choice != {"type": "null"}] if is_plain else []
-            return common_kind(map(self.kind_of, not_null))
-        if "enum" in schema or "const" in schema:
-            values = schema["enum"] if "enum" in schema else [schema["const"]]
-            return common_kind(kind for choice in values for kind in kinds_of_value(choice))
-        type_value = schema.get("type", "object" if "properties" in schema else None)
-        types = [
-            word for word in (type_value if isinstance(type_value, list) else [type_value]) if word != "null"
-        ]
+            return self._of_choices(choices, schema)
+        if "enum" in schema:
+            return common_kind(_kinds_of_values(schema["enum"]))
+        if "const" in schema:
+            return common_kind(kinds_of_value(schema["const"]))
+        types = schema.get("type", "object" if "properties" in schema else None)
+        if not isinstance(types, list):
+            types = [types]
+        types = [word for word in types if word != "null"]
         return self._of_type(types[0], schema) if len(types) == 1 else "json"
+
+    def _of_choices(self, choices: Any, schema: dict[str, Any]) -> ColumnKind:
+        """Return the kind that holds the values of all choices; a null needs no kind."""
+        if not isinstance(choices, list) or "properties" in schema:
+            return "json"
+        kinds = [self.kind_of(choice) for choice in choices if choice != {"type": "null"}]
+        return common_kind(kinds)
 
     def _of_type(self, word: Any, schema: dict[str, Any]) -> ColumnKind:
         properties = schema.get("properties")
@@ -127,10 +134,14 @@ def kinds_of_value(value: Any) -> list[ColumnKind]:
     if value is None:
         return []
     if isinstance(value, list):
-        return [("list", kind) for item in value for kind in kinds_of_value(item)]
-    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        return [("list", kind) for kind in _kinds_of_values(value)]
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:  # it does not fit into 64 bits
         return ["json"]
     return [_KINDS_OF_VALUES.get(type(value), "json")]
+
+
+def _kinds_of_values(values: Iterable[Any]) -> Iterator[ColumnKind]:
+    return chain.from_iterable(map(kinds_of_value, values))
 
 
 def common_kind(kinds: Iterable[ColumnKind]) -> ColumnKind:

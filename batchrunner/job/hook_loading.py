@@ -326,5 +326,8 @@ def _judgement(value: Any) -> bool | str:
 
 def _a(value: object) -> str:
     """Return the type of a value with its article."""
+    if value is None:
+        return "None"
     name = type(value).__name__
-    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+    article = "an" if name[0] in "aeiouAEIOU" else "a"
+    return f"{article} {name}"

@@ -240,36 +240,52 @@ class _Place(NamedTuple):
     """Paths of unions, each with the branch that has the problem."""
 
 
+class _Problem(NamedTuple):
+    """A problem that pydantic found, with its place in the user's job."""
+
+    place: _Place
+    details: ErrorDetails
+
+    @property
+    def progress(self) -> tuple[bool, int]:
+        """How far pydantic got: furthest with an unknown key, else by the length of the path."""
+        return self.details["type"] == "extra_forbidden", len(self.details["loc"])
+
+
 def _explain(failure: ValidationError, kind: Any, tree: object) -> Iterator[tuple[str, str | None]]:
     """Yield the faults in pydantic's list of errors: a line for the user, and a hint or None."""
-    problems = [(_place_of(tree, problem), problem) for problem in failure.errors(include_url=False)]
-    unions = {union for place, _ in problems for union in place.branches}
+    problems = [_Problem(_place_of(tree, error), error) for error in failure.errors(include_url=False)]
+    errors_by_path: dict[tuple[str, ...], list[ErrorDetails]] = {}
+    for place, error in _in_intended_branches(problems):
+        errors_by_path.setdefault(place.path, []).append(error)
+    intended_paths = set()  # that the user probably misspelled
+    for path, errors in errors_by_path.items():
+        if errors[0]["type"] == "extra_forbidden":
+            intended_key = _closest(path[-1], _keys(kind, path[:-1]))
+            intended_paths.add((*path[:-1], intended_key))
+    for path, errors in errors_by_path.items():
+        is_misspelled = errors[0]["type"] == "missing" and path in intended_paths
+        if not is_misspelled:  # otherwise the unknown key and its hint say enough
+            yield from _faults_at(path, errors, kind)
+
+
+def _in_intended_branches(problems: list[_Problem]) -> list[_Problem]:
+    """Drop the problems of those branches of unions that the user did not intend.
+
+    Pydantic reports every branch of a union. The user intended the branch in which it got furthest.
+    """
+    unions = {union for problem in problems for union in problem.place.branches}
     for union in sorted(unions, key=len):
-        # Pydantic reports every branch of a union. Keep the one that got furthest: the user meant it.
-        rivals = [candidate for candidate in problems if union in candidate[0].branches]
-        best, _ = max(
-            rivals,
-            key=lambda candidate: (candidate[1]["type"] == "extra_forbidden", len(candidate[1]["loc"])),
-            default=(_Place(union, {}), None),
-        )
+        rivals = [problem for problem in problems if union in problem.place.branches]
+        if not rivals:
+            continue
+        best = max(rivals, key=lambda problem: problem.progress).place
         if best.path == union:  # no branch got further: their messages together say what is allowed
-            losers = [candidate for candidate in rivals if candidate[0].path != union]
+            losers = [rival for rival in rivals if rival.place.path != union]
         else:
-            losers = [
-                candidate for candidate in rivals if candidate[0].branches[union] != best.branches[union]
-            ]
-        problems = [candidate for candidate in problems if candidate not in losers]
-    faults: dict[tuple[str, ...], list[ErrorDetails]] = {}
-    for place, problem in problems:
-        faults.setdefault(place.path, []).append(problem)
-    likely_paths = {
-        (*path[:-1], _closest(path[-1], _keys(kind, path[:-1])))
-        for path, of_path in faults.items()
-        if of_path[0]["type"] == "extra_forbidden"
-    }
-    for path, of_path in faults.items():
-        if of_path[0]["type"] != "missing" or path not in likely_paths:
-            yield from _faults_at(path, of_path, kind)
+            losers = [rival for rival in rivals if rival.place.branches[union] != best.branches[union]]
+        problems = [problem for problem in problems if problem not in losers]
+    return problems
 
 
 def _faults_at(
@@ -349,10 +365,15 @@ def _closest(word: str, words: Collection[str]) -> str | None:
 
 def _keys(kind: Any, path: Sequence[str]) -> set[str]:
     """Return the keys below a path in a section of a job; `kind` is its class, or a list or union."""
-    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
-        return {key for member in get_args(kind) for key in _keys(member, path)}
+    is_section = isinstance(kind, type) and issubclass(kind, BaseModel)
+    if not is_section:
+        keys: set[str] = set()
+        for member in get_args(kind):
+            keys |= _keys(member, path)
+        return keys
     fields = {field.alias or name: field.annotation for name, field in kind.model_fields.items()}
     if not path:
         return set(fields)
-    below = [step for step in path[1:] if not step.isdigit()]  # an index in a list is no key
-    return _keys(fields.get(path[0]), below)
+    first, *steps = path
+    below_first = [step for step in steps if not step.isdigit()]  # an index in a list is no key
+    return _keys(fields.get(first), below_first)

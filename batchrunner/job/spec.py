@@ -268,11 +268,17 @@ class Job(Spec):
         """The task, if it is one without decoding; None for generating."""
         if self.task == GENERATE:
             return None
-        kind = TASKS[self.task] if self.prompt.choices is None else ChoiceTask
-        field_names = {field.name for field in dataclasses.fields(kind)}
-        options = {place.rpartition(".")[2]: attrgetter(place)(self) for place in kind.takes}
-        values = {name: options[name] for name in field_names & options.keys() if options[name] is not None}
-        return kind(**values | {"labels": tuple(self.labels)} if self.labels else values)
+        task = TASKS[self.task] if self.prompt.choices is None else ChoiceTask
+        field_names = {field.name for field in dataclasses.fields(task)}
+        options: dict[str, Any] = {}
+        for place in task.takes:  # such as output.softmax
+            value = attrgetter(place)(self)
+            name = place.rpartition(".")[2]
+            if name in field_names and value is not None:
+                options[name] = value
+        if self.labels:
+            options["labels"] = tuple(self.labels)
+        return task(**options)
 
     @model_validator(mode="before")
     @classmethod
@@ -291,54 +297,52 @@ class Job(Spec):
 
     def _rule_faults(self) -> Iterator[str]:
         """Yield a fault for each rule between sections that the job breaks."""
-        prompt, sampling, accept, answer_columns = self.prompt, self.sampling, self.accept, self.output.asked
-        fails_cut = self.on_length in {"fail", "longer"} or self.on_repetition == "fail"
-        has_schema = sampling.json_schema is not None and accept.json_ is not False
-        is_checked = accept.has_condition or fails_cut or has_schema or accept.json_ is False
-        is_checked = is_checked or prompt.rollout is not None  # whose requests may have schemas
-        rules = (
-            (
-                prompt.truncate is not None and self.tokenize == "server",
-                "prompt.truncate counts tokens here: leave out `tokenize: server`",
-            ),
-            (
-                self.tokenize == "client" and (prompt.tools is not None or prompt.media),
-                "tokenize: the server tokenizes prompts with tools or files: leave out `tokenize: client`",
-            ),
-            (
-                self.has_check and not is_checked,
-                "accept: nothing is checked: give json, regex, expression or python",
-            ),
-            (
-                not prompt.is_chat
-                and (accept.feedback or sampling.tool_choice is not None or TOOL_CALLS in answer_columns),
-                "accept.feedback, sampling.tool_choice and the column tool_calls go with chats only",
-            ),
-            (
-                sampling.n > 1 and accept.feedback,
-                "accept.feedback goes with one output of a row, not with sampling.n",
-            ),
-            (
-                prompt.rollout is not None
-                and (sampling.n > 1 or self.parse is not None or self.output.reuse),
-                "prompt.rollout goes without sampling.n, parse and output.reuse",
-            ),
-            (
-                getattr(self.engine, "background", False) and (sampling.n > 1 or self.window != "auto"),
-                "engine.background goes without sampling.n and window",
-            ),
-            (
-                "prompt_logprobs" in answer_columns
-                and (TOOL_CALLS in answer_columns or prompt.tools is not None),
-                "output.columns: SGLang gives tool_calls of chats only, and prompt_logprobs of other prompts",
-            ),
-        )
-        yield from (message for is_wrong, message in rules if is_wrong)
+        prompt, sampling, accept = self.prompt, self.sampling, self.accept
+        is_rollout = prompt.rollout is not None
+        is_background = getattr(self.engine, "background", False)
+        has_samples = sampling.n > 1
+        has_tools = prompt.tools is not None
+        asks_tool_calls = TOOL_CALLS in self.output.asked
+        asks_prompt_logprobs = "prompt_logprobs" in self.output.asked
+        needs_chat = accept.feedback or sampling.tool_choice is not None or asks_tool_calls
+
+        if prompt.truncate is not None and self.tokenize == "server":
+            yield "prompt.truncate counts tokens here: leave out `tokenize: server`"
+        if self.tokenize == "client" and (has_tools or prompt.media):
+            yield "tokenize: the server tokenizes prompts with tools or files: leave out `tokenize: client`"
+        if self.has_check and not self._has_criterion:
+            yield "accept: nothing is checked: give json, regex, expression or python"
+        if needs_chat and not prompt.is_chat:
+            yield "accept.feedback, sampling.tool_choice and the column tool_calls go with chats only"
+        if has_samples and accept.feedback:
+            yield "accept.feedback goes with one output of a row, not with sampling.n"
+        if is_rollout and (has_samples or self.parse is not None or self.output.reuse):
+            yield "prompt.rollout goes without sampling.n, parse and output.reuse"
+        if is_background and (has_samples or self.window != "auto"):
+            yield "engine.background goes without sampling.n and window"
+        if asks_prompt_logprobs and (asks_tool_calls or has_tools):
+            yield (
+                "output.columns: SGLang gives tool_calls of chats only, and prompt_logprobs of other prompts"
+            )
 
     @property
     def has_check(self) -> bool:
         """Whether the job says how answers are checked."""
         return self.accept != AcceptSpec()
+
+    @property
+    def _has_criterion(self) -> bool:
+        """Whether there is something to check answers by; `accept.json: false` counts as such."""
+        fails_truncated = self.on_length in {"fail", "longer"}
+        fails_repetition = self.on_repetition == "fail"
+        return (
+            self.accept.has_condition
+            or self.accept.json_ is False
+            or self.sampling.json_schema is not None
+            or fails_truncated
+            or fails_repetition
+            or self.prompt.rollout is not None  # its requests may have schemas
+        )
 
     def _name_faults(self) -> Iterator[str]:
         """Yield the faults of the names of carried columns in the results."""

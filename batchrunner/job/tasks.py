@@ -145,9 +145,9 @@ class NativeTask(ForwardTask):
         ]
 
     def _by_row(self, results: Sequence[NativeResult], counts: Sequence[int]) -> list[list[NativeResult]]:
-        """Return the results of each row; `counts` has the number of its prompts."""
-        rest = iter(results)
-        return [[*islice(rest, count)] for count in counts]
+        """Divide the results by row; `counts` has the number of prompts of each row."""
+        remaining = iter(results)
+        return [list(islice(remaining, count)) for count in counts]
 
     def _answer(self, request: Request, results: Sequence[NativeResult]) -> Completion | RequestError:
         """Return the answer of a row, with the tokens of all its prompts."""
@@ -177,11 +177,12 @@ class NativeTask(ForwardTask):
             numbers.append(embedding if isinstance(embedding, list) else [embedding])
         return self._values(numbers)
 
-    def _values(self, by_prompt: Sequence[list[float | None]]) -> dict[str, Any]:
+    def _values(self, numbers_by_prompt: Sequence[list[float | None]]) -> dict[str, Any]:
         """Return the columns of a row from the numbers of each of its prompts; raises RequestError."""
-        return {SCORES: _scores([self._only(numbers) for numbers in by_prompt], A_SCORE)}
+        numbers = [self._only_number(numbers_of_prompt) for numbers_of_prompt in numbers_by_prompt]
+        return {SCORES: _scores(numbers, A_SCORE)}
 
-    def _only(self, numbers: Sequence[float | None]) -> float | None:
+    def _only_number(self, numbers: Sequence[float | None]) -> float | None:
         """Return the only number of a prompt; raises RowRefusedError if the model returned several."""
         if len(numbers) != 1:
             raise RowRefusedError(
@@ -211,21 +212,23 @@ class ScoreTask(NativeTask):
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
         """Return one body: a list of prompts, with the same token ids for each."""
+        (prompts,) = NativeTask.bodies(self, requests)
         logprob_request = {
             "sampling_params": WITHOUT_TOKENS,
             "return_logprob": True,
             "logprob_start_len": -1,
             "token_ids_logprob": [list(self.label_ids) for _ in requests],
         }
-        return [body | logprob_request for body in NativeTask.bodies(self, requests)]
+        return [{**prompts, **logprob_request}]
 
     def _columns_of(self, request: Request, results: Sequence[NativeResult]) -> dict[str, Any]:  # noqa: ARG002
-        token_scores = (results[0].meta_info.output_token_ids_logprobs or [None])[0]
-        by_id = {number: logprob for logprob, number, _ in token_scores or ()}
-        if not by_id.keys() >= {*self.label_ids}:
+        scores_by_position = results[0].meta_info.output_token_ids_logprobs
+        next_token_scores = scores_by_position[0] if scores_by_position else None
+        logprob_of = {token_id: logprob for logprob, token_id, _ in next_token_scores or ()}
+        if not logprob_of.keys() >= {*self.label_ids}:
             raise AttemptFailedError("the answer lacks the probability of a label")
         what = "the probability of a label"
-        logprobs = _scores([by_id[number] for number in self.label_ids], what)
+        logprobs = _scores([logprob_of[token_id] for token_id in self.label_ids], what)
         if self.softmax:
             return {SCORES: _probabilities(logprobs, what)}
         return {SCORES: [None if logprob is None else math.exp(logprob) for logprob in logprobs]}
@@ -246,28 +249,24 @@ class ChoiceTask(ScoreTask):
 
         The other choices find their prompt in the cache. In a single body each would compute it.
         """
-        firsts = [(request, request.item_ids[0]) for request in requests]
-        later = [(request, ids) for request in requests for ids in request.item_ids[1:]]
-        return [_body_of(pairs) for pairs in (firsts, later) if pairs]
+        first_choices = [(request, request.item_ids[0]) for request in requests]
+        other_choices = [(request, ids) for request in requests for ids in request.item_ids[1:]]
+        bodies = [_body_of(first_choices)]
+        if other_choices:
+            bodies.append(_body_of(other_choices))
+        return bodies
 
     def _by_row(self, results: Sequence[NativeResult], counts: Sequence[int]) -> list[list[NativeResult]]:
-        firsts, later = results[: len(counts)], results[len(counts) :]
-        rest = iter(later)
-        return [[first, *islice(rest, count - 1)] for first, count in zip(firsts, counts, strict=True)]
+        """Divide the results by row, in the order of `bodies`: all first choices, then the other ones."""
+        rows = len(counts)
+        other_choices = iter(results[rows:])
+        by_row = []
+        for first_choice, count in zip(results[:rows], counts, strict=True):
+            by_row.append([first_choice, *islice(other_choices, count - 1)])
+        return by_row
 
     def _columns_of(self, request: Request, results: Sequence[NativeResult]) -> dict[str, Any]:
-        totals: list[float | None] = []
-        for ids, result in zip(request.item_ids, results, strict=True):
-            token_scores = (result.meta_info.input_token_logprobs or [])[-len(ids) :]
-            if [number for _, number, _ in token_scores] != ids:
-                raise AttemptFailedError("the answer lacks log probabilities of a choice's tokens")
-            logprobs = [logprob for logprob, _, _ in token_scores if logprob is not None]
-            if len(logprobs) < len(ids):
-                totals.append(None)
-            elif LOWEST in logprobs:
-                totals.append(LOWEST)
-            else:
-                totals.append(math.fsum(logprobs))
+        totals = [_log_likelihood(ids, result) for ids, result in zip(request.item_ids, results, strict=True)]
         sums = _scores(totals, "the log likelihood of a choice")
         tokens = [len(ids) for ids in request.item_ids]
         sizes = [len(item.encode("utf-8", "surrogatepass")) for item in request.items]
@@ -276,6 +275,18 @@ class ChoiceTask(ScoreTask):
             PER_TOKEN: _divided(sums, tokens),
             PER_BYTE: _divided(sums, sizes),
         }
+
+
+def _log_likelihood(choice_ids: list[int], result: NativeResult) -> float | None:
+    """Return the sum of the log probabilities of a choice's tokens; None if one of them is NaN."""
+    prompt_scores = result.meta_info.input_token_logprobs or []
+    choice_scores = prompt_scores[-len(choice_ids) :]
+    if [token_id for _, token_id, _ in choice_scores] != choice_ids:
+        raise AttemptFailedError("the answer lacks log probabilities of a choice's tokens")
+    logprobs = [logprob for logprob, _, _ in choice_scores if logprob is not None]
+    if len(logprobs) < len(choice_ids):
+        return None
+    return LOWEST if LOWEST in logprobs else math.fsum(logprobs)
 
 
 def _divided(sums: Sequence[Score], counts: Sequence[int]) -> list[Score]:
@@ -321,8 +332,8 @@ class RewardTask(NativeTask):
         SCORE: "Reward, as the model's head gives it.",
     }
 
-    def _values(self, by_prompt: Sequence[list[float | None]]) -> dict[str, Any]:
-        (score,) = _scores([self._only(by_prompt[0])], A_SCORE)
+    def _values(self, numbers_by_prompt: Sequence[list[float | None]]) -> dict[str, Any]:
+        (score,) = _scores([self._only_number(numbers_by_prompt[0])], A_SCORE)
         return {SCORE: score}
 
 
@@ -342,11 +353,13 @@ class ClassifyTask(NativeTask):
         LABEL: "Name of the class with the highest score, by `id2label`.",
     }
 
-    def _values(self, by_prompt: Sequence[list[float | None]]) -> dict[str, Any]:
-        numbers = _scores(by_prompt[0], A_SCORE)
-        best = numbers.index(max(number for number in numbers if number is not None))
-        name = self.names[best] if best < len(self.names) else f"LABEL_{best}"
-        return {SCORES: _probabilities(numbers, A_SCORE) if self.softmax else numbers, LABEL: name}
+    def _values(self, numbers_by_prompt: Sequence[list[float | None]]) -> dict[str, Any]:
+        scores = _scores(numbers_by_prompt[0], A_SCORE)
+        best = scores.index(max(score for score in scores if score is not None))
+        label = self.names[best] if best < len(self.names) else f"LABEL_{best}"
+        if self.softmax:
+            return {SCORES: _probabilities(scores, A_SCORE), LABEL: label}
+        return {SCORES: scores, LABEL: label}
 
 
 CPU_ROWS = 256
@@ -503,34 +516,45 @@ class VectorLength:
         self._rows: defaultdict[int, set[int]] = defaultdict(set)
         """Rows by the lengths of their vectors, until two have the same."""
 
-    def without_others(
+    def refuse_other_lengths(
         self, requests: Sequence[Request], results: Sequence[Completion | RequestError]
     ) -> list[Completion | RequestError]:
         """Return the results, with an AttemptFailedError in place of each vector of another length."""
         task = requests[0].task
         if not isinstance(task, EmbedTask) or task.dimensions is not None:
             return [*results]
-        lengths = [
-            len(result.columns[EMBEDDING][0]) // NUMBER_BYTES[task.dtype]
-            if isinstance(result, Completion)
-            else None
-            for result in results
-        ]
+        lengths: list[int | None] = []
+        for result in results:
+            length = None
+            if isinstance(result, Completion):
+                length = _length_of(result.columns[EMBEDDING][0], task.dtype)
+            lengths.append(length)
+        self._learn(requests, lengths)
+        checked: list[Completion | RequestError] = []
+        for result, length in zip(results, lengths, strict=True):
+            if length in {None, self._numbers}:
+                checked.append(result)
+            else:
+                message = f"the vector has {length} numbers, and others have {self._numbers}"
+                checked.append(AttemptFailedError(message))
+        return checked
+
+    def _learn(self, requests: Sequence[Request], lengths: Sequence[int | None]) -> None:
+        """Take the most frequent length so far for the model's, unless two rows have agreed on one."""
         for request, length in zip(requests, lengths, strict=True):
             if length is not None and not self._is_sure:
                 self._rows[length].add(request.ref.row)
         if self._rows and not self._is_sure:
             self._numbers = max(self._rows, key=lambda length: len(self._rows[length]))
-        return [
-            result
-            if length in {None, self._numbers}
-            else AttemptFailedError(f"the vector has {length} numbers, and others have {self._numbers}")
-            for result, length in zip(results, lengths, strict=True)
-        ]
 
     @property
     def _is_sure(self) -> bool:
         return self._numbers is not None and len(self._rows[self._numbers]) > 1
+
+
+def _length_of(vector: bytes, dtype: Dtype) -> int:
+    """Return the number of numbers in a vector that is stored as bytes of `dtype`."""
+    return len(vector) // NUMBER_BYTES[dtype]
 
 
 def numbers_of(vector: bytes, dtype: str) -> list[float]:
@@ -561,7 +585,7 @@ def check_embeddings(reply: bytes, rows: int | None) -> int | None:
     if rows is not None and len(parsed.data) != rows:
         raise AttemptFailedError(f"the server returned {len(parsed.data)} vectors for {rows} inputs")
     task = EmbedTask()
-    lengths = {len(task.stored(_numbers(item))) // NUMBER_BYTES[task.dtype] for item in parsed.data}
+    lengths = {_length_of(task.stored(_numbers(item)), task.dtype) for item in parsed.data}
     if len(lengths) > 1:
         raise AttemptFailedError(
             f"the server returned vectors of different lengths ({min(lengths)} and {max(lengths)})"
@@ -590,8 +614,11 @@ def _tokens_of(requests: Sequence[Request], total: int | None) -> list[int | Non
     """
     if len(requests) == 1:
         return [total]
-    counts = [len(request.prompt) if request.kind == "input_ids" else None for request in requests]
-    return [*counts] if None not in counts and sum(filter(None, counts)) == total else [None] * len(requests)
+    unknown: list[int | None] = [None] * len(requests)
+    if any(request.kind != "input_ids" for request in requests):
+        return unknown
+    lengths = [len(request.prompt) for request in requests]
+    return [*lengths] if sum(lengths) == total else unknown
 
 
 TaskName: TypeAlias = Literal["generate", "embed", "score", "rerank", "reward", "classify"]
@@ -617,7 +644,17 @@ def made_up_columns(task: ForwardTask, request: Request, seed: int, size: int) -
         vector = array("f", [2 * random.random() - 1 for _ in range(task.dimensions or size)])
         return {EMBEDDING: [task.stored(vector)]}
     labels = task.labels if isinstance(task, ScoreTask) else ()
-    shares = softmax([random.random() for _ in request.items or labels or range(_CLASSES)])
-    numbers = [math.log(share) for share in shares] if isinstance(task, ChoiceTask) else shares
-    values = {"float64": numbers[0], "string": f"LABEL_{numbers.index(max(numbers))}"}
-    return {name: [values.get(str(kind), numbers)] for name, kind in task.columns}
+    count = len(request.items) or len(labels) or _CLASSES
+    numbers = softmax([random.random() for _ in range(count)])
+    if isinstance(task, ChoiceTask):
+        numbers = [math.log(number) for number in numbers]
+    label = f"LABEL_{numbers.index(max(numbers))}"
+    columns: dict[str, list[Any]] = {}
+    for name, kind in task.columns:
+        if kind == "string":
+            columns[name] = [label]
+        elif kind == "float64":
+            columns[name] = [numbers[0]]
+        else:
+            columns[name] = [numbers]
+    return columns

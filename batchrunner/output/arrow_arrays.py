@@ -53,9 +53,13 @@ def _shown(scalar: Any) -> Any:
 
 
 def _shown_nested(scalar: Any) -> Any:
+    """Return a struct as a dict, a map as pairs and a list as a list, with substitutes in any of them."""
     kind = scalar.type
     if pt.is_struct(kind):
-        return {field.name: _shown(scalar[at]) for at, field in enumerate(kind)}
+        fields = {}
+        for position, field in enumerate(kind):  # by position: two fields may share a name
+            fields[field.name] = _shown(scalar[position])
+        return fields
     if pt.is_map(kind):
         return [(_shown(pair["key"]), _shown(pair["value"])) for pair in scalar.values]
     return [_shown(item) for item in scalar.values]
@@ -75,14 +79,17 @@ def _shown_plain(scalar: Any) -> Any:
 
 
 def _vectors(values: Sequence[bytes | None], kind: pa.DataType) -> pa.Array:
+    """Build an array of vectors on their bytes, so that no number becomes a Python object."""
+    is_null = [value is None for value in values]
     vectors = [value or b"" for value in values]
     number_bytes = _VECTORS[kind]
-    lengths = (len(vector) // number_bytes for vector in vectors)
-    offsets = [*accumulate(lengths, initial=0)]
-    content = pa.py_buffer(b"".join(vectors))
-    numbers = pa.Array.from_buffers(kind.value_type, offsets[-1], [None, content])
-    nulls = pa.array([value is None for value in values], pa.bool_())
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), numbers, kind, mask=nulls)
+    lengths = [len(vector) // number_bytes for vector in vectors]
+    offsets = list(accumulate(lengths, initial=0))
+    buffers = [None, pa.py_buffer(b"".join(vectors))]  # without a bitmap of nulls: only a vector can be null
+    numbers = pa.Array.from_buffers(kind.value_type, offsets[-1], buffers)
+    return pa.ListArray.from_arrays(
+        pa.array(offsets, pa.int32()), numbers, kind, mask=pa.array(is_null, pa.bool_())
+    )
 
 
 def _encodable(value: Any) -> Any:

@@ -180,24 +180,33 @@ def in_order(
     buckets = Buckets(work, "row", bucket_ends, min(BUFFER_BYTES, bucket_bytes))
     schema = _common_schema(parts, columns)
     with writing(run_dir.path, OutputError):
-        rows_so_far = BitMap64()
-        for part in parts:
-            table = _with_all_columns(_read(part, columns), schema)
-            rows = rows_of_column(table.column("row"))
-            if repeated := rows & rows_so_far:
-                table = without_rows(table, pa.array([*repeated], table.schema.field("row").type))
-            rows_so_far |= rows
+        for table in _distinct_tables(parts, columns, schema):
             buckets.put(table)
-    tables = buckets.take()
+    sorted_tables = buckets.take()
     kinds = None
     if RETURNED in schema.names:
         kinds = kinds_returned(_read(part, [RETURNED]) for part in parts)
     while True:
         with writing(run_dir.path, OutputError):
-            table = next(tables, None)
+            table = next(sorted_tables, None)
         if table is None:
             return
-        yield with_counts(table if kinds is None else with_returned(table, kinds), None)
+        if kinds is not None:
+            table = with_returned(table, kinds)
+        yield with_counts(table, None)
+
+
+def _distinct_tables(parts: list[Path], columns: list[str] | None, schema: pa.Schema) -> Iterator[pa.Table]:
+    """Yield the table of each part, without the rows that an earlier part holds."""
+    rows_so_far = BitMap64()
+    for part in parts:
+        table = _with_all_columns(_read(part, columns), schema)
+        rows = rows_of_column(table.column("row"))
+        repeated = rows & rows_so_far
+        if repeated:
+            table = without_rows(table, pa.array([*repeated], table.schema.field("row").type))
+        rows_so_far |= rows
+        yield table
 
 
 def _bucket_rows(parts: list[Path], columns: list[str] | None, bucket_bytes: int) -> int:

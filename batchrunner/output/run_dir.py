@@ -86,9 +86,10 @@ class RunDir:
 
     def all_tasks(self) -> list[RunDir]:
         """Return a RunDir for each task that has parts, or files in its directory."""
-        names = {path.name for path in self.tasks.glob("*") if not _is_empty(path)}
-        names |= {*self._published(self.tasks)}
-        names |= {task for part in self.all_parts() if (task := _task_of(part))}
+        with_files = [path.name for path in self.tasks.glob("*") if not _is_empty(path)]
+        in_store = self._published(self.tasks)
+        with_parts = [task for task in map(_task_of, self.all_parts()) if task is not None]
+        names = {*with_files, *in_store, *with_parts}
         return [self.of_task(name) for name in sorted(names)]
 
     def of_task(self, task: str = MAIN_TASK) -> RunDir:
@@ -279,12 +280,13 @@ def _with_copy(
     run_dir = RunDir(root, task, store)
     with using_run(run_dir.name if is_read_only else f"output.path {run_dir.name}"):
         holder = parse_holder(objects.look(run_dir.owner)[0])
-        if is_read_only or holder is None or holder.is_dead(this_process()) is not False:
+        is_in_use = holder is not None and holder.is_dead(this_process()) is False
+        if is_read_only or not is_in_use:
             copied = read_json(run_dir.run_json)  # read before the object, which a new run writes first
             if copied and str(copied.get(RUN_ID)).encode() not in objects.look("run.json")[0]:
                 shutil.rmtree(root)  # its run was deleted from the store, or replaced by a fresh one
             make_directory(root)
-            content = {"uri": str(address), "storage": storage.model_dump(mode="json", exclude_unset=True)}
-            (root / PLACE).write_bytes(orjson.dumps(content))
+            place = {"uri": str(address), "storage": storage.model_dump(mode="json", exclude_unset=True)}
+            (root / PLACE).write_bytes(orjson.dumps(place))
             store.bring_all(re.compile(pattern, re.DOTALL))
     return run_dir

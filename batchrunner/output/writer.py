@@ -167,26 +167,39 @@ class ResultWriter:
     async def _write(self) -> None:
         """Write the oldest rows of the buffer to the journal, and the part if it is due."""
         part = self._part
-        free = self.part_rows - part.rows  # more rows may have come during the last write
-        outcomes, self._buffer = self._buffer[:free], self._buffer[free:]
-        self._bytes, self._oldest_at = sum(map(_text_bytes, self._buffer)), time.monotonic()
-        self._has_room.set()
+        outcomes = self._take_oldest(self.part_rows - part.rows)
         if outcomes:
-            part.add(await asyncio.to_thread(self._table_of, outcomes), len(outcomes))
+            table = await asyncio.to_thread(self._table_of, outcomes)
+            part.add(table, len(outcomes))
         is_full = part.rows >= self.part_rows or part.bytes >= FLUSH_BYTES
-        is_due = self._is_closing or is_full or time.monotonic() >= self._part_due_at(part)
-        is_behind = self._publishing is not None and not self._publishing.done()
+        part_is_due = self._is_closing or is_full or time.monotonic() >= self._part_due_at(part)
+        last_part_is_late = self._publishing is not None and not self._publishing.done()
         in_store = self.run_dir.store.objects is not None  # a store may be unavailable for long
-        if outcomes and (is_behind or in_store or not is_due):  # otherwise the part makes them durable now
+        part_comes_at_once = part_is_due and not last_part_is_late and not in_store
+        needs_journal = bool(outcomes) and not part_comes_at_once
+        if needs_journal:
             await self.disk.write(part.path, part.append_journal)
-        if is_due:
-            await self._wait_for_part()  # so that memory holds two parts at most
-            self._publishing = asyncio.ensure_future(self._publish(part))
-            self._part = _PendingPart(self.run_dir, part.number + 1, self.lock)
-            self._has_room.set()
+        if part_is_due:
+            await self._begin_next_part()
+
+    def _take_oldest(self, rows: int) -> list[Outcome]:
+        """Take at most `rows` rows out of the buffer, which may hold more if many came during a write."""
+        outcomes, self._buffer = self._buffer[:rows], self._buffer[rows:]
+        self._bytes = sum(map(_text_bytes, self._buffer))
+        self._oldest_at = time.monotonic()
+        self._has_room.set()
+        return outcomes
 
     def _table_of(self, outcomes: list[Outcome]) -> pa.Table:
         return with_counts(table_of(outcomes, self.schema, self.plan), count(outcomes))
+
+    async def _begin_next_part(self) -> None:
+        """Publish the part in the background, and begin another part for the next rows."""
+        await self._wait_for_part()  # so that memory holds two parts at most
+        part = self._part
+        self._publishing = asyncio.ensure_future(self._publish(part))
+        self._part = _PendingPart(self.run_dir, part.number + 1, self.lock)
+        self._has_room.set()
 
     async def _publish(self, part: _PendingPart) -> None:
         """Write a part, while rows that finish go to the journal of the next part."""

@@ -258,7 +258,7 @@ class HttpEngine(Engine):
             reply = await self._post(endpoint, wire.path_of(request), body)
         completion = replies.completion_of(request, reply)
         if request.task is not None:
-            (result,) = self._vector_length.without_others([request], [completion])
+            (result,) = self._vector_length.refuse_other_lengths([request], [completion])
             if isinstance(result, RequestError):
                 raise result
         if completion.weights != self.guard.weights or endpoint.doubts:
@@ -461,7 +461,7 @@ class HttpEngine(Engine):
         except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
             raise BundleRefusedError(f"the answer cannot be read: {failure}") from None
         await self.guard.check_answer(endpoint, None)
-        for index, result in enumerate(self._vector_length.without_others(requests, results)):
+        for index, result in enumerate(self._vector_length.refuse_other_lengths(requests, results)):
             if isinstance(result, (Completion, EngineBusyError)):  # any other row is sent again alone
                 ended(index, result)
 

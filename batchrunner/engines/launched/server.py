@@ -79,60 +79,66 @@ class SGLangServer:
         incidents: list[Incident],
     ) -> None:
         """`spec` describes all servers of the job; `environ` has variables for this server alone."""
-        offline = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")} if Path(model).exists() else {}
-        self.key = key
-        """Its API key, which no argument vector or environment shows."""
-        self.environ = program_environment({**offline, **spec.env, **(environ or {})}, cpu=cpu)
-        self.log_path = log_path
         self.name = name
         """Its name in messages."""
+        self.log_path = log_path
         self.incidents = incidents
+        self.liveness = Liveness()
+
+        # What every start of it needs.
+        offline: dict[str, str] = {}
+        if Path(model).exists():
+            offline = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
+        self.environ = program_environment({**offline, **spec.env, **(environ or {})}, cpu=cpu)
+        self.key = key
+        """Its API key, which no argument vector or environment shows."""
         self._python = spec.python or sys.executable
         self._nodes = spec.nodes
         self._launch_prefix = _launch_prefix(spec.nodes) if spec.nodes > 1 else ()
         self._copy: Mapping[str, str] | None = None
         if spec.cache_dir:
-            files = model_directory(model, spec.args.get("revision")).resolve()
-            if not files.is_dir():
-                raise EngineStartError(
-                    f"engine.cache_dir: no directory of {model} is here to copy",
-                    hint="download the model first (`hf download`), or leave the field out",
-                )
-            name = model_identity(model).rpartition("/")[2]
-            self._copy = {"source": str(files), "cache": spec.cache_dir, "name": name}
+            self._copy = _model_copy(model, revision=spec.args.get("revision"), cache_dir=spec.cache_dir)
         self._port = HeldPort()
         self.url = f"http://127.0.0.1:{self._port.number}"
         self._base_argv = [
             *("--model-path", model, "--host", "127.0.0.1", "--port", str(self._port.number)),
         ]  # fmt: skip
         self._start_timeout_s = spec.start_timeout
+
+        # Its flags: the job's, tuned ones, and those that a death has changed.
         self._job_args = server_args(spec.args, cpu=cpu)
         self._set_by_job = {**spec.args, **spec.env}
         self._healer = healer
         self._memory = memory
-        self.liveness = Liveness()
         self.adapted = dict(memory.args) if memory else {}
         """Tuned flags and variables beside the job's own."""
         self._is_recalled = bool(self.adapted)  # whether they come from an earlier run
         self._previous: Mapping[str, Any] | None = {} if self._is_recalled else None
         """Flags to go back to if the server dies; None if its present flags are not on trial."""
-        self._args: dict[str, Any] = {}  # of the last start
-        self._kills: int | None = None  # the kernel's count at the last start
+        self._flags_are_final = False  # no restart for other flags is allowed; one after a death is
+
+        # The last start.
+        self._process: asyncio.subprocess.Process | None = None
+        self._args: dict[str, Any] = {}
+        self._logs: Mapping[Path, int] = {}  # offset in bytes of the start in each log
+        self._kills: int | None = None  # processes that the kernel had killed for want of memory by then
         self.start_s = 0.0
         """Seconds that its last start took."""
+
+        # Its state now.
         self.up = False
         """Whether it is ready and takes rows."""
         self.has_work = False
         """Whether it had rows at the last poll; updated only while it is not up."""
         self.lost: EngineLostError | None = None
         """Why it will not be restarted again; None while it may be restarted."""
-        self._flags_are_final = False  # no restart for other flags is allowed; one after a death is
-        self._process: asyncio.subprocess.Process | None = None
-        self._logs: Mapping[Path, int] = {}  # offset in bytes of the last start in each log
-        self._hang: asyncio.Future[Hang] | None = None
-        self._was_healed, self._judged_at = False, -math.inf
-        self._verdict = asyncio.Event()  # set at the next death
         self._settled = asyncio.Event()  # set while it is up or lost
+        self._hang: asyncio.Future[Hang] | None = None
+
+        # The verdict on its last death.
+        self._was_healed = False
+        self._judged_at = -math.inf
+        self._verdict = asyncio.Event()  # set at the next death
 
     async def start(self) -> None:
         """Start it and wait until it takes requests; raises EngineStartError if that fails.
@@ -205,9 +211,12 @@ class SGLangServer:
         self._settled.set()
 
     def _change(self, args: Mapping[str, Any], why: str) -> None:
-        log.warning("%s: starts again with %s: %s", self.name, command_line(args) or "the job's flags", why)
-        self.incidents.append(Incident("adapts", self.name, why, {"old": self.adapted, "new": dict(args)}))
-        self._previous, self.adapted = self.adapted, dict(args)
+        flags = command_line(args) or "the job's flags"
+        log.warning("%s: starts again with %s: %s", self.name, flags, why)
+        change = {"old": self.adapted, "new": dict(args)}
+        self.incidents.append(Incident("adapts", self.name, why, change))
+        self._previous = self.adapted
+        self.adapted = dict(args)
 
     async def _drain(self) -> None:
         """Wait until its rows have ended, at most as long as a start takes; new rows wait or go elsewhere."""
@@ -373,45 +382,51 @@ class SGLangServer:
             self._settled.set()
 
     async def _watch(self) -> None:
-        quick_deaths, up_since = 0, time.monotonic()
+        quick_deaths = 0
         self.up = True
         self._settled.set()
+        up_since = time.monotonic()
         while True:
             hang = await self._end()
             if hang is PLANNED:
                 await self._drain()
-                if self._flags_are_final:
+                if self._flags_are_final:  # the run is ending: the restart is no longer worth it
                     self.up = True
                     continue
             self.up = False
             self._settled.clear()
-            lived_s = time.monotonic() - up_since - (hang.silent_s if hang else 0)
+            silent_s = 0.0 if hang is None else hang.silent_s
+            lived_s = time.monotonic() - up_since - silent_s
             cause = await self._take_down(hang)
             self._judge(healed=hang is PLANNED or self._heal())
             if not self._was_healed:
-                quick_deaths = quick_deaths + 1 if lived_s < TIMING.quick_death else 1
+                died_quickly = lived_s < TIMING.quick_death
+                quick_deaths = quick_deaths + 1 if died_quickly else 1
             if quick_deaths > MOST_QUICK_DEATHS:
                 self.lost = EngineLostError(f"{cause} (for the {quick_deaths}th time in a row)")
                 self.incidents.append(Incident("lost", self.name, str(self.lost)))
                 log.warning("%s: not started again", self.name)
                 return
-            count = f" ({quick_deaths} of at most {MOST_QUICK_DEATHS} times in a row)"
-            log.warning("%s: started again%s", self.name, "" if self._was_healed else count)
-            if quick_deaths > 1:
-                await asyncio.sleep(
-                    min(TIMING.first_restart * 2.0 ** (quick_deaths - 2), TIMING.longest_restart)
-                )
-            try:
-                await self.start()
-            except EngineStartError:  # the next pass of the loop sees the ended process and logs the cause
-                await self.stop()
-            else:
-                self.up = True
-                self._settled.set()
-                self.liveness.record(alive=True)
-                self.incidents.append(Incident("back", self.name))
-                log.warning("%s is back", self.name)
+            await self._restart(quick_deaths)
             up_since = time.monotonic()
+
+    async def _restart(self, quick_deaths: int) -> None:
+        """Start it again, after a pause that doubles with each quick death; tell that it is back."""
+        count = f" ({quick_deaths} of at most {MOST_QUICK_DEATHS} times in a row)"
+        log.warning("%s: started again%s", self.name, "" if self._was_healed else count)
+        if quick_deaths > 1:
+            pause_s = TIMING.first_restart * 2.0 ** (quick_deaths - 2)
+            await asyncio.sleep(min(pause_s, TIMING.longest_restart))
+        try:
+            await self.start()
+        except EngineStartError:  # `_watch` then sees the ended process and logs the cause
+            await self.stop()
+            return
+        self.up = True
+        self._settled.set()
+        self.liveness.record(alive=True)
+        self.incidents.append(Incident("back", self.name))
+        log.warning("%s is back", self.name)
 
     def _judge(self, *, healed: bool) -> None:
         """Wake all who wait for the verdict on a death."""
@@ -441,6 +456,21 @@ class SGLangServer:
         if hang:
             await self.stop()
         return cause
+
+
+def _model_copy(model: str, *, revision: str | None, cache_dir: str) -> dict[str, str]:
+    """Return the arguments with which the launcher copies the model's files to `engine.cache_dir`.
+
+    Raises EngineStartError if the files are not on this machine.
+    """
+    files = model_directory(model, revision).resolve()
+    if not files.is_dir():
+        raise EngineStartError(
+            f"engine.cache_dir: no directory of {model} is here to copy",
+            hint="download the model first (`hf download`), or leave the field out",
+        )
+    name = model_identity(model).rpartition("/")[2]
+    return {"source": str(files), "cache": cache_dir, "name": name}
 
 
 def _launch_prefix(nodes: int) -> tuple[str, ...]:
