@@ -80,6 +80,8 @@ class EngineInfo:
     """Path of the engine's log, if it is on this machine."""
     one_by_one: str | None = "the engine takes one row in a request"
     """Why each row is a request of its own; None where a request can hold several rows."""
+    no_thinking_budget: str | None = None
+    """Why the engine would not obey a limit of thinking; None where it does."""
     yields: bool | None = None
     """Whether the server schedules its users' requests before those of this background run; None if the run
     is not in the background."""

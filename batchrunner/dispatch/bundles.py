@@ -21,6 +21,7 @@ from batchrunner.core.errors import (
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import BYTES_PER_TOKEN, Completion, Request, RequestBody
 from batchrunner.engines.base import Engine
+from batchrunner.job.sampling import THINKING
 from batchrunner.job.spec import Job
 from batchrunner.output.events import EventLog
 
@@ -416,5 +417,7 @@ def why_alone(request: Request) -> str | None:
     sampling = request.sampling
     if (sampling.get("n") or 1) > 1:
         return "sampling.n is more than 1"
+    if THINKING in sampling:  # a request says for all of its rows whether they think
+        return f"sampling.{THINKING}"
     # SGLang holds back the beginning of a stop text until it knows what follows, but not of a pattern
     return "sampling.stop_regex" if sampling.get("stop_regex") else None

@@ -6,18 +6,24 @@ from typing import assert_never
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.engines.base import Engine
-from batchrunner.engines.http.server_info import check_architecture
+from batchrunner.engines.http.server_info import BUDGET_PARSERS, check_architecture
 from batchrunner.job.engine import (
+    PARSER,
+    STRICT_THINKING,
+    THINK_LIMIT,
     AttachEngine,
     EngineSpec,
     GatewayEngine,
     ServerEngine,
     SimulatedEngine,
 )
-from batchrunner.job.spec import LimitsSpec
+from batchrunner.job.spec import Job, LimitsSpec
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName, pooling_args
 from batchrunner.sglang.device import MEAN_POOLING, on_cpu
 from batchrunner.sglang.model_files import model_identity, read_config, takes_mean
+
+UNLIMITED_THINKING = 1 << 20
+"""Most tokens of thinking of a row without a limit of its own, where others have one."""
 
 
 def make_engine(
@@ -58,6 +64,27 @@ def make_engine(
             return Simulator(spec)
         case _:
             assert_never(spec)
+
+
+def engine_of(job: Job) -> EngineSpec:
+    """Return the engine of a job, whose servers limit thinking where the job asks for it.
+
+    The job's own arguments take precedence. Raises EngineStartError on a CPU, where SGLang cannot do it.
+    """
+    spec, budget = job.engine, job.sampling.max_thinking_tokens
+    if budget is None or not isinstance(spec, ServerEngine):
+        return spec
+    if on_cpu(spec.device):
+        raise EngineStartError(
+            "sampling.max_thinking_tokens: SGLang's --enable-strict-thinking does not work on a CPU",
+            hint="leave the field out, or run on a GPU",
+        )
+    args = {PARSER: "auto", STRICT_THINKING: True} | spec.args
+    env = spec.env
+    if args[PARSER] not in BUDGET_PARSERS:
+        limit = budget if isinstance(budget, int) else UNLIMITED_THINKING
+        env = {THINK_LIMIT: str(limit)} | env
+    return spec.model_copy(update={"args": args, "env": env})
 
 
 def _read_key(file: str) -> str:

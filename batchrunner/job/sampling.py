@@ -23,7 +23,8 @@ Value = TypeVar("Value")
 PerRow: TypeAlias = Value | FromColumn
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 """Parameters that constrain an output to a grammar, of which a job may give one."""
-
+THINKING = "max_thinking_tokens"
+"""Parameter that limits the tokens of thinking."""
 
 ToolChoice: TypeAlias = Literal["auto", "none", "required"] | dict[str, Any]
 
@@ -49,6 +50,9 @@ class SamplingSpec(Spec):
     """Most tokens of an output (SGLang's own default is 128)."""
     min_new_tokens: PerRow[Annotated[int, Field(ge=0)]] | None = None
     """Fewest tokens of an output."""
+    max_thinking_tokens: PerRow[Annotated[int, Field(ge=0)]] | None = None
+    """Most tokens of thinking, after which the model must answer; they count within `max_new_tokens`. Needs a
+    server with `--reasoning-parser` and `--enable-strict-thinking`; servers that the run starts get these."""
     n: Annotated[int, Field(ge=1)] = 1
     """Completions of a row. Above 1, `output`, `finish_reason` and `completion_tokens` are lists."""
     temperature: PerRow[Annotated[float, Field(ge=0)]] | None = None

@@ -21,7 +21,7 @@ from batchrunner.dispatch.concurrency.law import (
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.load_control import LoadControl, write_changes
 from batchrunner.engines.base import Engine
-from batchrunner.engines.registry import make_engine
+from batchrunner.engines.registry import engine_of, make_engine
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import GENERATE, TaskName
@@ -92,6 +92,12 @@ class SharedEngine:
                     f"prompt.{name}: {self.info.model} takes no {kind.field}",
                     hint="choose a model for them; one whose part for them is off needs --enable-multimodal",
                 )
+        if job.sampling.max_thinking_tokens is not None and self.info.no_thinking_budget is not None:
+            raise EngineStartError(
+                f"sampling.max_thinking_tokens: {self.info.no_thinking_budget}",
+                hint="start it with --enable-strict-thinking and a --reasoning-parser that obeys, such as "
+                "qwen3, glm45 or deepseek-v3",
+            )
         for note in self.info.notes:
             log.info("%s", note)
 
@@ -101,7 +107,7 @@ async def open_engine_of(
 ) -> SharedEngine:
     """Open the engine of a job for a task of a model; `stack` closes it. Raises BatchrunError."""
     shape = shape_of(job, task)
-    engine = make_engine(job.engine, log_dir=log_directory, limits=job.limits, task=task, shape=shape)
+    engine = make_engine(engine_of(job), log_dir=log_directory, limits=job.limits, task=task, shape=shape)
     stack.push_async_callback(engine.close)
     info = await control.wait_for(engine.open(), "while the engine was starting")
     return SharedEngine(engine, info)

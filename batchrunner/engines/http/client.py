@@ -62,6 +62,7 @@ from batchrunner.engines.http.server_info import (
 )
 from batchrunner.engines.http.wire import PostedAnswer, PostSender
 from batchrunner.input.request_bodies import with_model
+from batchrunner.job.sampling import THINKING
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName, VectorLength
 from batchrunner.sglang.model_files import vocabulary_of
@@ -124,6 +125,7 @@ class HttpEngine(Engine):
         self._names_to_send: dict[str, str] = {}
         """Model name to send in a whole request, by the name that its row gives."""
         self._logged_unwatched = False
+        self._no_thinking_budget: str | None = None
         self._name_lock = asyncio.Lock()
 
     async def connect(self, urls: Sequence[str], remedy: str = START) -> EngineInfo:
@@ -151,6 +153,7 @@ class HttpEngine(Engine):
         loads = await self.loads()
         has_all_loads = {load.server for load in loads} >= {*answering}
         info = describe(models, servers, loads if has_all_loads else [])
+        self._no_thinking_budget = info.no_thinking_budget
         self.guard.model = model
         for endpoint in self.serving:
             self._watch_model(endpoint)
@@ -223,7 +226,7 @@ class HttpEngine(Engine):
 
     async def generate(self, request: Request, route: str) -> Completion:
         """Send one request once; see `Engine.generate`."""
-        wire.refuse_deadly(request, self._vocabulary)
+        self._refuse_unsendable(request)
         endpoint = self.endpoints[route]
         reply: bytes | list[bytes]
         if request.task is not None:
@@ -245,12 +248,18 @@ class HttpEngine(Engine):
             await self.guard.check_answer(endpoint, completion.weights)
         return completion
 
+    def _refuse_unsendable(self, request: Request) -> None:
+        """Raise RowRefusedError for a row that would kill the servers, or whose limit they would ignore."""
+        wire.refuse_deadly(request, self._vocabulary)
+        if self._no_thinking_budget is not None and THINKING in request.sampling:
+            raise RowRefusedError(f"{THINKING}: {self._no_thinking_budget}")
+
     async def generate_many(self, requests: Sequence[Request], route: str, ended: RowEnded) -> None:
         """Send several requests in one; see `Engine.generate_many`."""
         places = []
         for place, request in enumerate(requests):
             try:
-                wire.refuse_deadly(request, self._vocabulary)
+                self._refuse_unsendable(request)
                 places.append(place)
             except RowRefusedError as refusal:
                 ended(place, refusal)

@@ -18,7 +18,7 @@ from batchrunner.engines.http.client import HttpEngine
 from batchrunner.engines.http.connections import raise_file_limit
 from batchrunner.engines.http.server import Endpoint
 from batchrunner.engines.launched.server import SGLangServer
-from batchrunner.job.engine import ServerEngine
+from batchrunner.job.engine import STRICT_THINKING, THINK_LIMIT, ServerEngine
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE, TaskName
 from batchrunner.sglang.device import (
@@ -93,6 +93,10 @@ class LaunchedFleet(HttpEngine):
         self._replicas = {server.url: server for server in servers}
         await _start_all([server.start() for server in servers])
         info = await self.connect([*self._replicas])
+        if THINK_LIMIT in spec.env and spec.args.get(STRICT_THINKING):
+            # With this variable SGLang obeys the limits of all reasoning parsers.
+            self._no_thinking_budget = None
+            info = dataclasses.replace(info, no_thinking_budget=None)
         self._watching = [asyncio.create_task(server.watch()) for server in servers]
         has_all_gpus = len(servers) == 1 and not (cpu or "CUDA_VISIBLE_DEVICES" in spec.env)
         return dataclasses.replace(
