@@ -61,14 +61,16 @@ def fingerprint(job: Job, files: Sequence[Mapping[str, Any]], model: str) -> dic
 def _conditions(job: Job) -> dict[str, Any]:
     """Return the conditions of an acceptable answer; the number of retries may change between starts."""
     accept = job.accept
-    return {
+    conditions = {
         "json": accept.json_,
         "regex": accept.regex,
         "expression": accept.expression,
         "python": None if accept.python is None else name_of(accept.python),
         "on_length": job.on_length,
-        "on_repetition": job.on_repetition,
     }
+    if job.on_repetition != "keep":  # runs that were begun without the field can be resumed
+        conditions["on_repetition"] = job.on_repetition
+    return conditions
 
 
 def check_same_run(old: Mapping[str, Any], new: Mapping[str, Any], where: str | Path) -> None:
