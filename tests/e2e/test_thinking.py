@@ -12,9 +12,10 @@ from batchrunner.core.errors import EngineStartError
 from batchrunner.engines.registry import engine_of
 from batchrunner.job.call import job_of_batch
 from batchrunner.job.load import load_job
-from tests.conftest import batchrun, job_of, report_of, results_of, run_job, write_rows
+from tests.conftest import batchrun, job_of, report_of, results_of, run_job, write_job, write_rows
 from tests.support.answers import Body
 from tests.support.fake_sglang import FakeSGLang, Sent, answer
+from tests.support.launchable import launchable
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 
@@ -199,3 +200,36 @@ def test_servers_that_the_run_starts(tmp_path: Path, args: Any, budget: Any, lim
     tree["engine"]["device"] = "cpu"
     with pytest.raises(EngineStartError, match="does not work on a CPU"):
         engine_of(load_job(tree))
+
+
+THINKER = """
+parser = os.environ["PARSER"] or None
+strict = "--enable-strict-thinking" in sys.argv
+
+class Handler(Server):
+    known = {
+        "/ready": {}, "/health": {}, "/model_info": {"model_path": "thinker"},
+        "/server_info": {
+            "version": "0.5.23", "max_running_requests": 8,
+            "reasoning_parser": parser, "enable_strict_thinking": strict},
+    }
+    def asked(self, body):
+        limit = os.environ["SGLANG_MAX_THINK_TOKENS"]
+        self.answer(f"{limit} {body['sampling_params']['custom_params']['thinking_budget']}")
+"""
+
+
+def test_a_started_server_obeys_with_any_parser(tmp_path: Path) -> None:
+    """A parser that ignores the budget of a request obeys with the variable that the server gets."""
+    engine = launchable(tmp_path, THINKER, PARSER="deepseek-r1")
+    job = job_of(tmp_path, engine, rows=2, sampling={"max_thinking_tokens": 40})
+    run_job(job, tmp_path)
+    assert {row["output"] for row in results_of(job)} == {"40 40"}
+
+
+def test_a_started_server_without_a_parser(tmp_path: Path) -> None:
+    """If SGLang finds no parser for the model, the run does not begin."""
+    job = job_of(tmp_path, launchable(tmp_path, THINKER, PARSER=""), sampling={"max_thinking_tokens": 40})
+    outcome = batchrun(write_job(job, tmp_path))
+    assert outcome.exit_code != 0
+    assert "sampling.max_thinking_tokens: the server runs without --reasoning-parser" in outcome.stderr

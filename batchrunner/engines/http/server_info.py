@@ -349,14 +349,17 @@ BUDGET_PARSERS = {
 `think_excluded_tokens` (parser/reasoning_parser.py, constrained/reasoner_grammar_backend.py)."""
 
 
-def why_no_budget(server: Mapping[str, Any]) -> str | None:
-    """Say why a server would ignore or refuse a limit of thinking; None where it obeys."""
+def why_no_budget(server: Mapping[str, Any], *, any_parser: bool = False) -> str | None:
+    """Say why a server would ignore or refuse a limit of thinking; None where it obeys.
+
+    `any_parser`: it has a limit for all rows too (SGLANG_MAX_THINK_TOKENS), so that each parser obeys.
+    """
     parser = server.get("reasoning_parser")
     if not parser:
         return "the server runs without --reasoning-parser"
     if not server.get("enable_strict_thinking"):
         return "the server runs without --enable-strict-thinking"
-    if parser not in BUDGET_PARSERS:
+    if not any_parser and parser not in BUDGET_PARSERS:
         return f"the server would ignore it with --reasoning-parser {parser}"
     return None
 
