@@ -84,6 +84,8 @@ class EngineInfo:
     """Why only rows with short outputs share a request; None where all may."""
     unsupported: Mapping[str, str] = field(default_factory=dict)
     """Parts of a job that the engine cannot do, and why."""
+    no_thinking_budget: str | None = None
+    """Why the engine would not obey a limit of thinking; None where it does."""
     yields: bool | None = None
     """Whether the server schedules its users' requests before those of this background run; None if the run
     is not in the background."""

@@ -65,6 +65,8 @@ class RequestBody(NamedTuple):
     """Model that the request names."""
     most_tokens: int
     """Limit of output tokens; an estimate where the request has no limit."""
+    most_thinking: int | None = None
+    """Limit of thinking tokens; None where the request has none."""
 
 
 class AskedColumns(NamedTuple):
@@ -147,6 +149,8 @@ class Completion(NamedTuple):
     """Times that the scheduler preempted the request because the KV pool was full."""
     weights: str | None = None
     """Version of the weights (`weight_version`); None where the engine does not report it."""
+    thinking_cut: bool = False
+    """Whether the thinking of a completion took all of `max_thinking_tokens`."""
     columns: Mapping[str, list[Any]] = NO_COLUMNS
     """Values of further columns by name: one for each completion, or a single one about the prompt."""
 

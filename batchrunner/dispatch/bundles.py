@@ -21,6 +21,7 @@ from batchrunner.core.errors import (
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import BYTES_PER_TOKEN, Completion, Request, RequestBody
 from batchrunner.engines.base import Engine
+from batchrunner.job.sampling import THINKING
 from batchrunner.job.spec import Job
 from batchrunner.output.events import EventLog
 
@@ -425,6 +426,8 @@ def why_alone(request: Request) -> str | None:
     sampling = request.sampling
     if (sampling.get("n") or 1) > 1:
         return "sampling.n is more than 1"
+    if THINKING in sampling:  # a request says for all of its rows whether they think
+        return f"sampling.{THINKING}"
     # While streaming, SGLang holds back text that may begin a stop string, but not text that may begin a
     # match of stop_regex.
     return "sampling.stop_regex" if sampling.get("stop_regex") else None

@@ -23,6 +23,7 @@ from batchrunner.input.templates import AnswerExpression
 from batchrunner.job.answers import AnswerPlan, of_sample
 from batchrunner.job.arrow_types import fit, kind_of_schema
 from batchrunner.job.output import CUT, PARSED, REASONING, REPETITION, TOOL_CALLS
+from batchrunner.job.sampling import THINKING
 from batchrunner.job.spec import Job
 from batchrunner.output.counts import ASKED_AGAIN, AskedAgain, Rejected
 from batchrunner.sglang.flags import MAX_BLANKS_FLAG, MOST_BLANKS
@@ -128,10 +129,14 @@ class AnswerChecker:
         limit = row.request.sampling.get("max_new_tokens")
         is_padded = complaint.endswith(PADDED)  # more tokens would be more blanks
         self._ends_padding |= is_padded
-        is_cut = self._lengthens and CUT in answer.finish_reasons and not is_padded
+        is_truncated = CUT in answer.finish_reasons or answer.thinking_cut
+        is_cut = self._lengthens and is_truncated and not is_padded
         if is_cut and limit and history.lengthened < MOST_LENGTHENED:
             history.lengthened += 1
-            return row.request._replace(sampling={**row.request.sampling, "max_new_tokens": limit * 2})
+            sampling = {**row.request.sampling, "max_new_tokens": limit * 2}
+            if answer.thinking_cut:
+                sampling[THINKING] *= 2
+            return row.request._replace(sampling=sampling)
         number = len(history.rejected) - history.lengthened
         if number >= self._tries:
             return None
@@ -175,6 +180,7 @@ class AnswerConditions:
         """Compile the conditions for rows with these columns; raises JobError."""
         accept = job.accept
         self._fails_truncated = plan.on_length != "keep"
+        self._fails_cut_thinking = job.on_length in {"fail", "longer"}
         self._fails_repetition = plan.on_repetition == "fail"
         self._only_with_schema = job.on_length is None
         self._wants_json = plan.checks_json
@@ -239,6 +245,9 @@ class AnswerConditions:
             return "the answer was truncated at max_new_tokens"
         if reason == REPETITION and (fails_json or self._fails_repetition):
             return "the answer repeats itself without end"
+        of_thinking = self._thinking_complaint(completion)
+        if of_thinking is not None:
+            return of_thinking
         return of_json if fails_json else None
 
     def _expression_complaint(
@@ -255,6 +264,10 @@ class AnswerConditions:
             REASONING: thoughts[number] if thoughts else None,
         }
         return self._expression.complaint({**(request.row or {}), **answer})
+
+    def _thinking_complaint(self, completion: Completion) -> str | None:
+        is_bad = completion.thinking_cut and self._fails_cut_thinking
+        return f"the thinking was truncated at {THINKING}" if is_bad else None
 
     def _regex_complaint(self, request: Request, completion: Completion, number: int) -> str | None:
         """Return a complaint if the answer does not match a regular expression of the job, else None."""

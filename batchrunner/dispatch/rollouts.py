@@ -493,6 +493,7 @@ def _outcome_of(rollout: Rollout, rows: list[dict[str, Any]], error: str | None,
         completion_tokens=[sum(answer.output_tokens for answer in completions)],
         prompt_tokens=sum(answer.prompt_tokens or 0 for answer in completions),
         cached_tokens=sum(answer.cached_tokens or 0 for answer in completions),
+        thinking_cut=any(answer.thinking_cut for answer in completions),
         columns={
             TURNS: [len(outcomes)],
             MADE_ROWS: rows,

@@ -7,20 +7,25 @@ from typing import Any, assert_never
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.engines.base import Engine
-from batchrunner.engines.http.server_info import check_architecture, is_gateway
+from batchrunner.engines.http.server_info import BUDGET_PARSERS, check_architecture, is_gateway
 from batchrunner.job.engine import (
+    PARSER,
+    STRICT_THINKING,
+    THINK_LIMIT,
     AttachEngine,
     EngineSpec,
     GatewayEngine,
     ServerEngine,
     SimulatedEngine,
 )
-from batchrunner.job.spec import LimitsSpec
+from batchrunner.job.spec import Job, LimitsSpec
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName, pooling_args
 from batchrunner.sglang.flags import MAX_BLANKS_FLAG, MOST_BLANKS, is_at_least, version_of
 from batchrunner.sglang.model_files import model_identity, read_config, takes_mean
 
 log = logging.getLogger(__name__)
+UNLIMITED_THINKING = 1 << 20
+"""Most tokens of thinking of a row without a limit of its own, where others have one."""
 
 
 async def make_engine(
@@ -84,6 +89,29 @@ async def _running_servers(spec: AttachEngine | GatewayEngine, limits: LimitsSpe
 
         return BackgroundServers(urls, gateway=gateway, **options)
     return AttachedServers(urls, gateway=gateway, **options)
+
+
+def engine_of(job: Job) -> EngineSpec:
+    """Return the engine of a job, whose servers limit thinking where the job asks for it.
+
+    The job's own arguments take precedence. Raises EngineStartError on a CPU, where SGLang cannot do it.
+    """
+    spec, budget = job.engine, job.sampling.max_thinking_tokens
+    if budget is None or not isinstance(spec, ServerEngine):
+        return spec
+    from batchrunner.sglang.device import on_cpu  # noqa: PLC0415 - for launched servers alone
+
+    if on_cpu(spec.device):
+        raise EngineStartError(
+            "sampling.max_thinking_tokens: SGLang's --enable-strict-thinking does not work on a CPU",
+            hint="leave the field out, or run on a GPU",
+        )
+    args = {PARSER: "auto", STRICT_THINKING: True} | spec.args
+    env = spec.env
+    if args[PARSER] not in BUDGET_PARSERS:
+        limit = budget if isinstance(budget, int) else UNLIMITED_THINKING
+        env = {THINK_LIMIT: str(limit)} | env
+    return spec.model_copy(update={"args": args, "env": env})
 
 
 def _read_key(file: str) -> str:

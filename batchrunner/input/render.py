@@ -37,7 +37,7 @@ from batchrunner.input.templates import (
 from batchrunner.job.answers import AnswerPlan, takes_row
 from batchrunner.job.arrow_types import is_text, type_name
 from batchrunner.job.prompt import PromptSpec
-from batchrunner.job.sampling import GRAMMARS, FromColumn, SamplingSpec
+from batchrunner.job.sampling import GRAMMARS, THINKING, FromColumn, SamplingSpec
 from batchrunner.job.spec import InputSpec, Job
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from batchrunner.input.media.prompts import MediaPrompts
     from batchrunner.input.python_prompts import PythonPrompts
 
-_WHOLE = {"max_new_tokens", "min_new_tokens", "top_k", "sampling_seed"}
+_WHOLE = {"max_new_tokens", "min_new_tokens", THINKING, "top_k", "sampling_seed"}
 """Sampling parameters that are whole numbers."""
 
 
@@ -175,6 +175,8 @@ class Renderer:
         sampling = self._sampling
         if isinstance(prompt, RequestBody):
             sampling = {"max_new_tokens": prompt.most_tokens}
+            if prompt.most_thinking is not None:
+                sampling[THINKING] = prompt.most_thinking
         if self._per_row:
             sampling = {**sampling, **self._sampling_of(row)}
         if self._same is not None:

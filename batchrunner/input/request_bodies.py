@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from batchrunner.core.types import COMPLETIONS_PATH, EMBEDDINGS_PATH, RequestBody
+from batchrunner.core.types import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RequestBody
 
 CUSTOM_ID, URL, BODY = BATCH_COLUMNS = ("custom_id", "url", "body")
 """Columns of a batch file: the ID of a request, its endpoint, and its body."""
@@ -15,6 +15,8 @@ _TO_EMBED = ("input",)
 _LIMITS = ("max_completion_tokens", "max_tokens")
 CHAT_TOKENS, COMPLETION_TOKENS = 1024, 16
 """Estimated output tokens of a request without a limit. 16 is SGLang's own limit for completions."""
+THINKING_BUDGET = "thinking_budget"
+"""Custom parameter by which SGLang's chat endpoint limits thinking."""
 _STREAMED = ("stream", "stream_options")
 _read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -25,11 +27,15 @@ def request_of(row: dict[str, Any]) -> RequestBody:
     model = fields.pop("model", None)
     for name in _STREAMED:  # answers are not streamed
         fields.pop(name, None)
+    most_thinking = _most_thinking(row[URL], fields)
+    if most_thinking is not None:
+        fields["custom_params"] = _with_budget(fields.get("custom_params"), most_thinking)
     return RequestBody(
         path=row[URL],
         content=msgspec.json.encode(fields),
         model=None if model is None else msgspec.json.decode(model),
         most_tokens=_most_tokens(row[URL], fields),
+        most_thinking=most_thinking,
     )
 
 
@@ -69,6 +75,22 @@ def prompts_in(body: RequestBody) -> list[Any]:
 
 def _is_ids(prompt: Any) -> bool:
     return isinstance(prompt, list) and all(item is None or type(item) is int for item in prompt)
+
+
+def _most_thinking(path: str, fields: dict[str, msgspec.Raw]) -> int | None:
+    """Return the limit of thinking tokens that a chat gives as `reasoning: {max_tokens: …}`, else None."""
+    if path != CHAT_PATH or "reasoning" not in fields:
+        return None
+    reasoning = msgspec.json.decode(fields["reasoning"])
+    limit = reasoning.get("max_tokens") if isinstance(reasoning, dict) else None
+    return limit if type(limit) is int and limit >= 0 else None
+
+
+def _with_budget(custom_params: msgspec.Raw | None, budget: int) -> msgspec.Raw:
+    """Return the field `custom_params` of a chat with SGLang's own name for a limit of thinking."""
+    own = msgspec.json.decode(custom_params) if custom_params is not None else None
+    params = own if isinstance(own, dict) else {}
+    return msgspec.Raw(msgspec.json.encode({**params, THINKING_BUDGET: budget}))
 
 
 def _most_tokens(path: str, fields: dict[str, msgspec.Raw]) -> int:

@@ -10,6 +10,10 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from batchrunner.job.fields import Duration, ModelName, Off, Spec, UserPath, user_paths
 
+PARSER, STRICT_THINKING = "reasoning-parser", "enable-strict-thinking"
+THINK_LIMIT = "SGLANG_MAX_THINK_TOKENS"
+"""Arguments and variable with which SGLang limits thinking."""
+
 
 def _checked_url(url: str) -> str:
     if not re.fullmatch(r"https?://[^/@\s]+(/[^@]*)?", url):

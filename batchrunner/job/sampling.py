@@ -23,7 +23,8 @@ Value = TypeVar("Value")
 PerRow: TypeAlias = Value | FromColumn
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 """Parameters that constrain an output to a grammar, of which a job may give one."""
-
+THINKING = "max_thinking_tokens"
+"""Parameter that limits the tokens of thinking."""
 
 ToolChoice: TypeAlias = Literal["auto", "none", "required"] | dict[str, Any]
 
@@ -49,6 +50,10 @@ class SamplingSpec(Spec):
     """Maximum number of tokens of an output (SGLang's own default is 128)."""
     min_new_tokens: PerRow[Annotated[int, Field(ge=0)]] | None = None
     """Minimum number of tokens of an output."""
+    max_thinking_tokens: PerRow[Annotated[int, Field(ge=0)]] | None = None
+    """Maximum number of thinking tokens, after which the model must answer. They count within
+    `max_new_tokens`. They need a server with `--reasoning-parser` and `--enable-strict-thinking`; servers
+    that the run starts get these."""
     n: Annotated[int, Field(ge=1)] = 1
     """Number of completions of a row. Above 1, `output`, `finish_reason` and `completion_tokens` are
     lists."""

@@ -149,6 +149,8 @@ class RowCounts:
     failed: int = 0
     cut: int = 0
     """Rows of `ok` with an output that was truncated at `max_new_tokens`."""
+    thinking_cut: int = 0
+    """Rows of `ok` whose thinking took all of `max_thinking_tokens`."""
     output_tokens: int = 0
     """Tokens that the engine generated, rejected answers included. Duplicates add no tokens, neither here nor
     to the next two counts."""
@@ -198,6 +200,8 @@ class RowCounts:
                 self.duplicates += 1
             if CUT in reasons:
                 self.cut += 1
+            if completion is not None and completion.thinking_cut:
+                self.thinking_cut += 1
         if completion is None or attempts == 0:
             return
         self.output_tokens += completion.output_tokens

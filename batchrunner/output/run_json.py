@@ -65,14 +65,16 @@ def _conditions(job: Job) -> dict[str, Any]:
     The number of tries is left out because it may change.
     """
     accept = job.accept
-    return {
+    conditions = {
         "json": accept.json_,
         "regex": accept.regex,
         "expression": accept.expression,
         "python": None if accept.python is None else name_of(accept.python),
         "on_length": job.on_length,
-        "on_repetition": job.on_repetition,
     }
+    if job.on_repetition != "keep":  # runs that were begun without the field can be resumed
+        conditions["on_repetition"] = job.on_repetition
+    return conditions
 
 
 def check_same_run(old: Mapping[str, Any], new: Mapping[str, Any], where: str | Path) -> None:

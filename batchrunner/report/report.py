@@ -49,6 +49,8 @@ class Report:
     """Rows that have an `error`."""
     rows_cut: int = 0
     """Rows of `rows_ok` with an output truncated at `max_new_tokens`."""
+    rows_thinking_cut: int = 0
+    """Rows of `rows_ok` whose thinking took all of `max_thinking_tokens`."""
     rows_resumed: int = 0
     """Rows that were done before this start."""
     rows_of_others: int = 0
@@ -152,6 +154,12 @@ class Report:
         truncated = self.finish_reasons.get("length", 0)
         if truncated > self.rows_cut:  # rows have several outputs
             lines.append(f"{counted(truncated, 'output')} truncated at max_new_tokens (finish_reason length)")
+        if self.rows_thinking_cut:
+            rows = counted(self.rows_thinking_cut, "row")
+            lines.append(
+                f"{rows} ok, but the thinking took all of max_thinking_tokens: raise it, "
+                "or set on_length: longer"
+            )
         lines += cause_lines(self.failures, "failed")
         if self.wall_s:
             run = shlex.quote(self.path)
@@ -250,6 +258,7 @@ def make_report(run_dir: RunDir, done: DoneRows, total: int, tally: RowCounts) -
         rows_ok=len(done.answered) + tally.ok,
         rows_failed=earlier.failed + tally.failed,
         rows_cut=earlier.cut + tally.cut,
+        rows_thinking_cut=earlier.thinking_cut + tally.thinking_cut,
         rows_resumed=len(done),
         output_tokens=tally.output_tokens,
         output_tokens_all_starts=earlier.output_tokens + tally.output_tokens,

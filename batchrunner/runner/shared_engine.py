@@ -21,7 +21,7 @@ from batchrunner.dispatch.concurrency.law import (
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.load_control import LoadControl, write_changes
 from batchrunner.engines.base import Engine
-from batchrunner.engines.registry import make_engine
+from batchrunner.engines.registry import engine_of, make_engine
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import GENERATE, TaskName
@@ -97,6 +97,12 @@ class SharedEngine:
             parts.add("sampling.lora_path")
         for part in sorted(parts.intersection(self.info.unsupported)):
             raise EngineStartError(f"{part}: the engine cannot do it: {self.info.unsupported[part]}")
+        if job.sampling.max_thinking_tokens is not None and self.info.no_thinking_budget is not None:
+            raise EngineStartError(
+                f"sampling.max_thinking_tokens: {self.info.no_thinking_budget}",
+                hint="start it with --enable-strict-thinking and a --reasoning-parser that obeys, such as "
+                "qwen3, glm45 or deepseek-v3",
+            )
         for note in self.info.notes:
             log.info("%s", note)
 
@@ -106,7 +112,7 @@ async def open_engine_of(
 ) -> SharedEngine:
     """Open the engine of a job for a model's task; `stack` closes the engine. Raises BatchrunError."""
     shape = shape_of(job, task)
-    making = make_engine(job.engine, log_dir=log_directory, limits=job.limits, task=task, shape=shape)
+    making = make_engine(engine_of(job), log_dir=log_directory, limits=job.limits, task=task, shape=shape)
     engine = await control.wait_for(making, "while the engine was starting")
     stack.push_async_callback(engine.close)
     info = await control.wait_for(engine.open(), "while the engine was starting")

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from batchrunner.core.console import duration
 from batchrunner.core.errors import EngineStartError, JobError
+from batchrunner.engines.registry import engine_of
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.fields import Duration
 from batchrunner.job.load import load_job
@@ -238,7 +239,9 @@ def engine_to_tune(job: Job) -> ServerEngine:
             f"engine.kind {job.engine.kind}: tuning starts SGLang with other flags, and this job starts none",
             hint="use kind server, or see what `batchrun advise` says",
         )
-    return with_tp(job.engine).model_copy(update={"replicas": 1})
+    engine = engine_of(job)
+    assert isinstance(engine, ServerEngine)
+    return with_tp(engine).model_copy(update={"replicas": 1})
 
 
 class KeptTrial(msgspec.Struct):

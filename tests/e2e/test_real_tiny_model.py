@@ -136,6 +136,26 @@ def test_unknown_adapter(engine: batchrunner.OpenEngine) -> None:
     assert [row["error"] for row in rows[1:]] == [None, None]
 
 
+def test_loops_are_stopped(engine: batchrunner.OpenEngine) -> None:
+    """A random model soon repeats itself: its requests are aborted long before their end."""
+    texts = [f"Tell me about {number} things" for number in range(6)]
+    sampling = {"temperature": 0, "max_new_tokens": 3000}
+    going_on, stopped = (
+        batchrunner.generate(
+            texts, prompt={"text": "text"}, engine=engine, sampling=sampling, on_repetition=mode
+        ).to_pylist()
+        for mode in ("keep", "stop")
+    )
+    loops = [row for row in stopped if row["finish_reason"] == "repetition"]
+    assert loops
+    for row in loops:
+        (whole,) = [other["output"] for other in going_on if other["row"] == row["row"]]
+        assert whole.startswith(row["output"])
+        assert len(row["output"]) < len(whole) / 2
+        assert 256 <= row["completion_tokens"] < 3000
+    assert {row["error"] for row in stopped} == {None}
+
+
 class Reference:
     """What transformers computes."""
 

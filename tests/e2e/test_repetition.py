@@ -10,9 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
-from tests.conftest import batchrun, job_of, report_of, results_of, run_job
+from tests.conftest import batchrun, job_of, merged_table, report_of, results_of, run_job
 from tests.support.answers import Growing
 from tests.support.fake_sglang import FakeSGLang, Sent
+from tests.support.functions import write_module
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 
@@ -162,3 +163,21 @@ def test_only_texts_have_repetitions(tmp_path: Path, server: FakeSGLang) -> None
     outcome = batchrun(tmp_path / "job.json")
     assert outcome.exit_code == 2
     assert "on_repetition: does not go with task: embed" in outcome.stderr
+
+
+def test_a_loop_in_a_rollout(tmp_path: Path, server: FakeSGLang) -> None:
+    """Its function gets the text up to the first repeat, and why it ended."""
+    write_module(
+        tmp_path,
+        """
+        async def ask(row, generate):
+            answer = await generate(row["text"])
+            return {"said": answer.text, "why": answer.finish_reason}
+        """,
+    )
+    server.script = loops_in(1)
+    job = watching_job(tmp_path, server, prompt={"rollout": "hooks:ask"}, python_path=[str(tmp_path)])
+    assert batchrunner.run(job).exit_code == 0
+    rows = merged_table(tmp_path / "run").to_pylist()
+    assert [row["why"] for row in rows] == ["length", "repetition", "length"]
+    assert rows[1]["said"].strip() == KEPT

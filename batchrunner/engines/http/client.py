@@ -62,6 +62,7 @@ from batchrunner.engines.http.server_info import (
 )
 from batchrunner.engines.http.wire import PostedAnswer, PostSender
 from batchrunner.input.request_bodies import with_model
+from batchrunner.job.sampling import THINKING
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName, VectorLength
 from batchrunner.sglang.model_files import vocabulary_of
@@ -136,6 +137,7 @@ class HttpEngine(Engine):
         self._names_to_send: dict[str, str] = {}
         """Model name to send in a whole request, by the name that its row gives."""
         self._logged_unwatched = False
+        self._no_thinking_budget: str | None = None
         self._name_lock = asyncio.Lock()
         self._large_answers = asyncio.Semaphore(replies.LARGE_AT_ONCE)
         """Permits to read large answers."""
@@ -156,6 +158,7 @@ class HttpEngine(Engine):
         arguments = [description.arguments for description in descriptions]
         model = common_model([*map(model_in, models, arguments)])
         info = describe(models, arguments, await self._first_loads(descriptions))
+        self._no_thinking_budget = info.no_thinking_budget
         self.guard.model = model
         for endpoint in self.serving:
             self._watch_model(endpoint)
@@ -243,7 +246,7 @@ class HttpEngine(Engine):
 
     async def generate(self, request: Request, route: str) -> Completion:
         """Send one request once; see `Engine.generate`."""
-        wire.refuse_deadly(request, self._vocabulary)
+        self._refuse_unsendable(request)
         endpoint = self.endpoints[route]
         reply: bytes | list[bytes]
         if request.task is not None:
@@ -265,12 +268,18 @@ class HttpEngine(Engine):
             await self.guard.check_answer(endpoint, completion.weights)
         return completion
 
+    def _refuse_unsendable(self, request: Request) -> None:
+        """Raise RowRefusedError for a row that would kill the servers, or whose limit they would ignore."""
+        wire.refuse_deadly(request, self._vocabulary)
+        if self._no_thinking_budget is not None and THINKING in request.sampling:
+            raise RowRefusedError(f"{THINKING}: {self._no_thinking_budget}")
+
     async def generate_many(self, requests: Sequence[Request], route: str, ended: RowEnded) -> None:
         """Send several requests in one; see `Engine.generate_many`."""
         places = []
         for place, request in enumerate(requests):
             try:
-                wire.refuse_deadly(request, self._vocabulary)
+                self._refuse_unsendable(request)
                 places.append(place)
             except RowRefusedError as refusal:
                 ended(place, refusal)

@@ -19,6 +19,7 @@ from batchrunner.core.errors import (
     RequestError,
 )
 from batchrunner.core.server_replies import (
+    MOST_TOKENS,
     FinishReason,
     TokenCount,
     Word,
@@ -37,6 +38,7 @@ from batchrunner.core.types import (
 from batchrunner.engines.http.wire import PostedAnswer
 from batchrunner.input.request_bodies import fields_of, prompts_in
 from batchrunner.job.output import REPETITION, RESPONSE
+from batchrunner.job.sampling import THINKING
 from batchrunner.job.tasks import check_embeddings
 
 TokenLogprob = tuple[float | None, TokenCount, str | None]
@@ -51,6 +53,7 @@ class Meta(msgspec.Struct):
     completion_tokens: TokenCount | None = None
     cached_tokens: TokenCount | None = None
     num_retractions: TokenCount | None = None
+    reasoning_tokens: TokenCount | None = None
     weight_version: str | None = None
     output_token_logprobs: list[TokenLogprob] | None = None
     output_top_logprobs: list[list[TokenLogprob] | None] | None = None
@@ -121,6 +124,7 @@ class Usage(msgspec.Struct):
     prompt_tokens: TokenCount | None = None
     completion_tokens: TokenCount | None = None
     prompt_tokens_details: CachedTokens | None = None
+    reasoning_tokens: TokenCount | None = None
 
 
 class Extension(msgspec.Struct):
@@ -396,6 +400,10 @@ def _completion(
         retractions=retractions,
         weights=weights,
     )
+    budget = request.sampling.get(THINKING)
+    if budget is not None:
+        thoughts = max(answer.meta.reasoning_tokens or 0 for answer in answers)
+        completion = completion._replace(thinking_cut=thoughts >= budget > 0)
     asks = request.asks
     if asks is None:
         return completion
@@ -509,6 +517,7 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=details.cached_tokens if details else None,
         weights=answer.metadata.weight_version if answer.metadata else None,
+        thinking_cut=(usage.reasoning_tokens or 0) >= (body.most_thinking or MOST_TOKENS),
         columns={RESPONSE: [_as_line(reply, body.model)]},
     )
 

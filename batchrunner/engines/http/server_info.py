@@ -356,6 +356,29 @@ _IN_PIECES = ("incremental_streaming_output", "stream_output")
 them each row should be a request of its own."""
 
 
+BUDGET_PARSERS = {
+    *("deepseek-v3", "deepseek-v4", "deepseek-v41", "dots", "glm45", "interns1", "kimi_k2", "kimi_k3"),
+    *("ling3", "mimo", "minimax", "nanbeige", "poolside_v1", "qwen3", "qwen3-thinking"),
+}  # fmt: skip
+"""Reasoning parsers with which SGLang 0.5.23 obeys a limit of thinking by itself: those whose detector has
+`think_excluded_tokens` (parser/reasoning_parser.py, constrained/reasoner_grammar_backend.py)."""
+
+
+def why_no_budget(server: Mapping[str, Any], *, any_parser: bool = False) -> str | None:
+    """Say why a server would ignore or refuse a limit of thinking; None where it obeys.
+
+    `any_parser`: it has a limit for all rows too (SGLANG_MAX_THINK_TOKENS), so that each parser obeys.
+    """
+    parser = server.get("reasoning_parser")
+    if not parser:
+        return "the server runs without --reasoning-parser"
+    if not server.get("enable_strict_thinking"):
+        return "the server runs without --enable-strict-thinking"
+    if not any_parser and parser not in BUDGET_PARSERS:
+        return f"the server would ignore it with --reasoning-parser {parser}"
+    return None
+
+
 def describe(
     models: Sequence[Mapping[str, Any]], servers: Sequence[Mapping[str, Any]], loads: Sequence[SchedulerLoad]
 ) -> EngineInfo:
@@ -379,6 +402,7 @@ def describe(
         takes_images=takes_images,
         takes_audio=_in_all(models, "has_audio_understanding"),
         takes_videos=takes_images and None,  # a model that takes images may take videos
+        no_thinking_budget=next(filter(None, map(why_no_budget, servers)), None),
         one_by_one=next(filter(None, map(sends_pieces, servers)), None),
     )
 

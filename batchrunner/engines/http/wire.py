@@ -17,8 +17,9 @@ from batchrunner.core.errors import EngineDownError, RowRefusedError
 from batchrunner.core.media import PromptFile, file_of_part
 from batchrunner.core.types import CHAT_PATH, COMPLETIONS_PATH, AskedColumns, Request, RequestBody
 from batchrunner.engines.http.proxies import proxy_of
-from batchrunner.input.request_bodies import prompts_in
+from batchrunner.input.request_bodies import THINKING_BUDGET, prompts_in
 from batchrunner.job.output import OF_TOKENS
+from batchrunner.job.sampling import THINKING
 
 # /generate's name → /v1/chat/completions' name, where they differ
 _CHAT_NAMES = {
@@ -101,6 +102,8 @@ def with_fields(body: bytes, fields: Mapping[str, Any]) -> bytes:
 def generate_body(request: Request) -> dict[str, Any]:
     """Make the body for `/generate`."""
     body = {request.kind: request.prompt, "sampling_params": request.sampling}
+    if THINKING in request.sampling:
+        body |= {"sampling_params": _as_sent(request.sampling), "require_reasoning": True}
     if request.media:
         body.update(_data_of(request))
     if request.lora_path is not None:
@@ -108,6 +111,17 @@ def generate_body(request: Request) -> dict[str, Any]:
     if request.asks is not None and request.asks.of_tokens:
         body.update(_generate_logprob_fields(request.asks))
     return body
+
+
+def _as_sent(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sampling parameters with the limit of thinking where SGLang's scheduler reads it.
+
+    The field `max_thinking_tokens` of `/generate` comes to the same, but chats have none.
+    """
+    sent = {**sampling}
+    if THINKING in sent:
+        sent["custom_params"] = {**(sent.get("custom_params") or {}), THINKING_BUDGET: sent.pop(THINKING)}
+    return sent
 
 
 def _urls(file: PromptFile) -> list[str]:
@@ -239,19 +253,20 @@ def _may_ask_for_repetition(sampling: Mapping[str, Any]) -> bool:
     return has_lists or bool(sampling.get("ignore_eos")) or any(sampling.get(name) for name in _GRAMMARS)
 
 
-def _streamed(request: Request) -> dict[str, Any]:
+def _streamed(request: Request, sampling: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sampling parameters of a row whose answer comes as events."""
-    return {**request.sampling, "stream_interval": tokens_between_events(request) or STREAM_INTERVAL}
+    return {**sampling, "stream_interval": tokens_between_events(request) or STREAM_INTERVAL}
 
 
 def watched_body(request: Request) -> dict[str, Any]:
     """Make the body for `/generate` of one row whose answer is watched while it is written."""
-    return {**generate_body(request), "sampling_params": _streamed(request), "stream": True}
+    body = generate_body(request)
+    return {**body, "sampling_params": _streamed(request, body["sampling_params"]), "stream": True}
 
 
 def bundle_body(requests: Sequence[Request]) -> dict[str, Any]:
     """Make the body for `/generate` with several prompts of token ids, each answered by an event."""
-    samplings = [_streamed(request) for request in requests]
+    samplings = [_streamed(request, request.sampling) for request in requests]
     alike = all(sampling == samplings[0] for sampling in samplings)
     body: dict[str, Any] = {
         "input_ids": [request.prompt for request in requests],
@@ -270,7 +285,7 @@ def chat_body(request: Request) -> dict[str, Any]:
     """Make the body for `/v1/chat/completions`, with `return_meta_info` for the counts of each sample."""
     if request.media:
         _refuse_split_files(request)
-    sampling = dict(request.sampling)
+    sampling = _as_sent(request.sampling)
     body: dict[str, Any] = {"model": ANY_MODEL, "messages": _messages_of(request), "return_meta_info": True}
     if request.continues:
         body["continue_final_message"] = True

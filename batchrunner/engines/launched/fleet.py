@@ -17,8 +17,9 @@ from batchrunner.engines.base import RowEnded
 from batchrunner.engines.http.client import HttpEngine
 from batchrunner.engines.http.connections import raise_file_limit
 from batchrunner.engines.http.server import Endpoint
+from batchrunner.engines.http.server_info import why_no_budget
 from batchrunner.engines.launched.server import SGLangServer
-from batchrunner.job.engine import ServerEngine
+from batchrunner.job.engine import THINK_LIMIT, ServerEngine
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE, TaskName
 from batchrunner.sglang.device import (
@@ -98,6 +99,11 @@ class LaunchedFleet(HttpEngine):
         self._replicas = {server.url: server for server in servers}
         await _start_all([server.start() for server in servers])
         info = await self.connect([*self._replicas])
+        if THINK_LIMIT in spec.env:
+            described = [endpoint.arguments for endpoint in self.serving if endpoint.arguments is not None]
+            reasons = [why_no_budget(arguments, any_parser=True) for arguments in described]
+            self._no_thinking_budget = next(filter(None, reasons), None)
+            info = dataclasses.replace(info, no_thinking_budget=self._no_thinking_budget)
         self._watching = [asyncio.create_task(server.watch()) for server in servers]
         notes = (*((CPU_NOTE,) if cpu else ()), *info.notes)
         if spec.gateway:

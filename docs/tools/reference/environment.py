@@ -49,6 +49,8 @@ SET = {
     "row, if "
     "flag tuning sets it.",
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "`mean_pooling` for `task: embed`, if vectors are means over tokens.",
+    "SGLANG_MAX_THINK_TOKENS": "With `sampling.max_thinking_tokens` and a reasoning parser that would ignore "
+    "it: the most thinking tokens of a row without a limit of its own.",
     "SGLANG_USE_CPU_ENGINE": "`1` on a CPU.",
 }
 """Meanings of the variables that the package sets for engines, by name."""
