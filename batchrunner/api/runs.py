@@ -38,9 +38,9 @@ def open_engine(
 
     Example: `with open_engine({"kind": "server", "model": name}) as engine: run(job, engine=engine)`.
 
-    `engine` is as for `generate`; `task` is the task of its jobs. A server logs into `log_dir`, by default a
-    temporary directory that is kept after an error. Other processes can use the engine meanwhile through the
-    file `share`, whose name ends with `.json`: they give its path as `engine`. Raises JobError or
+    `engine` is as for `generate`; `task` is the task of all its jobs. A server logs into `log_dir`, by
+    default a temporary directory that is kept after an error. With `share`, the path of a file that ends with
+    `.json`, other processes can use the engine meanwhile: they give this path as `engine`. Raises JobError or
     EngineStartError.
     """
     if task != GENERATE and task not in TASKS:
@@ -62,7 +62,7 @@ def open_engine(
 
 @contextmanager
 def _log_directory(path: str | Path | None) -> Iterator[Path]:
-    """Yield the directory, or a temporary one; an error keeps it, because its message names a log in it."""
+    """Yield the directory, or a temporary one, which is kept after an error that may name a log in it."""
     if path is not None:
         yield Path(path).expanduser()
         return
@@ -73,7 +73,7 @@ def _log_directory(path: str | Path | None) -> Iterator[Path]:
 
 @contextmanager
 def _shared(engine: Any, share: str | Path | None) -> Iterator[None]:
-    """Let other processes use an engine through the file `share`; a private file beside it has its key."""
+    """Let other processes use an engine by the file `share`; a private file beside it has the API key."""
     if share is None:
         yield
         return
@@ -114,10 +114,11 @@ def run(
 ) -> Report:
     """Run a job (a path, a mapping or a Job) and return its report; the results are under `output.path`.
 
-    In a program with an event loop use `arun`: this call blocks the loop. `overrides` are texts `a.b=c`, as
-    for `--set`. `rollout` is the function of `prompt.rollout`. With `join` all workers that set it share the
-    rows, and the report counts the rows of all workers. `progress` shows a bar. `on_progress`, a plain
-    function, is called with a Progress at most once a second, in the thread of the run.
+    In a program with an event loop use `arun`, because this call blocks the loop. `overrides` are texts
+    `a.b=c`, as for `--set`. `rollout` is the function of `prompt.rollout`. All workers that are started with
+    `join` share the rows, and the report counts the rows of all of them. `progress` shows a bar.
+    `on_progress`, a plain function, is called with a Progress at most once a second, in the thread of the
+    run.
 
     Raises BatchrunError. A report with exit code 3 (too many failed rows) or 1 (deadline) is returned.
     """

@@ -53,18 +53,18 @@ def stream(
 
     Example: `for row in batchrunner.stream(texts, engine="Qwen/Qwen3-8B"): print(row["output"])`.
 
-    In a program with an event loop use `async for`: a plain `for` blocks the loop. The arguments are those of
-    `generate`, except that `rows` may also be an asynchronous iterator, and no file. An iterator may be
-    endless. It is read a few thousand rows ahead, in a thread (an asynchronous one in the running loop), and
-    pauses while the program is behind. The first row defines the columns; later rows may have other types. Of
-    up to 512 rows that are ready, one of each common prefix is sent first. `row` is the row's position in the
-    input.
+    In a program with an event loop use `async for`, because a plain `for` blocks the loop. The arguments are
+    those of `generate`, except that `rows` may also be an asynchronous iterator, but not the path of files.
+    An iterator may be endless. A plain iterator is read in a thread, an asynchronous one in the running loop,
+    and both a few thousand rows ahead; reading pauses while the program is behind. The first row defines the
+    columns; later rows may have other types. Of up to 512 rows that are ready, one row of each common prefix
+    is sent first. In an answer, `row` is the row's position in the input.
 
     `task` is the task of a job; `task_options` are the arguments that only `embed`, `score` or `rerank` have.
 
-    Leaving the loop, closing the generator or cancelling the task cancels the requests in flight, and closes
-    the engine unless it is an open one. Raises BatchrunError, and exceptions of the iterator after the rows
-    that it yielded.
+    Leaving the loop, closing the generator or cancelling the task cancels the requests in flight. It also
+    closes the engine, unless that comes from `open_engine`. Raises BatchrunError. An exception of the
+    iterator is raised after the rows that it yielded before.
     """
     open_engine, spec = engine_of(engine)
     if open_engine is not None:

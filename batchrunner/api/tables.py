@@ -11,24 +11,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrunner.api.runs import awaited, engine_of, run_blocking
-from batchrunner.core.errors import BatchrunError, InputError
+from batchrunner.core.errors import BatchrunError, InputError, first_line
 from batchrunner.core.loop_thread import STOP
 from batchrunner.dispatch.checks import AnswerConditions
 from batchrunner.input.dataset import Dataset
-from batchrunner.input.parquet_copy import first_line, write_parquet
+from batchrunner.input.parquet_copy import write_parquet
 from batchrunner.input.render import Renderer
 from batchrunner.input.tables import Data, batches_of, paths_of
 from batchrunner.job.answers import plan_answers
 from batchrunner.job.call import LibraryCall
 from batchrunner.job.load import EngineLike
 from batchrunner.job.python_functions import open_functions
-from batchrunner.job.spec import InputSpec, Job, LimitsSpec, OnLength
+from batchrunner.job.spec import InputSpec, Job, LimitsSpec, OnLength, OnRepetition
 from batchrunner.job.tasks import Dtype
 from batchrunner.output.columns import schema_of_run
 from batchrunner.output.merge import merge
 from batchrunner.output.run_dir import RunDir
-from batchrunner.runner.earlier_results import with_merged_results
 from batchrunner.runner.open_engine import OpenEngine
+from batchrunner.runner.prepare import with_merged_results
 from batchrunner.runner.progress import ProgressListener, make_displays
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ def _unless_stopped(rows: T) -> T:
 
 
 def _no_results(job: Job, dataset: Dataset) -> pa.Table:
-    """Check the job of an input without rows, which pipelines produce, and return its empty results."""
+    """Check the job of an input without rows, and return an empty table. Pipelines produce such inputs."""
     functions = open_functions(job)
     with closing(functions) if functions else nullcontext():
         plan = plan_answers(job, functions)
@@ -101,6 +101,7 @@ def generate(
     answers: Sequence[str] = (),
     accept: Mapping[str, Any] | None = None,
     on_length: OnLength | None = None,
+    on_repetition: OnRepetition = "keep",
     limits: Mapping[str, Any] | LimitsSpec | None = None,
     progress: bool = False,
     on_progress: ProgressListener | None = None,
@@ -116,8 +117,8 @@ def generate(
     text column. `rollout`, in its place, is an asynchronous function for multi-turn rollouts. `parse` is a
     function that turns an answer into columns. `engine` is an open engine, the `engine` part of a job, a
     model (a server is started), an address or a list of addresses, or "simulated". `columns` are copied to
-    the results. `answers` are `output.columns` of a job; `sampling`, `accept`, `on_length` and `limits` are
-    those parts of a job. `progress` and `on_progress` are as for `run`.
+    the results. `answers` are `output.columns` of a job; `sampling`, `accept`, `on_length`, `on_repetition`
+    and `limits` are the parts of a job with these names. `progress` and `on_progress` are as for `run`.
 
     The table has one row for each input row; a failed row has an `error`. Raises BatchrunError, and
     exceptions of an iterator in `rows`.
@@ -136,6 +137,7 @@ def generate(
         answers=answers,
         accept=accept,
         on_length=on_length,
+        on_repetition=on_repetition,
     )
 
 
@@ -192,9 +194,10 @@ def score(
     Example: `score(["Is the sky blue? Answer:"], labels=[" yes", " no"], engine="Qwen/Qwen3-8B")`.
 
     Give either `labels` or `choices`. `labels` are single tokens, by text or id. `choices` are texts for all
-    rows, or the column with a list for each row. The column `scores` has the probabilities of the labels
-    (normalized over the labels with `softmax`), or the log likelihoods of the choices; the columns
-    `scores_per_token` and `scores_per_byte` divide these by length. The other arguments are as for `embed`.
+    rows, or the name of a column with a list for each row. With labels, the column `scores` has their
+    probabilities, which `softmax` normalizes over the labels. With choices, it has their log likelihoods,
+    which the columns `scores_per_token` and `scores_per_byte` divide by length. The other arguments are as
+    for `embed`.
     """
     return results_of(
         rows,

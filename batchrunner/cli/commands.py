@@ -1,7 +1,7 @@
 """The commands of `batchrun`, with their arguments and options.
 
-Annotations are evaluated at once here, not kept as texts: typer would evaluate each of them four times, which
-adds 10 ms to every start of the command. Heavy modules are imported where a command uses them.
+Annotations are evaluated at once here, not kept as texts. Typer would evaluate each text four times, which
+would add 10 ms to every start of the command. Heavy modules are imported where a command uses them.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ def _all_overrides(overrides: list[str] | None, limit: int | None, *, background
 
 @contextlib.contextmanager
 def reporting_failures(*, quiet: bool) -> Iterator[None]:
-    """Print the report of a run that fails in the block; the error alone does not say how far it came."""
+    """Print the report of a run that fails in the block: the error does not say how many rows are done."""
     try:
         yield
     except BatchrunError as error:
@@ -193,8 +193,9 @@ def engine(
 ) -> None:
     """Start SGLang servers as a run does, and print their URLs, or that of a Model Gateway before them.
 
-    Jobs use it by `--set engine=URL`; Ctrl-C stops it. It gets the arguments and the environment of a run,
-    also on a CPU. Its API key is SGLANG_API_KEY, or a new key, which is shown.
+    Jobs use the server with `--set engine=URL`; Ctrl-C stops it. It gets the same arguments and environment
+    as in a run, also on a CPU. Its API key is the value of SGLANG_API_KEY, or else a new key, which is
+    printed.
 
     Example: batchrun engine Qwen/Qwen3-8B --set engine.args.tp-size=2
     """
@@ -244,7 +245,7 @@ def serve(
 ) -> None:
     """Serve OpenAI's Files and Batches API on your own engine.
 
-    Clients take the printed address as base_url. Ctrl-C stops it; start it again to resume its batches.
+    Clients take the printed address as base_url. Ctrl-C stops the server; a new start resumes its batches.
 
     Example: batchrun serve --engine Qwen/Qwen3-8B --dir state
     """
@@ -370,7 +371,7 @@ def init(
     """
     from batchrunner.input.new_job import new_job  # noqa: PLC0415
     from batchrunner.job.fields import user_path  # noqa: PLC0415
-    from batchrunner.runner.earlier_results import with_merged_results  # noqa: PLC0415
+    from batchrunner.runner.prepare import with_merged_results  # noqa: PLC0415
 
     (files,) = with_merged_results(user_path(data))
     show(new_job(data, engine, files).rstrip("\n").split("\n"))
@@ -473,7 +474,7 @@ def tune(
     from batchrunner.runner.tune import tune as tune_job  # noqa: PLC0415
 
     log_to_stderr(quiet=True)
-    # The runs of its trials log too, which would hide the progress.
+    # The log of the trials' runs would hide the progress of the command.
     logging.getLogger("batchrunner.runner.tune").setLevel(logging.ERROR if quiet else logging.INFO)
     result = tune_job(
         job,

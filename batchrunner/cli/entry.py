@@ -136,18 +136,19 @@ class Interrupts:
 
 
 def _end_process() -> None:
-    """End the process, whatever its threads do. No file is left half written: each appears whole."""
+    """End the process, whatever its threads do. No file is left half written, because each appears whole."""
     os._exit(tell_failure(interrupted(), as_json=wants_json(sys.argv[1:])))
 
 
 _SIGNAL_CODES = {EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP}
-"""Exit codes of a command that a signal stopped; its threads are not waited for."""
+"""Exit codes of a command that a signal stopped. Such a command does not wait for its threads."""
 
 
 class _NoPandas:
     """Import hook that hides pandas.
 
-    pyarrow would import it to make the first column of a list: 1 s and 47 MB. Only Ray Data needs it.
+    Otherwise pyarrow imports pandas when it first makes a column from a Python list, which takes 1 s and 47
+    MB. Only Ray Data needs pandas.
     """
 
     @staticmethod

@@ -175,7 +175,7 @@ SOURCE_TREE = "from a source tree"
 
 @functools.cache
 def installed_version(name: str) -> str | None:
-    """Return the version of a package; None if it is not installed, such as this one in a source tree.
+    """Return the version of a package; None if it is not installed, such as batchrunner in a source tree.
 
     The first result is kept: a package that is upgraded meanwhile stays imported in its old version.
     """

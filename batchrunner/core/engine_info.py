@@ -23,11 +23,11 @@ class TokenizerInfo:
     why_server_chat: str | None = None
     """Why only the engine can tokenize messages or parse their answers; None if this process can too."""
     model_sampling: bool = True
-    """Whether generation_config.json sets sampling parameters for requests with messages that omit them."""
+    """Whether the engine takes sampling parameters that a chat omits from generation_config.json."""
     cuts: bool = False
     """Whether the engine truncates a prompt that is too long, instead of refusing it."""
     longest_prompt: int | None = None
-    """Tokens that a prompt must stay below; None for no limit."""
+    """A prompt must have fewer tokens than this; None for no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ class EngineInfo:
     unsupported: Mapping[str, str] = field(default_factory=dict)
     """Parts of a job that the engine cannot do, and why."""
     yields: bool | None = None
-    """Whether the server schedules other requests before those of this background run; None for a run that is
-    not in the background."""
+    """Whether the server schedules its users' requests before those of this background run; None if the run
+    is not in the background."""
     notes: tuple[str, ...] = ()
     """Lines for the user, logged when the run starts."""
 
@@ -118,7 +118,9 @@ class SchedulerLoad:
     work: float | None = None
     """Counter that grows with the scheduler's forward passes; None if there is none."""
     retracted: int | None = None
-    """Requests retracted since the report before the last; None if unreported."""
+    """Requests that were retracted between the scheduler's last two reports; None if unreported."""
+    state_usage: float = 0.0
+    """Fraction of the state pool that running requests take, 0 to 1; 0 for a model without states."""
 
     @property
     def server(self) -> str:
@@ -145,9 +147,10 @@ class Incident(NamedTuple):
 
 
 USUAL_MAX_RUNNING = 256
-"""Limit of running requests from which the band applies unchanged; below, it is scaled down."""
+"""If a scheduler's limit of running requests is at least this number, the band applies unchanged. For a lower
+limit the band is scaled down."""
 LEAST_LOW = 8
-"""Smallest lower end of a scaled band, in requests."""
+"""Minimum of the lower end of a scaled band, in requests."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 SECRETS = set[str]()
 """API keys of engines that this process uses."""
 SHORTEST_SECRET = 8
-"""Characters of the shortest key that is hidden. A shorter one, such as EMPTY or test, protects nothing and
-may be a word of a message."""
+"""Minimum number of characters of a key that is hidden in messages. A shorter key, such as EMPTY or test,
+protects nothing and may be a word of a message."""
 _USER_OF_URL = re.compile(r"(?<=got ')[^'\s]+:[^'\s]+@|(?<=://)[^/\s]+@")
 
 
@@ -26,8 +26,17 @@ def hidden(text: str) -> str:
     return _USER_OF_URL.sub("***@", text)
 
 
+def first_line(failure: BaseException) -> str:
+    """Return the first line of an error's text, or its class for an error without a text.
+
+    Libraries add a stack trace or more advice below that line.
+    """
+    text = str(failure).strip()
+    return text.splitlines()[0] if text else type(failure).__name__
+
+
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra of this package, which no package index has."""
+    """Return the command that installs an extra. It needs a clone: no package index has this package."""
     return f"in a clone of batchrunner: pip install -c constraints.txt '.[{extra}]'"
 
 
@@ -66,7 +75,7 @@ class BatchrunError(Exception):
         self.message = message
         self.hint = hint or self.advice
         self.faults: list[str] = []
-        """The lines of a text of several lines; empty for a text of one line."""
+        """The faults, if the text has a line for each of several faults; otherwise empty."""
 
 
 def interrupted() -> BatchrunError:
@@ -147,7 +156,7 @@ class ResumeError(BatchrunError):
 
 
 class InputChangedError(ResumeError):
-    """An input file changed during the run, whose results would mix two inputs."""
+    """An input file changed during the run, so that its results would mix two inputs."""
 
 
 class EngineStartError(BatchrunError):
@@ -174,7 +183,7 @@ class EngineLostError(BatchrunError):
 
 
 class AnotherModelError(BatchrunError):
-    """A server serves another model than at the start of the run, which can resume with the first model."""
+    """A server serves another model than at the start of the run. The run can resume with the first model."""
 
     advice = "serve the model of the run again and run the same command, or use another output.path"
 
@@ -192,13 +201,13 @@ class HookLostError(BatchrunError):
 
 
 class StorageError(BatchrunError):
-    """Results could not be written during a run (a full disk, for example); the run can be resumed."""
+    """Results could not be written or read (a full disk, for example); the run can be resumed."""
 
     advice = "make room and run the same command again: it resumes"
 
 
 class TaskLockLostError(StorageError):
-    """Another process took over the lock of this worker, which may no longer write results."""
+    """Another process took over the lock of this worker, so that this one may no longer write results."""
 
     advice = "let the other process continue; `batchrun status RUN` shows it"
 
@@ -221,8 +230,22 @@ class StoreRequestError(OSError):
 
 
 def or_away(error: BatchrunError, failure: BaseException) -> BatchrunError:
-    """Return the error, or a StoreAwayError in its place where the store may come back."""
+    """Return the error, or a StoreAwayError in its place if `failure` says that the store may come back."""
     return StoreAwayError(error.message) if getattr(failure, "is_away", False) else error
+
+
+_STATUS = re.compile(r"(\d{3}): (.*)", re.DOTALL)
+
+
+def error_with_status(status: int, explanation: str) -> str:
+    """Return the error of a row that a server refused; `status_in` reads it."""
+    return f"{status}: {explanation}"
+
+
+def status_in(error: str) -> tuple[int, str]:
+    """Return the HTTP status and the explanation in the error of a row; status 0 if no server replied."""
+    refusal = _STATUS.fullmatch(error)
+    return (int(refusal[1]), refusal[2]) if refusal else (0, error)
 
 
 class RequestError(Exception):
@@ -245,7 +268,7 @@ class AttemptFailedError(RequestError):
 
 
 class PreemptedError(RequestError):
-    """The runner preempted the row in favour of the server's users; it is requeued."""
+    """The runner preempted the row in favour of the server's users. The row is requeued."""
 
     tokens = 0
     """Output tokens of the row so far, which are lost."""

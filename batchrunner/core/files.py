@@ -23,7 +23,7 @@ ENDINGS: dict[str, Kind] = {
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4", ".br": "brotli"}
 """pyarrow's codecs by the last ending of a name. Parquet compresses by itself."""
 LONGEST_LINE_BYTES = 64 << 20
-"""Longest line of a text file; a record with a longer line fails."""
+"""Maximum length of a line in a text file, in bytes. A record with a longer line fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class FileFormat:
 
     kind: Kind
     ending: str
-    """The ending without the compression's, such as ".csv"."""
+    """The ending of the name, such as ".csv", without the ending of the compression."""
     compression: str | None
     """Name of pyarrow's codec; None for an uncompressed file."""
 

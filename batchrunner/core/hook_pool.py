@@ -15,9 +15,9 @@ from batchrunner.core.hook_process import POLL_S, Arguments, HookProcess, Proces
 from batchrunner.core.hook_protocol import HookFacts, HookResult, WorkerSetup
 
 MOST_PROCESSES = 8
-"""Default limit of processes; there are never more than cores."""
+"""Default maximum number of processes. If there are fewer cores, their number is the default."""
 CHUNK_ROWS = 64
-"""Rows that a process gets at once, at most."""
+"""Maximum number of rows that a process gets at once."""
 
 
 class HookPool:
@@ -27,7 +27,7 @@ class HookPool:
     """
 
     def __init__(self, setup: WorkerSetup, processes: int | None = None) -> None:
-        """Prepare a pool of at most `processes` processes, by default one for each core."""
+        """Prepare a pool of at most `processes` processes, by default one a core up to MOST_PROCESSES."""
         self.setup = setup
         self.most_processes = processes or min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
         self._threads = ThreadPoolExecutor(self.most_processes, "batchrunner functions")
@@ -80,7 +80,7 @@ class HookPool:
         return results
 
     async def call(self, place: str, *row: Any) -> Any:
-        """Call a function with one row; calls that wait for a process are sent to it together.
+        """Call a function with one row. Calls that wait at the same time are sent to a process together.
 
         Raises RowRefusedError where the call fails, HookLostError as `call_many` does.
         """
@@ -119,7 +119,7 @@ class HookPool:
                 for _, result in [*chunk, *self._waiting.pop(place)]:
                     result.cancel()
                 return
-            except Exception as failure:  # noqa: BLE001 - those who wait for the calls raise it
+            except Exception as failure:  # noqa: BLE001 - the waiting calls raise it
                 for _, result in chunk:
                     if not result.done():
                         result.set_exception(failure)
@@ -129,10 +129,10 @@ class HookPool:
                     result.set_result(value)
 
     def _submit(self, place: str, rows: Sequence[Arguments]) -> Future[list[HookResult]]:
-        """Have a process call a function with these rows; in a closed pool the future is cancelled."""
+        """Let a process call a function with these rows. If the pool is closed, the future is cancelled."""
         try:
             return self._threads.submit(self._results, place, rows)
-        except RuntimeError:  # It is closed.
+        except RuntimeError:  # The pool is closed.
             future: Future[list[HookResult]] = Future()
             future.cancel()
             return future

@@ -1,6 +1,6 @@
 """The run's side of a worker process for a job's Python functions.
 
-Other pools do not fit. `concurrent.futures` and loky have no time limit, and they break or wait forever when
+Pools of other libraries do not fit. `concurrent.futures` and loky have no time limit, and break or hang when
 a process dies. Pebble has a time limit, but its processes import the user's main module again.
 """
 
@@ -25,7 +25,7 @@ from batchrunner.core.timing import TIMING
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2
-"""Interval of the checks that a process lives and that its run goes on."""
+"""Seconds between two checks whether a process is alive and whether its run has been stopped."""
 _LONGEST_LINE = 2000
 Arguments = tuple[Any, ...]
 """Arguments of one call."""
@@ -41,7 +41,8 @@ class HookProcess:
     def __init__(self, setup: WorkerSetup, step_descriptor: int | None = None) -> None:
         """Start the process. It loads the functions when it gets the setup, see `facts`.
 
-        With `step_descriptor`, that of the step memory, it runs rollouts; otherwise plain calls.
+        `step_descriptor` is the file descriptor of the step memory. With it the process runs rollouts,
+        without it plain calls.
         """
         self._setup = setup
         self.is_fit = True
@@ -61,7 +62,7 @@ class HookProcess:
                 stderr=subprocess.STDOUT,
                 errors="replace",
                 pass_fds=shared,
-                # Ctrl-C in the terminal does not reach it, and `kill` reaches what a function starts.
+                # Ctrl-C in the terminal then does not reach it, and `kill` also ends what a function starts.
                 start_new_session=True,
             )
         self.channel = Channel(our_end)
@@ -91,7 +92,7 @@ class HookProcess:
         return checked
 
     def kill(self) -> None:
-        """Kill the process and what it started; a thread that waits for it notices."""
+        """Kill the process and what it started; a call that waits for the process then fails."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -103,7 +104,7 @@ class HookProcess:
         self._printing.join(1.0)  # a program that a function started may keep its output open
 
     def has_ended(self) -> bool:
-        """Tell whether it has ended; its channel may be kept open by a process that it started."""
+        """Tell whether the process has ended. A process that it started may keep the channel open."""
         return self._process.poll() is not None
 
     def how_it_ended(self) -> str:

@@ -97,6 +97,8 @@ class HookFacts(NamedTuple):
     """Whether its arguments are the answer and the row, instead of the answer alone."""
     reads: tuple[str, ...] | None = None
     """Columns of the row that it reads, from the annotation of its argument; None for all."""
+    code_digest: str | None = None
+    """Digest of its code; None if there is no source."""
 
 
 class HookLoadError(Exception):
@@ -104,7 +106,7 @@ class HookLoadError(Exception):
 
 
 class UnusableValueError(Exception):
-    """A function returned an unusable value; the message follows the function's place in the job."""
+    """A function returned an unusable value. The row's error has the function's place before the message."""
 
 
 class WorkerSetup(NamedTuple):
@@ -124,7 +126,7 @@ class WorkerSetup(NamedTuple):
 
 
 class CallTooLongError(BaseException):
-    """A call exceeded its time limit. It is a BaseException: no `except Exception` of the user catches it."""
+    """A call exceeded its time limit. As a BaseException, it passes any `except Exception` of the user."""
 
 
 def failure_text(place: str, failure: BaseException, limit_s: float = 0.0) -> str:

@@ -58,7 +58,7 @@ def main(descriptor: int, step_descriptor: int | None) -> None:
 
 def _prepare_process() -> None:
     """Set up this process before the user's code runs in it."""
-    with contextlib.suppress(AttributeError, OSError):  # Elsewhere than on Linux it ends at its next read.
+    with contextlib.suppress(AttributeError, OSError):  # Without prctl it ends at its next read.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # dies with its pool's thread
     _leave_stop_signals_to_the_run()
     faulthandler.enable()
@@ -82,7 +82,10 @@ def _answer_calls(
 def _call_all(
     function: Callable[..., Any], place: str, rows: Sequence[tuple[Any, ...]], limit_s: float
 ) -> tuple[list[HookResult], bool]:
-    """Return the results of the first rows, and whether this process is fit for others."""
+    """Return the results of the first rows, and whether this process is fit for further rows.
+
+    The rest of the rows is left out after FLUSH_S, or once the process is unfit.
+    """
     results: list[HookResult] = []
     process, flush_at = os.getpid(), time.monotonic() + FLUSH_S
     is_fit = True
@@ -117,7 +120,7 @@ def _leave_stop_signals_to_the_run() -> None:
             signal.signal(number, signal.SIG_DFL)  # multiprocessing ends its processes by SIGTERM
 
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited
+        signal.signal(number, lambda *_: None)  # child processes would inherit SIG_IGN
     os.register_at_fork(after_in_child=restore_in_child)
 
 

@@ -25,7 +25,8 @@ STOP: ContextVar[Future[None] | None] = ContextVar("STOP", default=None)
 class LoopWork(Generic[T]):
     """Work on the event loop of another thread.
 
-    It is cancelled at most once: a cancelled run still has to write its finished rows, which takes awaits.
+    It is cancelled at most once. A cancelled run still awaits the writing of its finished rows, which a
+    second cancellation would interrupt.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, T]]) -> None:

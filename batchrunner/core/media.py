@@ -22,7 +22,7 @@ class MediaKind(NamedTuple):
     field: str
     """Field of `prompt` with the names of its columns."""
     usual_bytes: int
-    """Expected bytes of a file that is not read yet; they bound the memory of files that are read ahead."""
+    """Expected size in bytes of a file that is not read yet, used to limit the memory of files read ahead."""
 
     @property
     def url_part(self) -> str:

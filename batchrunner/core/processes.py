@@ -17,10 +17,10 @@ processes ignore them, because the run still needs them for its rows in flight."
 class SignalWatch:
     """Passes each signal to a listener at once, even while the main thread blocks.
 
-    Python runs the handler of a signal in the main thread, and an event loop runs its own between two
-    callbacks: both wait for a call that blocks. The C handler writes the number of the signal to a pipe at
-    once (`signal.set_wakeup_fd`), which a thread reads here. The numbers are passed on to the pipe that was
-    set before, such as the event loop's.
+    Python runs the handler of a signal in the main thread, and an event loop runs its handlers between two
+    callbacks. Both must wait while a call blocks. Python's C handler, however, writes the number of the
+    signal to a pipe at once (`signal.set_wakeup_fd`), and a thread reads this pipe here. The numbers are
+    passed on to the pipe that was set before, such as the event loop's.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class SignalWatch:
     ) -> None:
         """Call `listener` with each signal, in a thread of its own.
 
-        Signals in `caught` have no other effect meanwhile, and stay ignored where they were.
+        Meanwhile the signals in `caught` have no other effect. Signals that were ignored stay ignored.
         """
         self._listener = listener
         self._caught = caught
@@ -92,7 +92,7 @@ def repeating(action: Callable[[], object], every_s: float, *, thread: str) -> I
 
 @contextlib.contextmanager
 def thread_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
-    """Open a pool of threads and wait for their end, except after a Ctrl-C: a mount may never answer."""
+    """Open a pool of threads and wait for their end. After a Ctrl-C do not wait: a mount may never answer."""
     pool = ThreadPoolExecutor(threads)
     try:
         yield pool

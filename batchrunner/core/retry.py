@@ -17,7 +17,8 @@ def backoff(
     """Return a retry policy as arguments of tenacity's `Retrying` or `AsyncRetrying`.
 
     An attempt that ends with a transient error is repeated after a pause. The first pause is `first_s`, by
-    default that of rows; each further one is twice as long. The last of `attempts` raises its error.
+    default `TIMING.first_retry`. Each further pause is twice as long, up to `TIMING.longest_retry`. The last
+    of `attempts` raises its error.
     """
     return {
         "retry": retry_if_exception(is_transient),

@@ -1,7 +1,7 @@
 """Rollouts in a worker process: coroutines of the job's function, for many rows side by side.
 
-`dispatch.rollouts` starts them and answers their calls of `generate`. A frame names the rollout, then the
-call of `generate` or None for the rollout itself, then a value.
+`dispatch.rollouts` starts them and answers their calls of `generate`. A frame has the number of a rollout,
+the number of its call of `generate` (None for the rollout itself), and a value.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from batchrunner.core.hook_protocol import Channel, HookFacts, failure_text, fra
 from batchrunner.core.types import ROLLOUT
 
 STEP_BYTES = 16
-"""Size of step memory, which this process shares with the run: start of the running step, and its rollout."""
+"""Size in bytes of the step memory, which this process shares with the run. It holds the start time of the
+running step, and the number of the rollout that runs."""
 _STARTED, _ROLLOUT = 0, 1
 
 
 def step_memory(descriptor: int) -> memoryview[float]:
-    """Return step memory as two numbers; unlike by `struct`, each is read and written whole."""
+    """Return step memory as two numbers. Each is read and written as a whole, unlike with `struct`."""
     return memoryview(mmap.mmap(descriptor, STEP_BYTES)).cast("d")
 
 
@@ -108,7 +109,7 @@ def run_rollouts(
     facts: Sequence[HookFacts],
     functions: Sequence[Callable[..., Any]],
 ) -> None:
-    """Run rollouts until the other end closes; the process ends with them."""
+    """Run rollouts until the other end closes, then end the process."""
     places = [function.where for function in facts]
     solve = functions[places.index(ROLLOUT)]
     loop = _Loop(step_memory(step_descriptor))
@@ -141,7 +142,7 @@ class _Loop(asyncio.SelectorEventLoop):
         try:
             callback(*args)
         except (SystemExit, KeyboardInterrupt):
-            pass  # It would end the loop, and with it all rows. The rollout raises it as well.
+            pass  # The exception would end the loop and all rows. The rollout gets it, too.
         finally:
             self._steps[_ROLLOUT] = 0
 

@@ -1,6 +1,6 @@
 """What all replies of SGLang have in common: JSON that may need repair, errors, and aborts.
 
-Whatever bytes come, reading them ends in a value or in a RequestError of the row.
+Whatever bytes a server sends, reading them ends with a value or with a RequestError of the row.
 """
 
 import json
@@ -19,21 +19,22 @@ from batchrunner.core.errors import (
     EngineDownError,
     RequestError,
     RowRefusedError,
+    error_with_status,
     hidden,
 )
 
 MOST_TOKENS = (1 << 31) - 1
 TokenCount = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
-"""A count of tokens, or a token id: the columns of the results have 32 bits."""
+"""A count of tokens, or a token id. It is limited because the columns of the results have 32 bits."""
 Word = Annotated[str, msgspec.Meta(max_length=100)]
-"""A finish reason; SGLang's have ten characters."""
+"""A finish reason. It is limited in length, far above the length of SGLang's reasons."""
 
 LOWEST = -sys.float_info.max
 """Replacement of minus infinity: the lowest finite double."""
 REPLACEMENT = "\ufffd"
 """Replacement of half a surrogate pair, which UTF-8 cannot encode."""
 _MOST_DIGITS = 300
-"""Most characters of an integer that fits into a double for certain."""
+"""An integer of at most this number of characters certainly fits into a double."""
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 Value = TypeVar("Value")
 
@@ -56,7 +57,7 @@ def decode_reply(decoder: msgspec.json.Decoder[Value], content: bytes) -> Value:
     """Decode a reply, after a repair if necessary; raises AttemptFailedError if that fails."""
     try:
         return decoder.decode(content)
-    except (ValueError, RecursionError):  # it may be odd JSON
+    except (ValueError, RecursionError):  # the JSON may need a repair
         pass
     try:
         return decoder.decode(_repaired(content))
@@ -92,7 +93,7 @@ def _whole_number(text: str) -> float | int | None:
 
 
 ERROR_CHARACTERS = 500
-"""Most characters of an error message in a result row."""
+"""Maximum number of characters of an error message in a result row."""
 _BUSY = {429, 502, 503, 504}
 _REFUSED = {400, 404, 413, 422}
 
@@ -101,7 +102,7 @@ def error_of(status: int, body: bytes, retry_after: str | None = None) -> Reques
     """Return the error of a row whose reply is no answer; with status 200 the reply was not JSON."""
     body = strict_json(body)
     explanation = short(_sentence_in(body))
-    message = f"{status}: {explanation or 'no explanation'}"
+    message = error_with_status(status, explanation or "no explanation")
     error: RequestError
     if status == HTTPStatus.OK:
         error = EngineDownError(f"not an answer of SGLang: {explanation or 'nothing'}")
@@ -117,14 +118,14 @@ def error_of(status: int, body: bytes, retry_after: str | None = None) -> Reques
 
 
 def known_status(code: Any) -> int:
-    """Return the status of an error inside a reply with status 200; 500 where it has none."""
+    """Return the status of an error inside a reply with status 200; 500 if `code` is no error status."""
     is_status = type(code) is int and HTTPStatus.BAD_REQUEST <= code < 600  # noqa: PLR2004
     return code if is_status else HTTPStatus.INTERNAL_SERVER_ERROR.value
 
 
 def short(text: str) -> str:
-    """Return the first paragraph as one line of at most 500 characters: a stack trace may follow it."""
-    line = " ".join(hidden(text).strip().split("\n\n")[0].split())  # hidden first: a key may be cut in two
+    """Return the first paragraph as one line of at most 500 characters; a stack trace may follow it."""
+    line = " ".join(hidden(text).strip().split("\n\n")[0].split())  # before the cut, which may split a key
     return line if len(line) <= ERROR_CHARACTERS else line[: ERROR_CHARACTERS - 1] + "…"
 
 
@@ -150,7 +151,7 @@ class FinishReason(msgspec.Struct):
 
 
 def raise_abort(reason: FinishReason | str | None) -> None:
-    """Raise the error of a row whose output was aborted: a reply with status 200 may say so."""
+    """Raise the error of a row whose output was aborted; a reply with status 200 may report an abort."""
     if not isinstance(reason, FinishReason):
         if reason == "abort":
             raise AttemptFailedError("aborted by the engine")

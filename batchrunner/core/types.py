@@ -1,7 +1,7 @@
 """Immutable records of rows that pass between folders, such as Request and Outcome.
 
-A record that exists once for every row is a named tuple: a frozen dataclass takes four times as long to
-create.
+A record that exists once for every row is a named tuple, because creating a frozen dataclass takes four times
+as long.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from array import array
 PromptKind = Literal["messages", "text", "input_ids", "body"]
 """Form of a prompt, named like the key of the job's `prompt`; `body` is a whole request of a batch file."""
 BYTES_PER_TOKEN = 4
-"""Bytes of text per token, on average: what a prompt is estimated by until its tokens are known."""
+"""Average number of bytes of text per token, by which the tokens of a prompt are estimated."""
 LEFT_OUT = "left_out"
 """Finish reason of a row that `prompt.python` left out; no engine reports it."""
 FinishReason = str
-"""SGLang's finish reason: "stop", "length" or "abort"."""
+"""SGLang's finish reason: "stop", "length" or "abort"; or REPETITION in `job.output`, which is ours."""
 PROMPT, PARSE, CHECK, ROLLOUT = "prompt.python", "parse", "accept.python", "prompt.rollout"
 """Places of a job's Python functions: they make the prompt of a row, the columns of an answer, a judgement of
 an answer, or the rows of a multi-turn rollout."""
@@ -119,6 +119,8 @@ class Request(NamedTuple):
     """Texts that the task combines with the prompt: choices or documents."""
     item_ids: tuple[list[int], ...] = ()
     """Token ids of the choices as continuations of the prompt; empty where they are not tokenized here."""
+    stops_repetition: bool = False
+    """Whether its answer is stopped once it repeats itself without end."""
 
     @property
     def shown(self) -> Any:
@@ -190,11 +192,11 @@ class ForwardTask(ABC):
     path: ClassVar[str]
     """Endpoint of SGLang for one row or a list of rows."""
     architectures: ClassVar[str] = ""
-    """Pattern in the names of suitable architectures; empty for all."""
+    """Pattern that the names of suitable architectures contain; empty for all."""
     by_generation: ClassVar[bool] = False
     """Whether it needs a generating model (a server without `--is-embedding`)."""
     takes: ClassVar[tuple[str, ...]] = ()
-    """Fields of a job that only this task has. Their last parts are the arguments of the subclass."""
+    """Fields of a job that only this task has. The subclass takes the last parts of their names."""
     meanings: ClassVar[Mapping[str, str]]
     """Its result columns, with their meanings."""
 

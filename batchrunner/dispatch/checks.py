@@ -22,9 +22,10 @@ from batchrunner.input.dataset import carried_of
 from batchrunner.input.templates import AnswerExpression
 from batchrunner.job.answers import AnswerPlan, of_sample
 from batchrunner.job.arrow_types import fit, kind_of_schema
-from batchrunner.job.output import CUT, PARSED, REASONING, TOOL_CALLS
+from batchrunner.job.output import CUT, PARSED, REASONING, REPETITION, TOOL_CALLS
 from batchrunner.job.spec import Job
 from batchrunner.output.counts import ASKED_AGAIN, AskedAgain, Rejected
+from batchrunner.sglang.flags import MAX_BLANKS_FLAG, MOST_BLANKS
 
 if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
@@ -35,6 +36,13 @@ LONGEST_SEARCH_S = 0.2
 """Seconds after which the search for a regular expression in an answer is given up."""
 KEPT_SCHEMAS = 256
 """Schemas from a column that are kept compiled."""
+BLANKS = rf"\s{{{MOST_BLANKS}}}"
+"""`stop_regex` that ends padding. Its bounded length makes it cheap for SGLang, but it costs a look at each
+output in each step, so that it is only sent once an answer was padded."""
+PADDED = (
+    "the answer was padded with blanks: JSON allows any number of them between values; "
+    f"start the server with --{MAX_BLANKS_FLAG} {MOST_BLANKS}"
+)
 _STOPS = {"stop", "stop_token_ids", "stop_regex"}
 """Sampling parameters that may end an answer before it is a whole match of its regular expression."""
 LONGEST_COMPLAINT = 300
@@ -71,8 +79,16 @@ class AnswerChecker:
         self._lengthens = plan.on_length == "longer"
         self._tokenizer = tokenizer
         self._functions = functions if functions is not None and CHECK in functions.facts else None
+        self._ends_padding = False
+        """Whether an answer was padded with blanks: then requests with a schema end where they are padded."""
         self._thread = None if self._conditions.are_quick else ThreadPoolExecutor(1, "checks")
         """Thread for checks that may take long and would block the event loop; None if all are quick."""
+
+    def to_send(self, request: Request) -> Request:
+        """Return a request as it should be sent, by the answers so far."""
+        if self._ends_padding and request.sampling.get("json_schema") is not None:
+            return _ending_padding(request)
+        return request
 
     async def check(self, row: PendingRow, completion: Completion) -> Verdict:
         """Check an answer of a row; a next request in the verdict is tokenized. Raises HookLostError."""
@@ -105,7 +121,9 @@ class AnswerChecker:
     ) -> Request | None:
         """Return the next request; None if the row ends with this answer."""
         limit = row.request.sampling.get("max_new_tokens")
-        is_cut = self._lengthens and CUT in answer.finish_reasons
+        is_padded = complaint.endswith(PADDED)  # more tokens would be more blanks
+        self._ends_padding |= is_padded
+        is_cut = self._lengthens and CUT in answer.finish_reasons and not is_padded
         if is_cut and limit and history.lengthened < MOST_LENGTHENED:
             history.lengthened += 1
             return row.request._replace(sampling={**row.request.sampling, "max_new_tokens": limit * 2})
@@ -151,6 +169,7 @@ class AnswerConditions:
         """Compile the conditions for rows with these columns; raises JobError."""
         accept = job.accept
         self._fails_truncated = plan.on_length != "keep"
+        self._fails_repetition = plan.on_repetition == "fail"
         self._only_with_schema = job.on_length is None
         self._wants_json = plan.checks_json
         self._adds_parsed = PARSED in plan.columns
@@ -191,27 +210,45 @@ class AnswerConditions:
     def _complaint(
         self, request: Request, completion: Completion, number: int, *, value: Any, of_json: str | None
     ) -> str | None:
-        text, reason = completion.texts[number], completion.finish_reasons[number]
+        """Say what is wrong with an answer; None for nothing. `of_json` is wrong with its JSON `value`."""
+        return (
+            self._ending_complaint(request, completion, number, of_json=of_json)
+            or self._regex_complaint(request, completion, number)
+            or self._expression_complaint(request, completion, number, value=value)
+        )
+
+    def _ending_complaint(
+        self, request: Request, completion: Completion, number: int, *, of_json: str | None
+    ) -> str | None:
+        """Say what is wrong with the JSON of an answer, or with the way in which it ended."""
+        reason = completion.finish_reasons[number]
         has_schema = not self._by_row or request.sampling.get("json_schema") is not None
         fails_json = of_json is not None and self._wants_json and (has_schema or self._always_json)
         fails_truncated = self._fails_truncated and (has_schema or not self._only_with_schema)
-        if reason == CUT and (fails_json or fails_truncated):
+        is_truncated = reason == CUT and (fails_json or fails_truncated)
+        may_be_padded = self._wants_json and (fails_json or is_truncated)
+        if may_be_padded and _is_padded(request, completion.texts[number], reason):
+            return PADDED
+        if is_truncated:
             return "the answer was truncated at max_new_tokens"
-        if fails_json:
-            return of_json
-        of_regex = self._regex_complaint(request, completion, number)
-        if of_regex is not None:
-            return of_regex
-        if self._expression is not None:
-            thoughts = completion.columns.get(REASONING)
-            answer = {
-                "output": text,
-                PARSED: value,
-                "finish_reason": reason,
-                REASONING: thoughts[number] if thoughts else None,
-            }
-            return self._expression.complaint({**(request.row or {}), **answer})
-        return None
+        if reason == REPETITION and (fails_json or self._fails_repetition):
+            return "the answer repeats itself without end"
+        return of_json if fails_json else None
+
+    def _expression_complaint(
+        self, request: Request, completion: Completion, number: int, *, value: Any
+    ) -> str | None:
+        """Say that an answer fails `accept.expression`; None if it does not."""
+        if self._expression is None:
+            return None
+        thoughts = completion.columns.get(REASONING)
+        answer = {
+            "output": completion.texts[number],
+            PARSED: value,
+            "finish_reason": completion.finish_reasons[number],
+            REASONING: thoughts[number] if thoughts else None,
+        }
+        return self._expression.complaint({**(request.row or {}), **answer})
 
     def _regex_complaint(self, request: Request, completion: Completion, number: int) -> str | None:
         """Say which regular expression an answer does not match; None for none."""
@@ -317,6 +354,21 @@ def _short(text: str) -> str:
 
 RISING = (0.4, 0.8)
 """Least temperatures of the second and of all further tries: at 0 the same answer would come again."""
+
+
+def _is_padded(request: Request, text: str, reason: str | None) -> bool:
+    """Tell whether an answer that is to be JSON ends in blanks, or would, had BLANKS not ended it."""
+    is_stopped = reason == "stop" and BLANKS in (request.sampling.get("stop_regex") or ())
+    return is_stopped or (reason == CUT and len(text) - len(text.rstrip()) >= MOST_BLANKS)
+
+
+def _ending_padding(request: Request) -> Request:
+    """Return a request whose answer ends where it is padded with blanks."""
+    stops = request.sampling.get("stop_regex") or []
+    stops = [stops] if isinstance(stops, str) else stops
+    if BLANKS in stops:
+        return request
+    return request._replace(sampling={**request.sampling, "stop_regex": [*stops, BLANKS]})
 
 
 def _next_try(first: Request, number: int) -> Request:

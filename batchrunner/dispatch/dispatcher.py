@@ -123,6 +123,8 @@ class Dispatcher:
         completion: Completion | None
         try:
             self._in_flight[row] = None
+            if self.checker is not None:
+                row.request = self.checker.to_send(row.request)
             completion = await self._sender_of(route).send(row.request, alone=row.attempts > 1)
         except RequestError as failure:
             completion, error = None, failure

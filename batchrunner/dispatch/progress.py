@@ -29,8 +29,9 @@ REPORTED = frozenset({"recalled", "died", "hangs", "healed", "lost", "adapts", "
 """Kinds of incidents that report.json lists; changes of a gateway's workers are in the event log only."""
 SPAN_S = 30.0
 """Seconds over which a rate is taken."""
-PACE_ROWS, PACE_ROUNDS = 32, 4
-"""An ended row counts half after so many more rows, or so many times the rows in flight if that is more."""
+PACE_ROWS, PACE_ROUNDS, PACE_SHARE = 32, 4, 0.25
+"""Half-life of an ended row in the pace, in rows that end after it. It is the maximum of a number of rows, of
+so many times the rows in flight, and of a share of the rows that had ended, so that long runs are smooth."""
 
 
 CONTRADICTION, LATE_SHARE = 0.5, 0.05
@@ -79,7 +80,8 @@ class TimeLeft:
         if not done and not in_flight:  # input is still read or sorted
             self._began = self._ended = now
         if ended := done - self._done:
-            weight = 0.5 ** (ended / max(PACE_ROWS, PACE_ROUNDS * in_flight))
+            half_life = max(PACE_ROWS, PACE_ROUNDS * in_flight, PACE_SHARE * self._done)
+            weight = 0.5 ** (ended / half_life)
             self._rows = self._rows * weight + ended
             self._seconds = self._seconds * weight + now - self._ended
             self._done, self._ended = done, now

@@ -35,10 +35,10 @@ class Engine(Protocol):
     ) -> None:
         """Send several requests as a bundle, each once, and return when all answers have arrived.
 
-        Each has token ids and asks for one sample. `ended` is called with the answer or error of each request
-        as soon as it has one. Requests for which it was not called should be sent again in smaller bundles.
-        Raises BundleRefusedError where the engine refuses the whole bundle, or an error of `generate`, which
-        applies to all requests without an answer.
+        Each request has token ids and asks for one completion. `ended` is called with the answer or error of
+        each request as soon as it has one. Requests for which it was not called should be sent again in
+        smaller bundles. Raises BundleRefusedError where the engine refuses the whole bundle, or an error of
+        `generate`, which applies to all requests without an answer.
         """
         raise BundleRefusedError("the engine takes one row in a request")
 
@@ -48,7 +48,9 @@ class Engine(Protocol):
         *,
         special: bool = True,  # noqa: ARG002
     ) -> list[int] | None:
-        """Return the token ids of a prompt, with `special` those that begin and end it; None if unsupported.
+        """Return the token ids of a prompt; None if the engine does not support this.
+
+        With `special`, the tokens that begin and end a prompt are included.
 
         Raises the errors of `generate`.
         """
@@ -63,7 +65,7 @@ class Engine(Protocol):
     def preempt(self, route: str, kept: int) -> None:  # noqa: ARG002 - for engines with users
         """Preempt the youngest rows of a route until only `kept` remain.
 
-        Each ends with a PreemptedError, or with its answer if that was faster.
+        Each preempted row ends with a PreemptedError, or with its answer if that came first.
         """
         return
 

@@ -16,12 +16,13 @@ from typing import NamedTuple
 from batchrunner.core.engine_info import SchedulerLoad
 
 TIMES_LONGEST = 5.0
-"""Multiple of the longest silence that ended by itself, beyond which a silence is a hang."""
+"""A silence is a hang only if it is longer than this multiple of the longest silence that ended by itself."""
 WARM_UP = 5.0
-"""Multiple of `limits.hang` that a server must have worked before `limits.hang` itself is the limit. Until
-then the limit is this multiple too: 300 s by default, the same as SGLang's watchdog."""
+"""Until a server has worked for this multiple of `limits.hang`, only a silence longer than this multiple is a
+hang: 300 s by default, the same as SGLang's watchdog. From then on `limits.hang` itself is the limit."""
 LONGEST_GAP_S = 5.0
-"""Most seconds between two polls that count: nobody knows what a server did while it was not polled."""
+"""Maximum seconds between two polls that count as silence. Nobody knows what a server did while it was not
+polled."""
 
 
 class Hang(NamedTuple):
@@ -81,9 +82,9 @@ class HangDetector:
     ) -> Hang | None:
         """Record a poll of the server, with no loads if it failed; return the silence if it is a hang.
 
-        `in_flight` is the number of rows that may be there, `answers` the number of answers so far. A server
-        that never reported a load is not judged, as it may be busy with long rows. After a hang the server
-        counts as new.
+        `in_flight` is the number of rows that the server may have, `answers` the number of answers so far. A
+        server that never reported a load is not judged, as it may be busy with long rows. After a hang the
+        server counts as new.
         """
         progress = progress_of(loads)
         self._progress |= progress

@@ -17,6 +17,7 @@ from batchrunner.job.engine import (
 )
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName, pooling_args
+from batchrunner.sglang.flags import MAX_BLANKS_FLAG, MOST_BLANKS, is_at_least, version_of
 from batchrunner.sglang.model_files import model_identity, read_config, takes_mean
 
 log = logging.getLogger(__name__)
@@ -33,8 +34,9 @@ async def make_engine(
     """Return the engine that the spec describes, not yet open. A launched one logs to `log_dir`.
 
     Launched servers load the model for the `task`; attached ones must already serve it. With the `shape` of a
-    job, the flags of launched servers are tuned during the run and remembered for such jobs. Raises
-    EngineStartError; a gateway is asked for its workers, which decide the way of the rows.
+    job, the flags of launched servers are tuned during the run, and remembered for later jobs of this shape.
+    A gateway is asked for its workers, because their addresses decide whether rows go through the gateway.
+    Raises EngineStartError.
     """
     spec = for_task(spec, task)
     match spec:
@@ -43,6 +45,7 @@ async def make_engine(
         case ServerEngine():
             from batchrunner.engines.launched.fleet import LaunchedFleet  # noqa: PLC0415
 
+            spec = bound_blanks(spec) if task == GENERATE else spec
             return LaunchedFleet(spec, log_dir=log_dir, limits=limits, task=task, shape=shape)
         case SimulatedEngine():
             from batchrunner.engines.simulated import Simulator  # noqa: PLC0415
@@ -106,6 +109,16 @@ def for_task(spec: EngineSpec, task: TaskName) -> EngineSpec:
     pooling = {} if forward_task.by_generation else pooling_args(config, cpu=on_cpu(spec.device))
     env = MEAN_POOLING | spec.env if takes_mean(spec.model) else spec.env
     return spec.model_copy(update={"args": pooling | spec.args, "env": env})
+
+
+def bound_blanks(spec: ServerEngine) -> ServerEngine:
+    """Limit the blanks in JSON that follows a schema, or a model may write them up to `max_new_tokens`.
+
+    A limit that the job sets stays.
+    """
+    if not is_at_least(version_of(spec.python, spec.env), 0, 5, 23):  # older versions may lack the flag
+        return spec
+    return spec.model_copy(update={"args": {MAX_BLANKS_FLAG: MOST_BLANKS, **spec.args}})
 
 
 def model_of(spec: EngineSpec) -> str | None:

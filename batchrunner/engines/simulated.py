@@ -42,9 +42,10 @@ from batchrunner.job.tasks import EMBEDDING, MODEL, EmbedTask, made_up_columns, 
 MARK = "[simulated] "
 """Prefix of every answer, so that none is mistaken for a model's."""
 LONGEST_TEXT_WORDS = 200
-"""Most words of a text, whatever its number of tokens: a million rows must fit into memory."""
+"""Maximum number of words of a text, whatever its number of tokens, so that a million rows fit into
+memory."""
 LEAST_TICK_S = 0.001
-"""Least seconds between two steps of the simulation."""
+"""Minimum seconds between two steps of the simulation."""
 STOPPED, CALLED = "stop", "tool_calls"
 """Finish reasons of an answer that ended by itself, and of one that calls a tool."""
 CREATED = 1_750_000_000

@@ -1,4 +1,5 @@
-"""How long a job takes, before it runs.
+"""Estimates how long a job takes, before it runs.
 
-`estimate` reads the input and has a sample answered; `job_time` simulates the rest; `cold` asks no engine.
+`estimate` reads the input and lets the engine answer a sample. `job_time` simulates the other rows. `cold`
+gives a rough range from data sheets, without an engine.
 """

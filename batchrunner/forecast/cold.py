@@ -1,4 +1,4 @@
-"""Range of a job's time on a card, by data sheets. No engine is asked, so it is no estimate."""
+"""The range of a job's time on a card, from data sheets. No engine is asked, so the range is no estimate."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -17,14 +17,14 @@ CARDS = {
     "A100": (80e9, 2.0e12, 312e12), "H100": (80e9, 3.35e12, 989e12), "H200": (141e9, 4.8e12, 989e12),
     "B200": (180e9, 8.0e12, 2250e12), "L40S": (48e9, 0.86e12, 362e12),
 }  # fmt: skip
-"""Memory in bytes, bytes a second, and bf16 operations a second, dense, by the data sheets."""
+"""Memory in bytes, bandwidth in bytes/s and dense bf16 operations/s of each card, from its data sheet."""
 READ, COMPUTED = 0.8, 0.55
-"""Shares of these rates that engines reach."""
+"""Fractions of the memory bandwidth and of the operations/s that engines reach."""
 ENDS = ((0.3, 1.0, 2e-3, 8e-6), (0.1, 0.7, 1e-3, 2e-6), (1.0, 1.5, 25e-3, 20e-6))
-"""Assumptions for the median and for either end of the range: the share of `max_new_tokens` that outputs take
-where they end by themselves, a factor of the time, and the seconds that data sheets leave out, of a decode
-pass and of each row in it. SGLang 0.5.16 on an H200 took 2 ms a pass with CUDA graphs and 25 ms without
-(docs/benchmarks.md)."""
+"""Assumptions for the median, for the low end and for the high end of the range. Each has four numbers: the
+fraction of `max_new_tokens` that outputs take if they end by themselves, a factor of the time, and the
+seconds that data sheets leave out for each decode pass and for each row in a pass. SGLang 0.5.16 on an H200
+took 2 ms a pass with CUDA graphs and 25 ms without (docs/benchmarks.md)."""
 MOST_RUNNING = 1024
 
 
@@ -33,7 +33,7 @@ def cold_forecast(
 ) -> Forecast:
     """Return the range of the time on `copies` of the model, each on `cards` cards. Raises JobError.
 
-    The start of the engine is not in it. The `samples` completions of a row share its prompt.
+    The time does not include the start of the engine. The `samples` completions of a row share its prompt.
     """
     config = read_config(model)
     weights, kv = weights_bytes(model_directory(model), config), kv_bytes(config, 2)
@@ -53,7 +53,7 @@ def cold_forecast(
             raise JobError(f"--cold {card}: the weights of {model} do not fit on {cards} (engine.tp)")
         passes.append(total * samples / copies * output / running)
         reading_s = passes[-1] * (weights + running * context * kv) / read_s / READ
-        # Two operations for each parameter, which has two bytes.
+        # A token takes two operations for each parameter, as many as the weights have bytes.
         computing_s = total / copies * (prompt + samples * output) * weights / compute_s / COMPUTED
         seconds.append(factor * (reading_s + computing_s) + passes[-1] * (pass_s + row_s * running))
         outputs.append(samples * output)

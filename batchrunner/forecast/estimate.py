@@ -62,12 +62,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHARE, FEWEST = 0.02, 30
-"""Rows of the sample at most, as a share of all, and at least."""
+"""The sample has at most the fraction SHARE of all rows, or FEWEST rows if that is more."""
 BLOCKS, BLOCK_ROWS, READ_SHARE = 100, 500, 0.01
-"""Blocks that are read of a large input, the rows of a block, and the least share of the input in all blocks:
-they grow with the input."""
+"""If an input has more than BLOCKS * BLOCK_ROWS rows, only BLOCKS blocks of it are read. A block has
+BLOCK_ROWS rows, or more if all blocks together would otherwise have less than the fraction READ_SHARE of the
+input."""
 CLIENT_S = 0.00025
-"""Seconds of the client's core that a row takes to send and to store, beside reading and tokenizing it."""
+"""CPU seconds that the client needs to send a row and store its answer, besides reading and tokenizing."""
 DEFAULT_NEW_TOKENS = 128
 """SGLang's own `max_new_tokens`."""
 SCHEDULER_FLAGS = {
@@ -78,25 +79,26 @@ SCHEDULER_FLAGS = {
     "schedule-conservativeness": "conservativeness",
     "prefill-decode-interval": "decode_interval",
 }
-"""Flags that only the scheduler reads. A change of them needs no new sample."""
+"""Flags that only the scheduler reads, with the fields of SchedulerConfig that simulate them. After a change
+of these flags, an estimate needs no new sample."""
 
 
 class KeptSample(msgspec.Struct):
     """Answers to the sample: the content of estimate.json."""
 
     engine: str
-    """Digest of the job's engine, which may have secrets, without the fields that a forecast may change."""
+    """Digest of the job's `engine`, without the fields that a forecast may change. It hides secrets."""
     most: int
-    """Most rows that the sample was to have."""
+    """Maximum number of rows that was set for the sample."""
     sampled: Setting
     start_s: float
-    """Seconds of a start beside the sending."""
+    """Seconds of a run before and after the sending of rows, such as for the start of the engine."""
     info: EngineInfo
     attempts: list[Attempt]
     refused: int
     """Rows that failed without an answer."""
     row_s: float | None = None
-    """Seconds of a row in the run that follows, for the time that is left."""
+    """Estimated seconds per row of the run that follows, from which that run shows its remaining time."""
 
     @property
     def rows(self) -> BitMap64:
@@ -108,19 +110,19 @@ _read_sample = msgspec.json.Decoder(KeptSample)
 
 
 class Survey(NamedTuple):
-    """The rows to do, or blocks of them, as read."""
+    """What was read of the rows to do: all of these rows, or blocks of them."""
 
     rows: list[JobRow]
-    """In input order; those that cannot be sent are left out."""
+    """Rows that can be sent, in input order."""
     read: BitMap64
     not_sendable: int
     equal: float
     """Share of the rows that get the answer of an equal row."""
     row_s: float
-    """Seconds in which a row was read."""
+    """Mean seconds for reading, rendering and tokenizing a row."""
 
     def sent_of(self, pending: BitMap64, answered: float = 1.0) -> int:
-        """Return how many of the pending rows are sent; `answered` is the share without an error."""
+        """Return how many of the pending rows are sent; `answered` is the share that gets an answer."""
         sendable = sum(row.row in pending for row in self.rows) / len(self.read & pending)
         return max(1, round(len(pending) * sendable * answered * (1 - self.equal)))
 
@@ -133,21 +135,23 @@ class Estimate:
     """Time of the run, with the start of its engine."""
     gpu_hours: Interval
     cost: Interval | None
-    """GPU-hours times the price of one; None without a price."""
+    """`gpu_hours` times the price of a GPU-hour; None if no price was given."""
     tokens: dict[str, Interval]
-    """Tokens of prompts, of these those from the cache, and of outputs."""
+    """Prompt tokens (`prompt`), those of them that come from the cache (`cached`), and output tokens
+    (`output`)."""
     passes: int
     """Forward passes of each scheduler."""
     limited_by: str
-    """prefill, decode, pool or client."""
+    """What limits the run: prefill, decode, pool, client, or "not known"."""
     why: tuple[str, ...]
-    """Causes of the interval, the largest first; that rows of the sample failed; that it is only a range."""
+    """Causes of the interval's width, the largest first. Also tells if rows of the sample failed, or if the
+    result is only a range."""
     rows_to_do: int
     rows_sampled: int
-    """Rows that were answered; 0 where no engine was asked."""
+    """Answered rows of the sample; 0 for an estimate without an engine."""
     rows_read: int
     rows_not_sendable: int
-    """Rows of those read that cannot be sent."""
+    """Rows that were read and cannot be sent."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result for `--json`."""
@@ -163,7 +167,7 @@ class Estimate:
         ]
         lines += [f"cost: {_shown(self.cost, '{:,.2f}'.format)}"] if self.cost else []
         lines += [f"{name} tokens: {_shown(count, '{:,.0f}'.format)}" for name, count in self.tokens.items()]
-        return [*lines, *sorted(self.why)]  # those of two estimates stand side by side
+        return [*lines, *sorted(self.why)]  # so that two estimates are easy to compare
 
 
 def _shown(figure: Interval, form: Callable[[float], str]) -> str:
@@ -176,7 +180,7 @@ class SampledEngine(ObservedEngine):
     """Records the time and the tokens of each answer to the sample."""
 
     rows: dict[int, JobRow]
-    """Rows of the sample, as they were read."""
+    """Rows of the sample as the survey read them, by ordinal."""
     attempts: list[Attempt] = field(default_factory=list)
 
     def observe(self, request: Request, completion: Completion, route: str, began: float) -> None:
@@ -191,7 +195,7 @@ class SampledEngine(ObservedEngine):
 
 
 def _row_of(request: Request, sent: Request, cached: float) -> JobRow:
-    """Describe a row; `cached` is the share of its prompt that the prefix cache will have."""
+    """Describe a row, tokenized as `sent`; `cached` is the share of its prompt that the cache will have."""
     tokens = (
         len(sent.prompt) if sent.kind == "input_ids" else max(len(prompt_bytes(sent)) / BYTES_PER_TOKEN, 1.0)
     )
@@ -210,7 +214,7 @@ def _row_of(request: Request, sent: Request, cached: float) -> JobRow:
 
 
 def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: BitMap64) -> Survey:
-    """Read the rows to do, or 1 % of many in blocks, and those of the sample; raises InputError."""
+    """Read the rows to do, or only blocks of many rows, and the rows `sampled`; raises InputError."""
     job, rows = prepared.job, todo
     if len(todo) > BLOCKS * BLOCK_ROWS:
         size = max(BLOCK_ROWS, round(READ_SHARE * len(todo) / BLOCKS))
@@ -220,11 +224,13 @@ def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: Bit
     encoder = None
     with contextlib.suppress(CannotTokenizeError):  # then the number of tokens is guessed
         encoder = make_encoder(job, info, prepared.renderer.kind) if prepared.renderer.kind else None
-    # Other orders would not look for common prefixes.
+    # With another `order`, `decide_order` would not look for common prefixes.
     shares = replace(prepared, job=job.model_copy(update={"order": "auto"}))
     order = decide_order(shares, todo)
     is_sorted = (order.order if job.order == "auto" else job.order) == "prefix"
-    cached = (order.sorted_share if is_sorted else order.input_share) if info.caches_prefixes else 0.0
+    cached = order.sorted_share if is_sorted else order.input_share
+    if not info.caches_prefixes:
+        cached = 0.0
     sendable: list[JobRow] = []
     failed, began = 0, time.monotonic()
     for batch in prepared.batches(rows):
@@ -250,7 +256,7 @@ def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: Bit
 
 
 def _config(job: Job, info: EngineInfo, schedulers: int) -> SchedulerConfig:
-    """Return the flags of a scheduler: the job's, else those that the engine reports, else SGLang's."""
+    """Return the flags of a scheduler: the job's, else the engine's reported ones, else SGLang's defaults."""
     args, env = getattr(job.engine, "args", {}), getattr(job.engine, "env", {})
     flags: dict[str, Any] = {
         "max_running": (info.max_running or UNKNOWN_ENGINE_WINDOW * schedulers) // schedulers,
@@ -260,6 +266,8 @@ def _config(job: Job, info: EngineInfo, schedulers: int) -> SchedulerConfig:
         "radix_cache": info.caches_prefixes,
     }
     flags |= {name: args[flag] for flag, name in SCHEDULER_FLAGS.items() if args.get(flag) is not None}
+    if info.memory_caps_running and info.max_running:  # by its KV pool, or the state pool of a hybrid model
+        flags["max_running"] = min(flags["max_running"], info.max_running // schedulers)
     flags["chunked_prefill_tokens"] = limit_of(flags.get("chunked_prefill_tokens", info.prefill_tokens))
     return SchedulerConfig(**flags)
 
@@ -282,10 +290,10 @@ def estimate(
 ) -> Estimate:
     """Estimate a job: its time, GPU-hours, tokens and cost, each with a 90 % interval.
 
-    The job's engine answers a sample of at most `rows` rows, 2 % of all or 30. These rows are done then, and
-    `run` does not send them again. `price` is that of a GPU-hour. `replicas` and `workers` (of a joined run)
-    may differ from the job's: they are not tried. `cold` names a card, such as H100: then no engine is asked,
-    and the result is a range by data sheets. Raises BatchrunError.
+    The job's engine answers a sample: 2 % of all rows, but at least 30 and at most `rows`. `run` does not
+    send these rows again. `price` is the price of a GPU-hour. `replicas`, and `workers` of a joined run, may
+    differ from the job's, because the estimate does not start them. If `cold` names a card, such as H100, no
+    engine is asked, and the result is a range from data sheets. Raises BatchrunError.
     """
     options = (("rows", rows, 2), ("replicas", replicas, 1), ("workers", workers, 1), ("price", price, 0))
     for name, value, least in options:
@@ -315,16 +323,16 @@ async def _estimate(prepared: PreparedJob, request: _EstimateRequest) -> Estimat
     most = min(request.rows, max(FEWEST, round(SHARE * len(selected))))
     sample = None if request.cold is not None else _kept_sample(path, job, most)
     if sample is None and request.cold is None:
-        with hold_task(run_dir):  # no engine starts beside that of a run that goes on
+        with hold_task(run_dir):  # raises if a run is active: no second engine may start
             pass
-        if job.output.reuse is not None:  # rows with an answer from there need no time
+        if job.output.reuse is not None:  # rows that get an earlier run's answer take no time
             await execute(job, sample=BitMap64())
     pending = _pending(selected, run_dir)
     if not pending:
         raise JobError(f"{run_dir.name}: all rows are done: there is nothing to estimate")
     replicas_of_job = getattr(job.engine, "replicas", None)
     copies = request.replicas or (replicas_of_job if isinstance(replicas_of_job, int) else None)
-    workers = 1 if isinstance(job.engine, RunningServers) else request.workers  # else they share the servers
+    workers = 1 if isinstance(job.engine, RunningServers) else request.workers  # running servers are shared
     tp, rows_sampled = getattr(job.engine, "tp", None), 0
     if request.cold is not None:
         copies = (copies or 1) * workers
@@ -387,12 +395,12 @@ def _forecast_cold(
 
 
 def _cards(job: Job, tp: int | None) -> int:
-    """Return the cards of a replica; its weights are split over `tp`, where the job's flags do not say."""
+    """Return the number of cards of a replica: as the job's flags say, or else `tp`."""
     return cards_of({"tp-size": tp or 1} | getattr(job.engine, "args", {}))
 
 
 def _kept_sample(path: Path, job: Job, most: int) -> KeptSample | None:
-    """Return the sample of an earlier estimate, if it is of the same engine and as large."""
+    """Return an earlier estimate's sample if it has the same engine and a limit of at least `most`."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         sample = _read_sample.decode(path.read_bytes())
         return sample if sample.engine == _measured(job) and sample.most >= most else None
@@ -400,10 +408,11 @@ def _kept_sample(path: Path, job: Job, most: int) -> KeptSample | None:
 
 
 async def _take_sample(prepared: PreparedJob, pending: BitMap64, most: int) -> tuple[KeptSample, Survey]:
-    """Have a sample of the pending rows answered; return it, and the survey. Raises BatchrunError.
+    """Let the engine answer a sample of the pending rows; return it, and the survey. Raises BatchrunError.
 
-    Half of the sample is in flight at once: as in the job, prompts come while other rows decode. Where
-    nothing decodes, all of it is: only passes as full as those of the job show the cost of such a pass.
+    At most half of the sample is in flight at once, so that prompts arrive while other rows decode, as in the
+    job. If the task does not decode, the whole sample is in flight at once, so that its passes are as full as
+    the job's.
     """
     job, run_dir, began = prepared.job, prepared.run_dir, time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
@@ -426,7 +435,7 @@ async def _take_sample(prepared: PreparedJob, pending: BitMap64, most: int) -> t
             engine=SharedEngine(cast("Engine", recorder), info),
             sample=ordinals,
         )
-        start_s += time.monotonic() - began  # less the sending, below
+        start_s += time.monotonic() - began  # the time of sending is subtracted below
     attempts = recorder.attempts
     sample = KeptSample(
         engine=_measured(job),
@@ -449,7 +458,7 @@ async def _take_sample(prepared: PreparedJob, pending: BitMap64, most: int) -> t
 def _forecast(
     job: Job, surveyed: Survey, sample: KeptSample, *, pending: BitMap64, copies: int, workers: int
 ) -> Forecast:
-    """Forecast the pending rows by the sample, on `copies` of the engine."""
+    """Forecast the pending rows from the sample, on `copies` of the engine and with `workers` clients."""
     rows = [row for row in surveyed.rows if row.row in pending]
     if not rows:
         none = Interval(0, 0, 0)

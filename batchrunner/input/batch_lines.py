@@ -17,14 +17,15 @@ from xxhash import xxh3_64_intdigest
 from batchrunner.core.errors import InputError
 from batchrunner.core.types import BATCH_PATHS, EMBEDDINGS_PATH
 from batchrunner.input.request_bodies import BODY, CUSTOM_ID, URL
-from batchrunner.input.text_lines import MOST_SHOWN, TOO_LONG, LineNumbers, TextRecord
+from batchrunner.input.text_lines import ITEMS_NAMED, TOO_LONG, LineNumbers, TextRecord
 
 log = logging.getLogger(__name__)
 
 MOST_REPEATED = 100_000
-"""Most custom_ids whose full digests are compared. Of ten million different custom_ids, some 12,000 share the
-low half of their digest with an earlier one."""
-CHARACTERS_SHOWN = 40
+"""Maximum number of custom_ids whose full digests are compared. These are the custom_ids that share the low
+half of their digest with an earlier one. Among ten million different custom_ids, about 12,000 do."""
+ID_CHARACTERS = 40
+"""Maximum number of characters of a repeated `custom_id` in a message."""
 _LOW_BITS = (1 << 32) - 1
 
 
@@ -58,8 +59,9 @@ class _WrongEndpointError(ValueError):
 def request_lines(lines: Iterable[bytes | None], path: str) -> Iterator[TextRecord]:
     """Yield a record for each line that is not empty. None stands for a line that is too long.
 
-    The first request sets the kind of endpoint (embeddings or not). The first request with a model sets the
-    model. Raises InputError at the end if lines have a wrong endpoint; its message begins with `path`.
+    The first request sets the kind of endpoint for the whole file (embeddings or not), and the first request
+    with a model sets the model. After the last line, raises InputError if any line has a wrong endpoint; the
+    message begins with `path`.
     """
     for_embeddings: bool | None = None
     model: str | None = None
@@ -104,12 +106,15 @@ def _check_endpoint(url: str, *, for_embeddings: bool | None) -> None:
         raise _WrongEndpointError(f"url should be {' or '.join(BATCH_PATHS)} (got {url!r:.60})")
     if for_embeddings not in {None, url == EMBEDDINGS_PATH}:
         raise _WrongEndpointError(
-            f"url is {url}, and an earlier line's is not: one model makes no embeddings and answers"
+            f"url is {url}, and an earlier line's is not: one model cannot make both embeddings and answers"
         )
 
 
 def _same_model(body: msgspec.Raw, model: str | None) -> str | None:
-    """Return the model of the file after this body; raises ValueError if the body names another model."""
+    """Return the model of the file, `model` or else the one that this body names.
+
+    Raises ValueError if the body names another model than `model`.
+    """
     named = _read_model.decode(body).model
     if None not in {named, model} and named != model:
         raise ValueError(f"asks for the model {named!r}, an earlier line for {model!r}: divide the file")
@@ -130,7 +135,7 @@ def _custom_id_in(text: bytes) -> dict[str, str]:
 
 
 def log_faults(records: Iterable[TextRecord], path: str) -> Iterator[TextRecord]:
-    """Yield the records of a batch file; then log lines that are not requests, and repeated custom_ids."""
+    """Yield the records of a batch file; at its end log bad lines and repeated custom_ids."""
     bad_lines, custom_ids = LineNumbers(), _CustomIds()
     for record in records:
         if record.problem is not None:
@@ -142,8 +147,8 @@ def log_faults(records: Iterable[TextRecord], path: str) -> Iterator[TextRecord]
         log.warning("%s: %s will fail: %s", path, bad_lines, bad_lines.reason)
     repeated = custom_ids.repeated()
     if repeated:
-        shown = "; ".join(f"{name!r} on {lines}" for name, lines in repeated[:MOST_SHOWN])
-        more = f"; and {len(repeated) - MOST_SHOWN:,} more" if len(repeated) > MOST_SHOWN else ""
+        shown = "; ".join(f"{name!r} on {lines}" for name, lines in repeated[:ITEMS_NAMED])
+        more = f"; and {len(repeated) - ITEMS_NAMED:,} more" if len(repeated) > ITEMS_NAMED else ""
         log.warning("%s: each line is answered, also where a custom_id is repeated: %s%s", path, shown, more)
 
 
@@ -151,8 +156,8 @@ class _CustomIds:
     """The custom_ids of a file. Finds repetitions in about 10 bytes of memory per line."""
 
     def __init__(self) -> None:
-        self._digests = array("Q")  # of each line, from line 1; 0 for a line without a custom_id
-        self._low_halves = BitMap()  # of the digests: a new low half means a new custom_id
+        self._digests = array("Q")  # digest of each line's custom_id, from line 1; 0 without one
+        self._low_halves = BitMap()  # low halves of the digests; a new one proves a new custom_id
         self._candidates: dict[int, str] = {}  # custom_ids that may be repeated, by digest
 
     def add(self, line: int, custom_id: str) -> None:
@@ -163,7 +168,7 @@ class _CustomIds:
         if low_half not in self._low_halves:
             self._low_halves.add(low_half)
         elif len(self._candidates) < MOST_REPEATED:
-            self._candidates.setdefault(digest, custom_id[:CHARACTERS_SHOWN])
+            self._candidates.setdefault(digest, custom_id[:ID_CHARACTERS])
 
     def repeated(self) -> list[tuple[str, LineNumbers]]:
         """Return the first characters of each repeated custom_id, with its lines."""

@@ -1,7 +1,7 @@
 """The common type of two columns of one name: Arrow's permissive promotion, and the cases that it lacks.
 
 The files of an input may have different types for one column. If two types differ only in layout, such as
-`string` and `large_string`, the first one wins: a new file does not change the type.
+`string` and `large_string`, the first one wins, so that a new file does not change the column's type.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _UTC = {"UTC", "Etc/UTC", "GMT", "Etc/GMT", "Z", "Zulu", "+00:00", "-00:00", "+0
 """Names of the time zone UTC."""
 _DIGITS = {pa.int8(): 3, pa.int16(): 5, pa.int32(): 10, pa.int64(): 19,
            pa.uint8(): 3, pa.uint16(): 5, pa.uint32(): 10, pa.uint64(): 20}  # fmt: skip
-"""Most decimal digits of each integer type."""
+"""Maximum number of decimal digits of each integer type."""
 _MOST_DIGITS_128, _MOST_DIGITS = 38, 76
-"""Most digits of a decimal of 128 bits, and of 256 bits."""
+"""Maximum number of digits of a decimal of 128 bits, and of 256 bits."""
 
 
 def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
@@ -121,7 +121,7 @@ def _common_timestamp(one: pa.TimestampType, other: pa.TimestampType) -> pa.Data
 def _common_exact(one: Any, other: Any) -> pa.DataType | None:
     """Return the common type of two integers, two decimals or one of each.
 
-    For one of each, Arrow's own promotion may give a decimal that is too narrow.
+    For an integer and a decimal, Arrow's own promotion may give a decimal that is too narrow.
     """
     if pt.is_integer(one) == pt.is_integer(other):
         return _promoted(one, other)

@@ -1,4 +1,7 @@
-"""Compressed input: the compression of a file by its first bytes, whatever its name says, and its content."""
+"""Compressed input: recognizes the compression of a file by its first bytes, and decompresses the file.
+
+The ending of the file's name matters only where the bytes leave the compression open.
+"""
 
 import gzip
 import io
@@ -11,7 +14,7 @@ import pyarrow as pa
 from batchrunner.core.errors import InputError
 
 HEAD_BYTES = 64
-"""Bytes at the beginning of a file by which its compression is recognized."""
+"""Number of bytes at the beginning of a file that are read to recognize its compression."""
 BUFFER_BYTES = 1 << 20
 """Size of the buffer through which a file is read."""
 DECOMPRESSION_ERRORS: tuple[type[Exception], ...] = (EOFError, zlib.error)
@@ -20,7 +23,7 @@ _MAGIC = {b"\x1f\x8b\x08": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\x04\x22\x4d\x
 """Codecs of pyarrow by the first bytes of a file."""
 _BZ2, _BZ2_BLOCK = b"BZh", b"1AY&SY"
 _SKIPPABLE_FRAME = b"*M\x18"
-"""Bytes 2 to 4 of a zstd or lz4 frame without data, with which files of parallel tools begin."""
+"""Bytes 2 to 4 of a skippable frame of zstd or lz4. Files of parallel tools begin with such a frame."""
 _WORKBOOK = b"[Content_Types].xml"
 """Name of the first file in the archive of an Excel workbook."""
 _COMMANDS = {
@@ -33,7 +36,8 @@ _COMMANDS = {
 def codec_of(head: bytes, codec: str | None) -> str | None:
     """Return the codec of a file by its first bytes; None if it is not compressed.
 
-    `codec` is that of the file's name. It decides for brotli, which has no mark of its own.
+    `codec` is the codec that the file's name stands for. It decides for brotli, whose files begin with no
+    fixed bytes, and between zstd and lz4 for a file that begins with a skippable frame.
     """
     for magic, name in _MAGIC.items():
         if head.startswith(magic):
@@ -71,7 +75,7 @@ def decompressed(stream: pa.NativeFile, codec: str | None) -> io.BufferedReader:
     Reading raises the stream's errors, ArrowException, or DECOMPRESSION_ERRORS.
     """
     raw: Any = stream
-    if codec == "gzip":  # pyarrow's own codec fails on zeros behind the data
+    if codec == "gzip":  # pyarrow's own codec fails on zero bytes after the data
         raw = gzip.GzipFile(fileobj=cast("IO[bytes]", stream))
     elif codec is not None:
         raw = pa.CompressedInputStream(stream, codec)

@@ -1,8 +1,8 @@
 """Reads the records of CSV files (RFC 4180). A malformed record fails alone.
 
-DuckDB's reader (2.0) cannot replace it. DuckDB reports line numbers only for rejected records, so a failed
-row could not be placed among the others. It drops the lines after an unclosed quote, some of them without a
-message, and it cannot read Windows code pages. Arrow's reader does not report misplaced quotes.
+DuckDB's reader (2.0) cannot replace this one. It reports line numbers only for rejected records, so a failed
+row could not be placed among the others. It also drops the lines after an unclosed quote, some of them
+without a message, and cannot read Windows code pages. Arrow's reader does not report misplaced quotes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _named_records(records: Iterator[_Cells], names: list[str]) -> Iterator[Text
 def _decoded_records(lines: _CsvLines, path: str, spec: InputSpec, usual_delimiter: str) -> Iterator[_Cells]:
     """Yield the records. A record with bytes that are invalid in the encoding has a problem.
 
-    Raises InputError if no record with non-ASCII characters can be decoded: the file has another encoding.
+    Raises InputError if no record with non-ASCII characters can be decoded: then the encoding is wrong.
     """
     not_decoded = f"is not {spec.encoding.upper()}: {_ENCODING_HINT}"
     first_undecoded, encoding_fits = 0, False
@@ -188,7 +188,7 @@ class _CsvLines:
         self._number -= len(below)
 
     def read_delimiter(self) -> str | None:
-        """Skip the first line if it names the delimiter for Excel, and return that."""
+        """Skip the first line if it names the delimiter for Excel; return the delimiter, otherwise None."""
         line = self._text.readline(LONGEST_LINE_BYTES)
         delimiter = delimiter_on(line)
         if delimiter is not None:
@@ -200,7 +200,7 @@ class _CsvLines:
     def skip_long_record(self, delimiter: str) -> bool:
         """Skip the rest of a record that is too long to be read; tell whether its quotes are closed.
 
-        If the quote is never closed, the lines below cannot be divided into records.
+        If its quotes are not closed, the lines below cannot be divided into records.
         """
         while not self._has_paired_quotes():
             self._record.clear()
@@ -214,7 +214,7 @@ class _CsvLines:
                     return False
                 if not self._has_paired_quotes():
                     return _closes_value(line, delimiter)
-            self._record[:] = ['"']  # the value is still open
+            self._record[:] = ['"']  # stands for the value that is still open
         return True
 
     def _has_paired_quotes(self) -> bool:

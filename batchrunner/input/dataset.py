@@ -1,7 +1,7 @@
 """The input files as one sequence of rows, read a bounded batch at a time.
 
-The ordinal of a row (`row` in the results) counts from 0 over the files in order of their paths. It needs no
-ID column, and is the same in every attempt.
+The ordinal of a row (`row` in the results) counts from 0 over the files in order of their paths. A row has
+the same ordinal in every attempt, so the input needs no ID column.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import pyarrow.types as pt
 from pyroaring import BitMap64
 
-from batchrunner.core.errors import BatchrunError, InputError
+from batchrunner.core.errors import BatchrunError, InputError, first_line
 from batchrunner.core.processes import thread_pool
 from batchrunner.core.types import RowRef
 from batchrunner.input.common_types import common_type
@@ -37,7 +37,6 @@ from batchrunner.input.parquet_copy import (
     PROBLEM,
     UNFIT,
     common_schema,
-    first_line,
     fitted,
     fitted_values,
     normalized,
@@ -53,9 +52,9 @@ from batchrunner.output.arrow_arrays import UNREADABLE, arrow_array, shown_value
 log = logging.getLogger(__name__)
 
 READERS = 8
-"""Files that are opened in parallel: opening a file on a network file system is mostly waiting."""
+"""Number of files that are opened in parallel. Opening a file on a network file system is mostly waiting."""
 BATCH_ROWS, BATCH_BYTES = 256, 8 << 20
-"""Most rows and bytes of a batch."""
+"""Maximum number of rows in a batch, and its approximate maximum size in bytes."""
 Row = dict[str, Any]
 """Values of a row by column."""
 
@@ -86,7 +85,7 @@ class RowBatch:
     """Rows that are read together."""
 
     rows: list[int]
-    """Ordinals."""
+    """Ordinals of the rows."""
     data: pa.RecordBatch
     """Columns of these rows, in the same order."""
 
@@ -109,7 +108,7 @@ def usable_columns(source: ColumnSource) -> dict[str, pa.DataType]:
     """Return the types of the columns that a job can use, in order."""
     types = {}
     for name in source.schema.names:
-        with contextlib.suppress(BatchrunError):  # files disagree on its type, or a file has it twice
+        with contextlib.suppress(BatchrunError):  # its type differs between files, for example
             types[name] = source.field(name, where="a job").type
     return types
 
@@ -130,9 +129,9 @@ class Dataset:
         """Find the files, except those in the run directory `run`, and read their columns and row groups.
 
         `paths` replaces `source.path`. `storage` says how object stores are reached. With `is_batch`, the
-        input is one batch file. `copies` is the directory for Parquet copies of other formats; the default
-        is a temporary directory, which is deleted with this object. Raises InputError if a file is missing or
-        unreadable.
+        input is one batch file. `copies` is the directory for the Parquet copies of files in other formats;
+        the default is a temporary directory, which is deleted with this object. Raises InputError if a file
+        is missing or unreadable.
         """
         if paths is None:
             paths = [source.path] if isinstance(source.path, str) else source.path
@@ -145,15 +144,15 @@ class Dataset:
             file.begin_at(start)
 
         in_paths = partition_types([file.partitions for file in self.files])
-        self._paths_by_schema: dict[pa.Schema, str] = {}  # of the first file that has a schema
+        self._paths_by_schema: dict[pa.Schema, str] = {}  # path of the first file with each schema
         for file in self.files:
             partitions = [pa.field(*item) for item in in_paths.items() if item[0] not in file.schema.names]
             self._paths_by_schema.setdefault(pa.schema([*file.schema, *partitions]), file.path)
         self._conflicts: dict[str, str] = {}  # columns without a common type, and why
         self.schema = self._common_schema()
-        """All columns. A column without a common type has that of the first file."""
+        """All columns. A column without a common type has its type in the first file that has the column."""
         self.partition_types = {name: self.schema.field(name).type for name in in_paths}
-        """Types of Hive partition columns. A file without such a column has its value in its path."""
+        """Types of the Hive partition columns. If a file lacks such a column, its path gives the value."""
         self.has_text_files = any(file.is_text for file in self.files)
         """Whether a file is CSV or JSON Lines, whose column types come from values or `input.types`."""
         has_problems = any(file.has_problems for file in self.files)
@@ -189,7 +188,7 @@ class Dataset:
                 raise InputError(f"input.{name}: is for CSV, and the input has no such file")
 
     def _common_schema(self) -> pa.Schema:
-        """Return the columns of all files with their common types; note the columns that have none."""
+        """Return the columns of all files with their common types; add those without one to `_conflicts`."""
         types: dict[str, pa.DataType] = {}
         first_paths: dict[str, str] = {}
         for schema, path in self._paths_by_schema.items():
@@ -211,9 +210,10 @@ class Dataset:
         return [file.facts() for file in self.files]
 
     def recognize(self, earlier_facts: Sequence[Mapping[str, Any]]) -> None:
-        """Let the last file of an earlier attempt, which had these `facts`, record that it has grown.
+        """Let the file that was the last one in an earlier attempt record whether it has grown since.
 
-        Rows appended to another file would change the ordinals of all rows behind it.
+        `earlier_facts` are the `facts()` of that attempt. Only the last file may grow: rows appended to
+        another file would change the ordinals of all later rows.
         """
         if len(earlier_facts) <= len(self.files):
             self.files[len(earlier_facts) - 1].recognize(earlier_facts[-1])
@@ -261,7 +261,7 @@ class Dataset:
         return field
 
     def notes(self) -> list[str]:
-        """Return sentences for users: which records fail, and why columns are text."""
+        """Return sentences for users that say which records fail, and why columns became JSON text."""
         return [note for file in self.files for note in file.notes]
 
     def log_notes(self, columns: Iterable[str]) -> None:
@@ -280,7 +280,7 @@ class Dataset:
         return str(Path(file.path).absolute().parent) if file.is_local else None
 
     def schema_of(self, columns: Iterable[str]) -> pa.Schema:
-        """Return the schema in which these columns are read; PROBLEM comes last if rows may have one."""
+        """Return the schema in which these columns are read; ends with PROBLEM if rows may be unreadable."""
         fields = [pa.field(name, self.schema.field(name).type) for name in columns]
         return pa.schema([*fields, *(pa.field(name, pa.string()) for name in self._problem_columns)])
 
@@ -316,7 +316,7 @@ class DatasetReader:
         self._schema = dataset.schema_of(columns)
         self._file: SourceFile | None = None  # the open file
         self._content: pq.ParquetFile | None = None
-        self._stored: list[str] = []  # columns that are read of it
+        self._stored: list[str] = []  # columns that are read from it
         self._group: int | None = None  # the row group that was read last
         self._batches: Iterator[pa.RecordBatch] = iter(())
         self._start = 0  # ordinal of the first row in `_data`
@@ -388,7 +388,7 @@ class DatasetReader:
             self._start, self._data = end, self._next(file, end)
 
     def _next(self, file: SourceFile, start: int) -> pa.RecordBatch:
-        """Return the next batch of the row group in the schema; `start` is the ordinal of its first row.
+        """Return the next batch of the row group, converted to the schema; `start` is its first ordinal.
 
         Raises InputChangedError if the file was replaced before the batch was read.
         """
@@ -401,9 +401,10 @@ class DatasetReader:
         raise pa.ArrowInvalid("it has fewer rows than its footer says")
 
     def _with_misfits(self, data: pa.RecordBatch, file: SourceFile, first: int) -> pa.RecordBatch:
-        """Return a batch in the schema. Values that do not fit become null; PROBLEM names the first in a row.
+        """Return a batch converted to the schema, whose types some of the values do not fit.
 
-        `first` is the position of the batch in the file, in rows.
+        Such a value becomes null, and PROBLEM describes the first one of each row. `first` is the index in
+        the file of the batch's first row.
         """
         problems: list[str | None] = [None] * data.num_rows
         columns = {}

@@ -1,4 +1,4 @@
-"""Order of `prompt.fields` in which rows share long prefixes, by a sample of the input.
+"""Chooses an order of `prompt.fields` in which rows share long prefixes, from a sample of the input.
 
 The idea to reorder the fields of a table for the prefix cache is that of Liu et al., "Optimizing LLM Queries
 in Relational Workloads" (arXiv:2403.05821).
@@ -13,13 +13,14 @@ from batchrunner.input.order import stretches
 from batchrunner.input.templates import field_line
 
 LOOKED_AHEAD = 5
-"""Columns that are tried in pairs at each step. Sixty columns then take 6 s; with all pairs, minutes."""
+"""Number of columns that are tried in pairs at each step. Sixty columns take 6 s, but minutes if all pairs
+are tried."""
 
 
 def decide_fields(dataset: Dataset, columns: Sequence[str]) -> list[str]:
-    """Return these columns in the order in which sampled rows share most; raises InputError.
+    """Return these columns in the order in which sampled rows share the longest prefixes; raises InputError.
 
-    The sample has no time limit: workers that begin together must reach the same decision.
+    The sample has no time limit, because workers that begin together must reach the same decision.
     """
     values: dict[str, list[Hashable]] = {name: [] for name in columns}
     lengths = dict.fromkeys(columns, 0)
@@ -37,10 +38,11 @@ def decide_fields(dataset: Dataset, columns: Sequence[str]) -> list[str]:
 def choose_order(values: Mapping[str, Sequence[Hashable]], lengths: Mapping[str, int]) -> list[str]:
     """Return the columns in an order in which rows share nearly as much as possible.
 
-    `values` has the values of each column in the sampled rows, and `lengths` their total length. A column is
-    shared by as many rows as exceed the combinations of its values with those of the columns before it. The
-    next column is always the one that shares most together with the best column behind it, out of the
-    LOOKED_AHEAD columns that share most by themselves.
+    `values` has the values of each column in the sampled rows, and `lengths` their total length. A row shares
+    a column with an earlier row if both have the same values in this column and in all columns before it. So
+    the number of rows that share a column is the number of rows minus the number of different combinations of
+    these values. Each step takes the column with which rows share most text, together with the best column
+    behind it. Only the LOOKED_AHEAD columns that share most by themselves are tried.
     """
     ordered: list[str] = []
     remaining, before = [*values], [0] * len(next(iter(values.values())))

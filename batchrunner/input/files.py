@@ -24,6 +24,7 @@ from batchrunner.core.errors import (
     InputChangedError,
     InputError,
     StorageError,
+    first_line,
     or_away,
 )
 from batchrunner.core.files import COMPRESSIONS, ENDINGS, FileFormat, format_of, is_special, known_format
@@ -35,7 +36,7 @@ from batchrunner.input.compression import (
     refuse_archive,
     unpacking,
 )
-from batchrunner.input.parquet_copy import NOTES, PROBLEM, first_line, write_parquet
+from batchrunner.input.parquet_copy import NOTES, PROBLEM, write_parquet
 from batchrunner.input.spread import spread_blocks
 from batchrunner.job.output import StorageSpec
 from batchrunner.job.spec import InputSpec
@@ -56,15 +57,15 @@ _DIGEST = b"batchrunner.digest"
 """Key of the original file's digest in the metadata of its Parquet copy."""
 _read_notes = msgspec.json.Decoder(list[str])
 COPY_TRIES = 3
-"""Most attempts to make a copy in a directory that other processes may delete."""
+"""Maximum number of attempts to make a copy in a directory that other processes may delete."""
 _COMMIT = re.compile(r"@[0-9a-f]{40}(?=/|$)")
 
 
 def at_commit(fs: pafs.FileSystem, path: str) -> str:
-    """Pin a path on the Hub to the current commit of its branch: later commits do not change the input.
+    """Pin a path on the Hub to the current commit of its branch. Later commits then do not change the input.
 
     `fs` is the file system of `hf://`. Raises errors of huggingface_hub, for example if the dataset does not
-    exist or the token may not see it.
+    exist or the token gives no access.
     """
     from huggingface_hub import HfApi  # noqa: PLC0415 - an extra
 
@@ -88,8 +89,8 @@ def find_files(
 ) -> tuple[pafs.FileSystem, list[str]]:
     """Return the file system and the sorted paths of the files; raises InputError if there are none.
 
-    Files in the run directory `run` are skipped, unless a path names no others. `storage` says how object
-    stores are reached.
+    Files in the run directory `run` are skipped, unless one of the paths names no other files. `storage` says
+    how object stores are reached.
     """
     files_by_path: dict[str, str] = {}
     located = [_locate(name, storage or StorageSpec()) for name in paths]
@@ -115,7 +116,7 @@ def find_files(
         files_by_path = files | files_by_path
     for file in files_by_path.values():
         try:
-            file.encode()  # Arrow and run.json need it
+            file.encode()  # Arrow and run.json need valid UTF-8
         except UnicodeEncodeError:
             raise InputError(
                 f"{os.fsencode(file)!r}: its name is not valid UTF-8", hint="rename it"
@@ -170,7 +171,7 @@ def _locate(path_or_uri: str, storage: StorageSpec) -> tuple[pafs.FileSystem, st
 def _local_files(pattern: str, path: Path) -> tuple[dict[str, str], bool]:
     """Return files by their real paths, and whether the path is a directory.
 
-    By its real path a file is found once, even if several paths lead to it.
+    The keys are real paths, so that a file to which several paths lead is found once.
     """
     is_directory = path.is_dir()
     if is_directory:
@@ -193,8 +194,8 @@ def _local_files(pattern: str, path: Path) -> tuple[dict[str, str], bool]:
 def _of_one_kind(directory: str, files: Mapping[str, str]) -> dict[str, str]:
     """Return the files of a directory that are input: its Parquet files, or else the files of the only kind.
 
-    Descriptions in JSON or a list in CSV often lie beside Parquet files: they are ignored, and the log names
-    one of them. Raises InputError if there are several kinds, and none is Parquet.
+    Descriptions in JSON or a list in CSV often lie beside Parquet files. Such files are ignored, and the log
+    names one of them. Raises InputError if there are several kinds and none is Parquet.
     """
     kinds: dict[str, dict[str, str]] = {}
     for real, path in files.items():
@@ -240,17 +241,21 @@ def _hidden(path: PurePath) -> bool:
 
 def hive_partitions(path: str) -> dict[str, str | None]:
     """Return the values of partition columns in a path (directories named `name=value`); None is null."""
-    pairs = (part.split("=", 1) for part in Path(path).parts[:-1] if "=" in part)
-    return {unquote(key): None if value == HIVE_NULL else unquote(value) for key, value in pairs}
+    partitions: dict[str, str | None] = {}
+    for directory in Path(path).parts[:-1]:
+        key, separator, value = directory.partition("=")
+        if separator:
+            partitions[unquote(key)] = None if value == HIVE_NULL else unquote(value)
+    return partitions
 
 
 def partition_types(partitions: Sequence[dict[str, str | None]]) -> dict[str, pa.DataType]:
     """Return the type of each partition column that all paths have: int64 for whole numbers, else string."""
     types: dict[str, pa.DataType] = {}
     for name in sorted(set(partitions[0]).intersection(*partitions)):
-        values = [value for of_file in partitions if (value := of_file[name]) is not None]
-        whole = bool(values) and all(re.fullmatch(r"-?\d{1,18}", value) for value in values)
-        types[name] = pa.int64() if whole else pa.string()
+        values = [value for values_of_file in partitions if (value := values_of_file[name]) is not None]
+        are_whole_numbers = bool(values) and all(re.fullmatch(r"-?\d{1,18}", value) for value in values)
+        types[name] = pa.int64() if are_whole_numbers else pa.string()
     return types
 
 
@@ -286,7 +291,7 @@ class SourceFile:
         self.digest = ""
         """Digest of its content; empty until it has been computed."""
         self.notes: list[str] = []
-        """Sentences for users: which of its records fail, and why columns are text."""
+        """Sentences for users that say which of its records fail, and why columns became JSON text."""
         self._copy: Path | None = None  # read in place of a file that is not Parquet
         try:
             self._signature = self._current_signature()
@@ -312,16 +317,16 @@ class SourceFile:
         self._group_rows = [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
         self.rows: int = sum(self._group_rows)
         self.grown_from: str | None = None
-        """Digest in an earlier attempt if rows were appended since; None otherwise."""
+        """Digest of the file in an earlier attempt, if rows have been appended since; None otherwise."""
         self.has_grown = False
-        """Whether rows were appended since it was opened."""
+        """Whether rows have been appended since the file was opened."""
         self.partitions = hive_partitions(path)
         """Values of Hive partition columns in its path (`year=2024/`); None is null."""
         self.starts: list[int] = []
         """Ordinal of the first row of each row group, and the ordinal after the last row."""
 
     def begin_at(self, row: int) -> None:
-        """Give the first row of the file its ordinal in the whole input."""
+        """Set `starts`; `row` is the ordinal of the file's first row in the whole input."""
         self.starts = [*accumulate(self._group_rows, initial=row)]
 
     @property
@@ -335,7 +340,7 @@ class SourceFile:
         return facts if self.grown_from is None else {**facts, "grown_from": self.grown_from}
 
     def recognize(self, before: Mapping[str, Any]) -> None:
-        """Set `grown_from` if rows were appended since the file had these `facts`."""
+        """Set `grown_from` if rows were appended since the file had the facts `before`."""
         size = before.get("size", self._size)
         if size < self._size and self._begins_with(size, before["digest"]):
             self.grown_from = before["digest"]
@@ -354,7 +359,7 @@ class SourceFile:
 
     @property
     def _may_grow(self) -> bool:
-        """Whether lines can be appended without a change of those before."""
+        """Whether lines can be appended so that the earlier bytes stay as they are."""
         return self.is_local and self.is_text and self.format.compression is None
 
     def open(self) -> pq.ParquetFile:
@@ -421,7 +426,7 @@ class SourceFile:
         return info.size, self._e_tag() or info.mtime_ns or 0
 
     def _e_tag(self) -> str | None:
-        """Return the ETag of an object when it was last looked up; None in a file system."""
+        """Return the ETag of an object when it was last looked up; None outside of an object store."""
         e_tags: dict[str, str] = getattr(getattr(self._fs, "handler", None), "e_tags", {})
         return e_tags.get(self.path)
 
@@ -431,7 +436,11 @@ class SourceFile:
         return self.format.kind == "Parquet" and self._size > SAMPLE_BLOCKS * SAMPLE_BYTES
 
     def _digest_of(self, size: int) -> str:
-        """Return the current digest of its first `size` bytes, of sampled blocks of them, or of its ETag."""
+        """Return the digest of its first `size` bytes as they are now.
+
+        The digest of a large Parquet file covers sampled blocks, and that of an object with an ETag covers
+        only the size and the ETag.
+        """
         digest = hashlib.sha256(str(size).encode())
         if e_tag := self._e_tag():
             digest.update(e_tag.encode())
@@ -464,15 +473,15 @@ class SourceFile:
         return copy
 
     def _make_copy(self, copy: Path) -> None:
-        """Make the Parquet copy. On a file system with locks, one of several processes makes it."""
+        """Make the Parquet copy. On a file system with locks, only one of several processes makes it."""
         with writing(copy):
             make_directory(copy.parent)
         with one_process_at_a_time(copy.with_suffix(".lock"), unfinished=f".{copy.name}*"):
             if not copy.exists():
-                self.digest = self.digest or self._digest_of(self._size)  # an earlier copy has the digest too
+                self.digest = self.digest or self._digest_of(self._size)  # known if an earlier copy was read
                 with writing(copy), whole_file(copy, secrets.token_hex(4)) as temporary:
                     write_parquet(self._rows(), temporary, {_DIGEST: self.digest.encode()}, self.path)
-                    self.check_unchanged()  # it was read after its digest was computed
+                    self.check_unchanged()  # the digest was computed before the rows were read
 
     def _rows(self) -> Iterator[pa.RecordBatch]:
         """Yield all rows of a file that is not Parquet; raises InputError."""

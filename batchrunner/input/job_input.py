@@ -1,4 +1,4 @@
-"""The input of a job: its rows, their requests, and their division into leases.
+"""The input of a job: its rows, the requests made of them, and the division of the rows into leases.
 
 A lease is a range of rows. The workers of a joined run take lease after lease.
 """
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
 
 MOST_LEASES, FEWEST_LEASES = 1000, 64
-"""Number of leases of a large run, so that each is small beside a worker's rows in flight, and of a small
-run, so that few workers are idle."""
+"""Maximum number of leases of a large run, and minimum number of leases of a small run. A lease of a large
+run should be small compared with a worker's rows in flight. In a small run, few workers should be without a
+lease. `MOST_LEASE_ROWS` takes precedence."""
 LEAST_LEASE_ROWS, MOST_LEASE_ROWS = 128, 8192
-"""Bounds for the rows of a lease. With fewer rows, taking a lease costs more than reading it; with more,
-workers end at very different times."""
+"""Minimum and maximum number of rows in a lease. A small run has smaller leases, because of `FEWEST_LEASES`.
+Taking a lease with fewer rows costs more time than reading its rows. If leases have more rows, workers end at
+very different times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,10 @@ class JobInput:
 
     @property
     def dedupes(self) -> bool:
-        """Whether equal rows at temperature 0 share an answer: no function judges it by the row."""
+        """Whether equal rows at temperature 0 share an answer.
+
+        They do not if a Python function judges an answer together with its row.
+        """
         return self.job.dedupe and not judges_by_row(self.functions)
 
     def batches(
@@ -51,7 +56,7 @@ class JobInput:
     ) -> Iterator[list[Request | Outcome]]:
         """Read and render rows in input order, a bounded batch at a time; raises InputError.
 
-        `check_stop` is called before each row; what it raises ends the reading.
+        `check_stop` is called before each row; an exception that it raises ends the reading.
         """
         for batch in self.dataset.read(rows, self.renderer.columns):
             yield self.renderer.render(batch, check_stop, [None] * len(batch.rows))
@@ -59,10 +64,11 @@ class JobInput:
     def selected(self, check_stop: Callable[[], None] = lambda: None) -> BitMap64:
         """Return the first `input.limit` rows for which `input.filter` is true.
 
-        A filter that fails on a null is false. A row on which the filter fails otherwise, or that cannot be
-        read, is selected too and ends as a failed row. Only the filter's columns are read, and no row after
-        the limit. `check_stop` is called before each row; what it raises ends the search. Raises InputError
-        if the filter is true for no row, or fails on more rows than it is true for.
+        If the filter fails on a null, it counts as false. If it fails otherwise, or if a row cannot be read,
+        the row is selected too, and ends as a failed row. Only the columns of the filter are read, and
+        reading ends at the limit. `check_stop` is called before each row; an exception that it raises ends
+        the search. Raises InputError if the filter is true for no row, or fails on more rows than it is true
+        for.
         """
         predicate, limit = self.renderer.predicate, self.job.input.limit
         total = self.dataset.total_rows
@@ -91,7 +97,7 @@ class JobInput:
         if failed:
             problem = f"fails on {counted(failed, 'row')}, and is true for {is_true}: {error}"
         of_text = self.dataset.has_text_files and (not failed or "TypeError" in error)
-        hint = "values of CSV are texts: input.types gives others" if of_text else None
+        hint = "values of CSV are text: give the columns other types in input.types" if of_text else None
         raise InputError(f"input.filter: {problem}", hint=hint)
 
 
@@ -102,6 +108,9 @@ def lease_rows(rows: int) -> int:
 
 
 def cut_into_leases(rows: BitMap64, end: int) -> list[int]:
-    """Return the ordinals that bound leases with equal numbers of these rows, from 0 to the input's `end`."""
+    """Divide an input of `end` rows into leases, each with about the same number of these rows.
+
+    Return the ordinals at which leases begin, and `end`.
+    """
     size = lease_rows(len(rows))
     return [0, *(rows[at] for at in range(size, len(rows), size)), end]

@@ -1,4 +1,4 @@
-"""Conversations and tools in a column: in the form of OpenAI or ShareGPT, also as JSON."""
+"""Reads conversations and tools from a column: in OpenAI's or ShareGPT's form, as structs or as JSON text."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from batchrunner.job.prompt import tool_problem
 
 ASSISTANT = "assistant"
 _OPENAI = ("system", "user", ASSISTANT, "tool", "function", "developer", "latest_reminder", "root")
-"""Roles of the chat endpoint of SGLang 0.5.23; some models have the last two."""
+"""Roles of the chat endpoint of SGLang 0.5.23. Only some models know the last two."""
 ROLES = {
     **{role: role for role in _OPENAI},
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), ASSISTANT),
@@ -23,7 +23,7 @@ ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-"""Roles of the chat endpoint by their names in the forms of OpenAI and ShareGPT."""
+"""Maps the names of roles in OpenAI's and ShareGPT's forms to roles of the chat endpoint."""
 _TEXT_PARTS = {"text", "input_text"}
 """Types of content parts that are texts."""
 
@@ -51,9 +51,10 @@ def messages_in(column: str, row: Mapping[str, Any], *, continues: bool) -> list
 
 
 def conversation(label: str, row_messages: Sequence[Any], *, continues: bool) -> list[dict[str, Any]]:
-    """Return messages for the chat endpoint; raises RowRefusedError, which begins with the label.
+    """Return messages for the chat endpoint; raises RowRefusedError, whose text begins with `label`.
 
-    With `continues` the model continues the assistant's last message; without, that message is dropped.
+    With `continues`, the model continues an assistant's message at the end. Without it, assistant messages at
+    the end are dropped.
     """
     messages = []
     for number, item in enumerate(row_messages, 1):
@@ -70,7 +71,7 @@ def conversation(label: str, row_messages: Sequence[Any], *, continues: bool) ->
 
 def _message(item: Any) -> dict[str, Any]:
     if not isinstance(item, Mapping):
-        raise ValueError("no role")  # noqa: TRY004 - of the data
+        raise ValueError("no role")  # noqa: TRY004 - the data is wrong, not the call
     message = _filled(item)
     if "role" not in message and "content" not in message:
         message = {"role": message.get("from"), "content": message.get("value")}
@@ -84,7 +85,7 @@ def _message(item: Any) -> dict[str, Any]:
 
 
 def _joined(content: Any) -> Any:
-    """Return a content. Parts that are all texts are joined by spaces, as SGLang does for most models."""
+    """Return the content to send. If all parts are texts, join them by spaces, as SGLang mostly does."""
     if not isinstance(content, list) or not content:
         raise ValueError("no text as its content")
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]

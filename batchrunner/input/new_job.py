@@ -27,10 +27,11 @@ TEXT_NAMES = (
     "prompt", "instruction", "question", "query", "input", "text", "content", "document", "body", "article",
     "message", "source", "review", "comment", "description", "abstract", "title",
 )  # fmt: skip
-"""Common names of the column with the question, the likeliest first."""
+"""Common names of the column with the text of the prompt, the likeliest first."""
 ID_NAME = re.compile(r"(.*[ _-])?(?i:id|uuid|guid|key|sku|no|code|isbn|.*nr)|.*[a-z](Id|ID)")
 SAMPLED_ROWS, SAMPLED_BYTES = 1000, 16 << 20
-"""Most rows and bytes of the data that are sampled."""
+"""Maximum number of rows from which the prompt's column is chosen, and of bytes from which the options of a
+CSV file are found."""
 ENCODINGS = ("utf-8", "utf-16", "cp1252", "latin-1")
 """Encodings of CSV files, in the order in which they are tried; the last one decodes any bytes."""
 ENGINES = {
@@ -46,13 +47,13 @@ ENGINES = {
 #   model: Qwen/Qwen3-8B          # put your model here: a name of Hugging Face, or a directory
 """,
 }
-"""The part `engine` of a job, by its kind."""
+"""The section `engine` of the new job, by the kind of engine."""
 
 
 def new_job(path: str, engine: str, files: str) -> str:
-    """Return a job for the data at `path`, whose rows are in `files`; `engine` is the kind of its engine.
+    """Return a job for the data at `path`; `engine` is the kind of its engine.
 
-    Raises JobError or InputError.
+    `files` is the path from which rows are read now. Raises JobError or InputError.
     """
     if engine not in ENGINES:
         raise JobError(
@@ -96,7 +97,7 @@ def new_job(path: str, engine: str, files: str) -> str:
 
 
 def _csv_options(path: str) -> dict[str, str]:
-    """Return the options that read a CSV file, by its beginning and its header; none for another format."""
+    """Return the delimiter and the encoding of a CSV file, found from its beginning; {} for other formats."""
     fs, files = find_files([user_paths(path)])
     form = format_of(files[0])
     if form.kind != "CSV":

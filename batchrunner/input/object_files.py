@@ -1,4 +1,4 @@
-"""The objects of a store as a read-only file system of pyarrow, by obstore. A path is `bucket/key`."""
+"""The objects of a store as a read-only file system of pyarrow, read by obstore. A path is `bucket/key`."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -23,9 +23,9 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         self._scheme = scheme
         self._bucket = cache(lambda name: open_bucket(StoreAddress(scheme, name, ""), storage))
         self.e_tags: dict[str, str] = {}
-        """ETag of each object when it was last looked up, by path; a replaced object has another one."""
+        """ETag of each object when it was last looked up, by path. A replaced object has another ETag."""
         self._sizes: dict[str, int] = {}
-        self._listed: dict[str, pafs.FileInfo] = {}  # answers one look-up each, without a request
+        self._listed: dict[str, pafs.FileInfo] = {}  # a listing; answers one look-up of each path
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -41,7 +41,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         return path
 
     def get_file_info(self, paths: Sequence[str]) -> list[pafs.FileInfo]:
-        """Return what the paths are. A key with other keys below it is a directory."""
+        """Return the type, size and time of each path. A key with other keys below it is a directory."""
         return [self._listed.pop(path, None) or self._info(path) for path in paths]
 
     def get_file_info_selector(self, selector: pafs.FileSelector) -> list[pafs.FileInfo]:
@@ -55,7 +55,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         return infos
 
     def open_input_file(self, path: str) -> pa.NativeFile:
-        """Open an object to be read at any place; raises OSError."""
+        """Open an object for reading from any position; raises OSError."""
         name, key = _parts(path)
         if path not in self._sizes and self._info(path).type != pafs.FileType.File:
             raise FileNotFoundError(path)

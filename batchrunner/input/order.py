@@ -1,4 +1,4 @@
-"""Whether sorting rows by common prefixes is worth it. Pure: decides from a sample of prompts.
+"""Decides from a sample of prompts whether sorting rows by common prefixes is worth it. Pure.
 
 An engine's prefix cache reuses what it computed for a prompt when another prompt begins with the same tokens.
 `order: auto` compares input order with sorted order by two fractions: the prompt bytes that the cache would
@@ -15,18 +15,21 @@ from pyroaring import BitMap64
 from batchrunner.input.prompt_bytes import common_length
 
 WINDOW_ROWS = 1024
-"""Rows of one stretch. The dispatcher reorders at least as many rows at a time, so it finds common prefixes
-within a stretch in any order."""
+"""Number of rows in a stretch. The dispatcher reorders at least as many rows at a time. So it finds the
+common prefixes within a stretch, whatever the order of its rows."""
 STRETCHES = 8
-"""Stretches of the sample. Fewer would hardly show groups of eight rows in ten million."""
+"""Number of stretches in the sample. Fewer stretches would hardly show that ten million rows consist of
+groups of eight with a common prefix."""
 ALIKE_BYTES = 256
-"""Two prompts are alike if their common prefix exceeds the prefix of nearly all prompts by so many bytes (64
-tokens)."""
+"""Two prompts count as alike if their common prefix is at least this many bytes (64 tokens) longer than the
+prefix that nearly all prompts share."""
 FEWEST_ALIKE = 8
-"""Fewest alike rows of the sample that are extrapolated to all rows; fewer may be chance."""
+"""Minimum number of alike rows in the sample for an extrapolation to all rows; fewer may be chance."""
 WORTH_IT, LEAST_SAVED = 0.05, 0.01
-"""What sorting must save to be worth its time and disk: a fraction of the prompt bytes that input order
-computes, or of the rows; and at least a fraction of all prompt bytes, which take about as long to sort."""
+"""Sorting is worth its time and disk space if it saves at least WORTH_IT of the prompt bytes that are
+computed in input order, and at least LEAST_SAVED of all prompt bytes: sorting takes about as long as
+computing so many. It is also worth it if at least WORTH_IT more of the rows share the answer of an equal
+row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class OrderDecision:
     sorted_equal: float = 0.0
     """The same fraction in sorted order."""
     prompt_bytes: float | None = None
-    """Bytes of a prompt on average, 4 for a token id; None without a sample."""
+    """Mean number of bytes of a prompt, in which a token id counts as 4; None without a sample."""
 
     def __str__(self) -> str:
         return f"order: {self.order} ({self.why})"
@@ -64,9 +67,10 @@ class OrderDecision:
 def decide(
     sample: Sequence[Sequence[bytes]], rows: int, keys: Sequence[Sequence[Hashable]] | None = None
 ) -> OrderDecision:
-    """Decide from the prompts of stretches of consecutive rows; `rows` is the number of all rows.
+    """Decide on the order of `rows` rows from a sample: the prompts of some stretches of consecutive rows.
 
-    Rows with equal `keys` are sent once; without keys all rows are sent.
+    `keys` has a key for each prompt of the sample. Rows with equal keys are sent once; without `keys`, all
+    rows are sent.
     """
     sampled = sum(map(len, sample))
     unsorted, best = shared_fractions(sample, rows)
@@ -116,43 +120,65 @@ def stretches(rows: BitMap64, group_ends: Sequence[int]) -> Iterator[BitMap64]:
 def shared_fractions(sample: Sequence[Sequence[bytes]], rows: int) -> tuple[float, float]:
     """Return the fractions of all prompt bytes that the prefix cache holds, in input order and sorted.
 
-    In input order a row shares prefixes with the rows of its stretch, in sorted order with all rows. Unless
-    the sample is the whole input, the second fraction is extrapolated. Let n be the number of sampled rows, N
-    that of all rows, and p the fraction of sampled rows with an alike row (ALIKE_BYTES) in another stretch. A
-    row then has about x = p·N/n alike rows in the input, and one of them precedes it with probability x / (1
-    + x). It saves as many bytes as sampled rows with an alike row save on average.
+    `rows` is the number of all rows. In input order a row shares prefixes with the rows of its stretch, and
+    in sorted order with all rows. If the sample is smaller than the input, the second fraction is
+    extrapolated.
     """
-    whole = sum(len(prompt) for stretch in sample for prompt in stretch)
-    if not whole:
+    total_bytes = sum(len(prompt) for stretch in sample for prompt in stretch)
+    if not total_bytes:
         return 0.0, 0.0
     ordered = sorted((prompt, number) for number, stretch in enumerate(sample) for prompt in stretch)
-    n = len(ordered)
-    forward = list(_nearest(ordered))
-    in_stretch = sum(near for near, _ in forward)
-    if n == rows:
-        best = sum(max(near) for near in forward)
-        return in_stretch / whole, best / whole
-    backward = reversed(list(_nearest(ordered[::-1])))
-    edge = n // 20
-    by_nearly_all = common_length(ordered[edge][0], ordered[-1 - edge][0])
-    gains = [
-        max(0, max(behind, before) - near)
-        for (near, behind), (_, before) in zip(forward, backward, strict=True)
-        if max(behind, before) >= by_nearly_all + ALIKE_BYTES
-    ]
+    with_earlier = list(_nearest(ordered))
+    bytes_in_stretches = sum(in_stretch for in_stretch, _ in with_earlier)
+    if len(ordered) == rows:
+        sorted_bytes = float(sum(map(max, with_earlier)))
+    else:
+        gains = _gains_of_sorting(ordered, with_earlier)
+        sorted_bytes = bytes_in_stretches + _extrapolated_gain(gains, len(ordered), rows)
+    return bytes_in_stretches / total_bytes, min(1.0, sorted_bytes / total_bytes)
+
+
+def _gains_of_sorting(
+    ordered: Sequence[tuple[bytes, int]], with_earlier: Sequence[tuple[int, int]]
+) -> list[int]:
+    """Return the bytes that sorting saves for each sampled row with an alike row in another stretch.
+
+    `ordered` holds the sorted prompts with the numbers of their stretches, and `with_earlier` is `_nearest`
+    of them. A prefix that nearly all prompts share does not make rows alike, because any order reuses it. It
+    is taken from two of the sorted prompts between which 90 % of the sample lie.
+    """
+    with_later = reversed(list(_nearest(ordered[::-1])))
+    edge = len(ordered) // 20
+    prefix_of_nearly_all = common_length(ordered[edge][0], ordered[-1 - edge][0])
+    gains = []
+    for (in_stretch, earlier), (_, later) in zip(with_earlier, with_later, strict=True):
+        in_other_stretches = max(earlier, later)
+        if in_other_stretches >= prefix_of_nearly_all + ALIKE_BYTES:
+            gains.append(max(0, in_other_stretches - in_stretch))
+    return gains
+
+
+def _extrapolated_gain(gains: Sequence[int], sampled: int, rows: int) -> float:
+    """Return the bytes that sorting all rows would save for the sampled rows.
+
+    `gains` has an entry for each sampled row with an alike row in another stretch. Let p be the fraction of
+    such rows among the `sampled` rows. A row then has about x = p·rows/sampled alike rows in the input, and
+    one of them precedes it with probability x / (1 + x). In that case it is taken to save the mean of
+    `gains`.
+    """
     if len(gains) < FEWEST_ALIKE:
-        return in_stretch / whole, in_stretch / whole
-    alike = len(gains) / n * rows / n
-    gained = n * alike / (1 + alike) * sum(gains) / len(gains)
-    return in_stretch / whole, min(1.0, (in_stretch + gained) / whole)
+        return 0.0
+    alike_rows = len(gains) / sampled * rows / sampled
+    return sampled * alike_rows / (1 + alike_rows) * sum(gains) / len(gains)
 
 
 def equal_fractions(keys: Sequence[Sequence[Hashable]], rows: int) -> tuple[float, float]:
     """Return the fractions of all rows that equal an earlier row, in input order and sorted.
 
-    Rows are equal if their keys are. Unless the sample is the whole input, the second fraction is
-    extrapolated: every row has an equal row if its key occurs three times or more in the sample. A fraction p
-    of the other rows occurs twice, so a row has about x = p·N/n equal rows, as in `shared_fractions`.
+    Rows are equal if their keys are equal. If the sample is smaller than the input, the second fraction is
+    extrapolated. All rows whose key occurs three times or more in the sample are taken to equal an earlier
+    row. Of the other sampled rows, a fraction p has a key that occurs twice. So such a row has about x =
+    p·rows/sampled equal rows in the input, and the estimate continues as in `_extrapolated_gain`.
     """
     counts = Counter(key for stretch in keys for key in stretch)
     n = counts.total()
@@ -168,11 +194,12 @@ def equal_fractions(keys: Sequence[Sequence[Hashable]], rows: int) -> tuple[floa
 
 
 def _nearest(ordered: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the longest prefixes that each prompt shares with earlier ones: of its stretch, and of others.
+    """Yield the length of the longest prefix that each prompt shares with an earlier one.
 
-    `ordered` holds sorted prompts with the numbers of their stretches.
+    There are two lengths: for earlier prompts of the same stretch, and of other stretches. `ordered` holds
+    sorted prompts, each with the number of its stretch.
     """
-    last = [0] * STRETCHES  # prefix shared with the last prompt of each stretch
+    last = [0] * STRETCHES  # length shared with the last prompt of each stretch
     before, stretch_before = b"", 0
     for prompt, stretch in ordered:
         shared = common_length(before, prompt)

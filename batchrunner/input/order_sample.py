@@ -1,4 +1,4 @@
-"""Order of a job's rows: as the job says, or with `order: auto` by a sample of its prompts."""
+"""The order of a job's rows: as the job says, or with `order: auto` decided from a sample of its prompts."""
 
 import time
 from collections.abc import Callable, Hashable
@@ -11,9 +11,9 @@ from batchrunner.input.order import OrderDecision, decide, stretches
 from batchrunner.input.prompt_bytes import RequestDigests, is_repeatable, prompt_bytes
 
 SAMPLE_S = 60.0
-"""Seconds after which the sample ends: templates may take long to render."""
+"""Seconds after which the sample ends, because templates may take long to render."""
 STRETCH_BYTES = 16 << 20
-"""Bytes of prompts after which a stretch ends."""
+"""A stretch ends once its prompts have at least this number of bytes."""
 
 
 def decide_order(
@@ -41,8 +41,8 @@ def _read_stretch(
 ) -> tuple[list[bytes], list[Hashable]]:
     """Return the prompt of each row, and a key that is equal for rows that share an answer.
 
-    The prompt is empty where the row cannot be rendered. The rest of the rows is left out once the sample is
-    large enough, or has taken long enough.
+    A row that cannot be rendered has an empty prompt. The remaining rows are left out once the prompts have
+    STRETCH_BYTES, or once the time is after `ends_at`.
     """
     prompts: list[bytes] = []
     keys: list[Hashable] = []

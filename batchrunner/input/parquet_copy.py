@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.types as pt
 
+from batchrunner.core.errors import first_line
 from batchrunner.input.common_types import common_type
 from batchrunner.job.arrow_types import type_name
 from batchrunner.output.arrow_arrays import arrow_array
@@ -26,24 +27,27 @@ from batchrunner.output.files import writing
 Item = TypeVar("Item")
 UNFIT = (ValueError, TypeError, OverflowError, pa.ArrowException)
 """Errors of Arrow for a value that a type cannot hold."""
-MOST_SHOWN = 40
-"""Most characters of a bad value in a message."""
+VALUE_CHARACTERS = 40
+"""Maximum number of characters of a bad value, or of a type, in a message."""
 PROBLEM = "\0problem"
 """Column that says why a record of a text file cannot be read; null if it can."""
 LINE = "\0line"
 """Column with the line number of each record; the Parquet file does not have it."""
 AS_JSON = "\0json "
-"""Name prefix of a column of JSON texts, whose values have no common type."""
+"""Prefix of a column's name in a batch in which the values of this column have no common type. The column
+then holds them as JSON texts."""
 MOST_ODD = 0.1
-"""Largest share of odd values in a column of lists or structs.
+"""Maximum share of odd values in a column of lists or structs.
 
-Up to it, the records with odd values fail; above it, the whole column becomes JSON text."""
+A value is odd if the type of most values cannot hold it. Up to this share, only the records with odd values
+fail. Above it, the whole column becomes JSON text."""
 NOTES = b"batchrunner.notes"
 """Key of the notes on records, a JSON list of sentences for users, in the metadata of a Parquet file."""
 MOST_FIELDS = 1000
-"""Most fields of an object. One with more is a lookup table, and its column becomes JSON text."""
+"""Maximum number of fields of an object. An object with more fields is taken for a lookup table, and its
+column becomes JSON text."""
 BATCH_BYTES = 4 << 20
-"""Bytes of records after which a batch ends."""
+"""A batch ends once its records have more bytes than this."""
 _TEXT = pa.string()
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 _JSON_NAMES = {
@@ -60,9 +64,9 @@ def write_parquet(
 ) -> None:
     """Write one or more batches as a Parquet file.
 
-    Batches of records have PROBLEM and LINE, and may have AS_JSON columns; `source` names their file in
-    messages. Notes on them are added to the metadata as NOTES. Raises StorageError or ArrowException, and
-    what the batches raise.
+    Batches of records, which come from a text file, have the columns PROBLEM and LINE, and may have AS_JSON
+    columns. `source` names the text file in messages. Notes on the records are added to the metadata as
+    NOTES. Raises StorageError or ArrowException, and what the iterator of batches raises.
     """
     spool = path.with_name(f"{path.name}.arrows")
     record_columns: dict[str, _RecordColumn] = {}
@@ -150,7 +154,7 @@ class _RecordColumn:
 
 
 class _Records:
-    """Gives batches of records their final columns, and fails a record with a value that does not fit."""
+    """Gives batches of records their final columns. A record with a value that does not fit fails."""
 
     def __init__(self, schema: pa.Schema, columns: Mapping[str, _RecordColumn], source: str) -> None:
         self._schema, self._columns, self._source = schema, columns, source
@@ -159,7 +163,7 @@ class _Records:
         self._text_causes: dict[str, str] = {}  # why columns with lists or structs are text
 
     def fitted(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return a batch in the schema."""
+        """Return a batch converted to the schema."""
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
         lines: list[int] = columns[LINE].to_pylist()
         problems: list[str | None] = columns[PROBLEM].to_pylist()
@@ -186,7 +190,7 @@ class _Records:
         return pa.RecordBatch.from_arrays([columns[name] for name in self._schema.names], schema=self._schema)
 
     def notes(self) -> list[str]:
-        """Return sentences for users: which records fail, and why columns are text."""
+        """Return sentences for users that say which records fail, and why columns became JSON text."""
         notes = [f"{cause}: the column is JSON text" for cause in self._text_causes.values()]
         if self._failed_count:
             failed = f"{self._failed_count:,} of {self._count:,} records cannot be sent"
@@ -248,19 +252,13 @@ def _difference(name: str, value: Any, kind: pa.DataType) -> str:
     for place, part, part_type in parts:
         if part is not None and not _is_of(part, part_type):
             return _difference(place, part, part_type)
-    return f"{name} is {_JSON_NAMES[type(value)]}, but {type_name(kind):.{MOST_SHOWN}} in other records"
-
-
-def first_line(failure: BaseException) -> str:
-    """Return the first line of an error's text; Arrow may add a stack trace below it."""
-    text = str(failure).strip()
-    return text.splitlines()[0] if text else type(failure).__name__
+    return f"{name} is {_JSON_NAMES[type(value)]}, but {type_name(kind):.{VALUE_CHARACTERS}} in other records"
 
 
 def normalized(schema: pa.Schema, nulls: pa.DataType = _TEXT) -> pa.Schema:
     """Return the schema with nullable fields, without views, and with `nulls` in place of the null type.
 
-    Dictionary columns get 32-bit indices: two files together may have too many values for 8 bits.
+    Dictionary columns get 32-bit indices, because two files together may have too many values for 8 bits.
     """
     fields = []
     for field in schema:
@@ -299,7 +297,7 @@ def not_for_parquet(kind: pa.DataType) -> str | None:
             writer.write_table(pa.table([pa.nulls(0, kind)], names=["a"]))
         pq.ParquetFile(sink.getvalue())  # refuses deeply nested types that can be written
     except (OSError, pa.ArrowException, NotImplementedError) as failure:
-        return str(failure).partition("\n")[0]
+        return first_line(failure)
     return None
 
 
@@ -315,9 +313,10 @@ def common_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
 
 
 def stored_schema(schema: pa.Schema) -> pa.Schema:
-    """Return the schema with text, for JSON, in place of types that Parquet cannot hold or that are too wide.
+    """Return the schema with text, for JSON, in place of some types.
 
-    Columns of nulls stay as they are: another file may give them a type.
+    These are the types that Parquet cannot hold, and those with an object of more than MOST_FIELDS fields.
+    Columns of nulls stay as they are, because another file may give them a type.
     """
     fields = []
     for field in schema:
@@ -338,7 +337,7 @@ def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
 
 
 def fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """Return a batch with the columns of a schema; a column that it lacks is null. Raises UNFIT errors."""
+    """Return a batch with the columns of a schema; columns that it lacks become null. Raises UNFIT errors."""
     if batch.schema.equals(schema):
         return batch
     columns = dict(zip(batch.schema.names, batch.columns, strict=True))
@@ -369,7 +368,7 @@ def fitted_values(column: pa.Array, kind: pa.DataType) -> tuple[pa.Array, dict[i
             values.append(pa.nulls(1, kind))
             value = column[index]
             shown = repr(value.as_py()) if pt.is_string(column.type) else str(value)
-            misfits[index] = f"{shown:.{MOST_SHOWN}} is not {type_name(kind)}"
+            misfits[index] = f"{shown:.{VALUE_CHARACTERS}} is not {type_name(kind)}"
     return pa.concat_arrays(values), misfits
 
 
@@ -406,7 +405,7 @@ def in_chunks(items: Iterable[Item], most: int, bytes_of: Callable[[Item], int])
 
 
 def array_of(values: Sequence[Any]) -> pa.Array:
-    """Return values with the type that Arrow gives them, or as JSON texts if they have none in common."""
+    """Return values with the type that Arrow gives them, or as JSON texts if they have no common type."""
     try:
         return pa.array(values)
     except UNFIT:

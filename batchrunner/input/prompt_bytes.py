@@ -1,7 +1,7 @@
 """Prompts as bytes, by which they are compared and sorted, and the digests that recognize equal requests.
 
-Bytes stand for tokens: texts that share a prefix share about the same prefix in tokens, except for a token or
-two at its end.
+Bytes can stand in for tokens: if two texts share a prefix, their tokens share about the same prefix, except
+for a token or two at its end.
 """
 
 import struct
@@ -18,16 +18,16 @@ from batchrunner.core.types import BYTES_PER_TOKEN, Request, RequestBody
 from batchrunner.input.request_bodies import prompt_of
 
 BLOCK_BYTES, BLOCK_SHARE = 64, 16
-"""Size of the blocks of a prompt whose checksums are its sort key: BLOCK_BYTES, or 1/BLOCK_SHARE of the bytes
-before the block where that is more. A common prefix of 10 kB may thus count as 9.5 kB, and the key of a
-prompt of 1 MB has 520 bytes."""
+"""The sort key of a prompt consists of the checksums of its blocks. A block has BLOCK_BYTES bytes, or
+1/BLOCK_SHARE of the number of bytes before it if that is more. Only whole blocks count, so a common prefix of
+10 kB may count as 9.5 kB. The key of a prompt of 1 MB has 520 bytes."""
 
 
 def prompt_bytes(request: Request) -> bytes:
     """Return the whole prompt as bytes.
 
-    They begin with the name of the LoRA adapter, because adapters share no cache. Each file is as many bytes
-    as its tokens would have in a text.
+    The bytes begin with the name of the LoRA adapter, because adapters share no cache. A media file is
+    represented by its repeated key: as many bytes as text with the same number of tokens would take.
     """
     adapter = f"{request.lora_path}\0".encode() if request.lora_path else b""
     if request.kind == "input_ids":
@@ -37,7 +37,7 @@ def prompt_bytes(request: Request) -> bytes:
     if request.kind == "text":
         files = b"".join(map(_file_bytes, request.media))
         return adapter + files + _encoded(request.prompt)
-    if request.tools is not None and request.tools.by_row:  # chat templates write them at the beginning
+    if request.tools is not None and request.tools.by_row:  # chat templates write tools at the beginning
         adapter += _encoded(repr(request.tools.tools))
     if request.media:
         return adapter + b"".join(_message_with_files(message, request.media) for message in request.prompt)
@@ -62,7 +62,7 @@ def _message_bytes(message: Any) -> bytes:
 
 
 def _file_bytes(file: PromptFile) -> bytes:
-    """Return the key of a file, repeated to the length of its tokens."""
+    """Return the key of a file, repeated to the number of bytes that stand for its tokens."""
     length = BYTES_PER_TOKEN * file.tokens
     return (file.key * (length // len(file.key) + 1))[:length]
 
@@ -111,8 +111,8 @@ _ENDS = [end for _, end in _BLOCKS[:-1]]
 def sort_key(prompt: bytes) -> tuple[bytes, int]:
     """Return a short sort key of a prompt, and a checksum of the bytes behind its last whole block.
 
-    The key is a 4-byte checksum of each whole block. Sorted by it, prompts with a common prefix are
-    neighbours, however long it is, and a prompt comes right before those that continue it.
+    The key has a 4-byte checksum of each whole block. In the order of the keys, prompts with a common prefix
+    of any length are neighbours, and a prompt comes right before the prompts that continue it.
     """
     whole = bisect_right(_ENDS, len(prompt))
     sums = array("I", [crc32(prompt[start:end]) for start, end in _BLOCKS[:whole]])
@@ -127,7 +127,8 @@ def is_repeatable(request: Request) -> bool:
 class RequestDigests:
     """Makes digests that are equal for equal requests, in every run.
 
-    A digest covers all that a request asks for. The model and the checks of the answer belong to the run.
+    A digest covers everything that a request asks for. It does not cover the model and the checks of the
+    answer, because those are the same for the whole run.
     """
 
     def __init__(self) -> None:
@@ -135,7 +136,7 @@ class RequestDigests:
         self._fields_digest = b""
 
     def write(self, request: Request, prompt: bytes) -> None:
-        """Store the digest of a request in its row reference, if that has room for it.
+        """Store the digest of a request in its row reference, if that has a list for digests.
 
         `prompt` is the request's `prompt_bytes`.
         """
@@ -155,7 +156,7 @@ class RequestDigests:
 
 
 def _settings(request: Request) -> bytes:
-    """Return what a request has besides its prompt, written the same way in every process."""
+    """Return what a request asks for besides its prompt, as bytes that are the same in every process."""
     asks = request.asks
     return _encoded(
         repr((

@@ -1,4 +1,4 @@
-"""Prompts by a Python function of the job (`prompt.python`), for many rows at a time."""
+"""Prompts that a Python function of the job makes (`prompt.python`), for many rows at a time."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +24,10 @@ def columns_given(facts: HookFacts, source: ColumnSource) -> list[str]:
 
 
 def with_prompt(request: Request, label: str, kind: PromptKind, prompt: Any) -> Request:
-    """Return a request with a prompt; raises RowRefusedError, which begins with the label, for a bad chat."""
+    """Return the request with this prompt.
+
+    Raises RowRefusedError, whose text begins with `label`, for an invalid conversation.
+    """
     if kind != "messages":
         return request._replace(
             kind=kind, prompt=prompt, chat_template_kwargs=None, continues=False, tools=None
@@ -34,10 +37,10 @@ def with_prompt(request: Request, label: str, kind: PromptKind, prompt: Any) -> 
 
 
 class PythonPrompts:
-    """Fills in the prompts of requests that have the row as their `prompt`."""
+    """Fills in the prompts of requests. Until then, the `prompt` of a request holds its row."""
 
     def __init__(self, pool: HookPool, source: ColumnSource) -> None:
-        """Choose the columns that the function receives; raises as `columns_given`."""
+        """Choose the columns that the function receives; raises InputError, see `columns_given`."""
         self._pool = pool
         facts = pool.facts[PROMPT]
         self._label = f"{PROMPT}: {facts.name}"
@@ -46,7 +49,7 @@ class PythonPrompts:
     def fill(
         self, items: Sequence[Request | Outcome], is_stopped: Callable[[], object]
     ) -> list[Request | Outcome]:
-        """Return the requests with their prompts, or an outcome if there is none; outcomes stay as they are.
+        """Return each request with its prompt, or an Outcome if it gets none; given outcomes stay unchanged.
 
         The last rows may be missing once `is_stopped` returns true. Raises HookLostError.
         """
@@ -65,7 +68,7 @@ class PythonPrompts:
         return filled
 
     def _filled(self, request: Request, result: HookResult) -> Request | Outcome:
-        if result.error is not None or result.value is None:  # no error: a row left out
+        if result.error is not None or result.value is None:  # without an error, the row is left out
             return Outcome.unsent(request.ref, result.error)
         try:
             return with_prompt(request, self._label, *result.value)

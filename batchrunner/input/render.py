@@ -74,6 +74,7 @@ class Renderer:
         self._shared: dict[str, Any] = {
             "chat_template_kwargs": prompt.chat_template_kwargs, "continues": prompt.continues,
             "asks": answers.asks, "task": answers.task,
+            "stops_repetition": answers.on_repetition != "keep",
         }  # fmt: skip
         self.predicate: Predicate | None = None
         self._for_check: Sequence[str] = []
@@ -101,9 +102,9 @@ class Renderer:
                 (self._by_row if isinstance(value, ByColumn) else self._shared)[field] = value
         self._compile_expressions(job, dataset.schema.names, faults)
         self.kind, self._prompt_of = prompts.kind, prompts.prompt_of
-        self._request_kind: PromptKind = self.kind or "messages"  # until the prompt is filled in
+        self._request_kind: PromptKind = self.kind or "messages"  # a stand-in until a function makes one
         self._same: tuple[Any, ...] | None = None
-        """Fields of a request after `sampling`, if all rows have the same values; else None."""
+        """Values of a request's fields after `sampling`, if they are the same for all rows; else None."""
         if not (self._by_row or self._for_check or self._media):
             self._same = tuple({**Request._field_defaults, **self._shared}.values())
         self._used = self._columns_used(prompts)
@@ -116,7 +117,7 @@ class Renderer:
             self._used = self.columns
 
     def _compile_expressions(self, job: Job, columns: Sequence[str], faults: Faults) -> None:
-        """Compile the filter, and find the columns that the check of answers reads."""
+        """Compile the filter, and find the columns that `accept.expression` reads."""
         with faults.collect():
             if job.input.filter is not None:
                 self.predicate = Predicate(job.input.filter, where="input.filter", available=columns)
@@ -165,7 +166,7 @@ class Renderer:
         if isinstance(row, str):  # the reason why it cannot be read
             raise RowRefusedError(row)
         if self.predicate is not None:
-            self.predicate(row)  # the plan selects a row on which the filter fails: it fails here
+            self.predicate(row)  # rows on which the filter fails are selected too; the error is raised here
         media: tuple[PromptFile, ...] = ()
         if self._media is None:
             prompt = self._prompt_of(row)
@@ -291,7 +292,10 @@ def _from_templates(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
 
 
 def _refuse_single_braces(templates: str, dataset: ColumnSource) -> None:
-    """Raise JobError for `{text}` in templates that read no column: all rows would have the same prompt."""
+    """Raise JobError if templates that read no column contain a column in single braces, such as `{text}`.
+
+    All rows would have the same prompt.
+    """
     for name in dataset.schema.names:
         if f"{{{name}}}" in templates:
             expression = f"{{{{ {template_of_column(name)} }}}}"
@@ -301,7 +305,10 @@ def _refuse_single_braces(templates: str, dataset: ColumnSource) -> None:
 def _with_fields(
     fields: list[str], dataset: ColumnSource, make: Callable[[Row], Any], columns: set[str]
 ) -> tuple[Callable[[Row], Any], set[str]]:
-    """Return `make` with these fields added to its row, and the columns that the result reads."""
+    """Return a function that calls `make` with a row and the lines of these fields.
+
+    Also return the columns that this function reads.
+    """
     if FIELDS in dataset.schema.names:
         raise JobError(
             f"prompt.fields: the input has a column {FIELDS!r} too, which templates could not distinguish",
@@ -427,7 +434,8 @@ _COLUMN_TYPES: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "stop_token_ids": (is_ids, "lists of integers"),
     "ignore_eos": (pt.is_boolean, "booleans"),
 }
-"""Types that columns of sampling parameters must have, with their names; all others must hold numbers."""
+"""For some sampling parameters, the test of a column's type and the name of the type that the column must
+have. The columns of all other parameters must hold numbers."""
 
 
 def _split_sampling(sampling: SamplingSpec, dataset: ColumnSource) -> tuple[dict[str, Any], dict[str, str]]:

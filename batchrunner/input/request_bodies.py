@@ -1,4 +1,4 @@
-"""Bodies of requests in OpenAI's format, as batch files have them: what is sent, where the prompts are."""
+"""Bodies of requests in OpenAI's format, as in batch files: what is sent, and which fields hold prompts."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def request_of(row: dict[str, Any]) -> RequestBody:
     """Return the request of a row. The values of its body stay as they are written in the file."""
     fields = fields_of(row[BODY].encode())
     model = fields.pop("model", None)
-    for name in _STREAMED:  # each answer comes whole
+    for name in _STREAMED:  # answers are not streamed
         fields.pop(name, None)
     return RequestBody(
         path=row[URL],
@@ -72,7 +72,7 @@ def _is_ids(prompt: Any) -> bool:
 
 
 def _most_tokens(path: str, fields: dict[str, msgspec.Raw]) -> int:
-    """Return the most output tokens that a request allows, or an estimate if it has no limit."""
+    """Return a request's limit of output tokens, or an estimate if the request has no limit."""
     if path == EMBEDDINGS_PATH:
         return 1
     for name in _LIMITS:

@@ -2,8 +2,9 @@
 
 The file has the columns that the job reads, and the ordinals as its last column. Its metadata (`about`) names
 its order and its run. A position is the index of a row in the file, from 0. The file is written in bounded
-memory: DuckDB sorts only the sort keys, which gives the position of each row. The rows themselves are
-partitioned by position into buckets, so that values of any type pass through Arrow and Parquet only.
+memory. DuckDB sorts only the sort keys, which gives the position of each row. The rows themselves are
+partitioned by position into buckets. So values of any type pass through Arrow and Parquet only, not through
+DuckDB.
 """
 
 from __future__ import annotations
@@ -23,18 +24,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
-from batchrunner.core.errors import InputError, OutputError, ResumeError
+from batchrunner.core.errors import InputError, OutputError, ResumeError, first_line
 from batchrunner.core.types import Request, rows_of_column
 from batchrunner.input.dataset import RowBatch, batch_rows
 from batchrunner.input.files import READ_BUFFER_BYTES
 from batchrunner.input.job_input import JobInput, lease_rows
 from batchrunner.input.order import OrderDecision
 from batchrunner.input.order_sample import decide_order
-from batchrunner.input.parquet_copy import first_line
 from batchrunner.input.prompt_bytes import prompt_bytes, sort_key
 from batchrunner.job.sampling import FromColumn
 from batchrunner.output.arrow_arrays import arrow_array
-from batchrunner.output.buckets import Buckets
 from batchrunner.output.files import whole_file
 from batchrunner.output.run_json import check_same_run, fingerprint
 
@@ -83,7 +82,7 @@ class SortedCopy:
     def read(self, rows: BitMap64, positions: range | None = None) -> Iterator[RowBatch]:
         """Yield these rows in the order of the copy; raises InputError.
 
-        `positions` are whole row groups in which the rows lie; None means all.
+        `positions` cover whole row groups, in which the rows lie; None stands for all positions.
         """
         try:
             for group in self._groups(positions or self.positions):
@@ -109,19 +108,19 @@ class SortedCopy:
 
 
 MEMORY = "128MB"
-"""Memory limit of DuckDB, which exceeds it; with Arrow's memory the process stays below 512 MB."""
+"""Memory limit of DuckDB. DuckDB exceeds it, but the process with Arrow's memory stays below 512 MB."""
 CHUNK_ROWS = 16_384
 """Rows that are passed to or from DuckDB at once."""
 MOST_OUTPUT_TOKENS = 1 << 30
-"""Upper bound of `max_new_tokens` in a sort key, more than any model generates."""
+"""A sort key has this number if `max_new_tokens` is larger. No model generates as many tokens."""
 MOST_GROUP_BYTES = 32 << 20
-"""Approximate upper bound for the bytes of a row group."""
+"""Approximate maximum size of a row group in bytes."""
 BUCKET_BYTES = 48 << 20
-"""Approximate bytes of the rows in a bucket; sorting a bucket takes about three times as much memory."""
+"""Approximate size of a bucket in bytes. Sorting a bucket takes about three times as much memory."""
 _KEYS = {"first": pa.int64(), "key": pa.binary(), "tail": pa.int64(), "row": pa.int64(), "size": pa.int64()}
 """Columns of a sort key; the first four decide the order."""
 _POSITION, _ORDINAL = "\0position", "\0row"
-"""Names of columns of our own, which no input column can have."""
+"""Names of the columns that are added to those of the input; no input column has such a name."""
 
 
 @contextmanager
@@ -157,6 +156,8 @@ def write_sorted(
             groups = list(cut_into_groups(sizes, lease_rows(len(rows))))
             db.execute("CREATE TABLE positions AS SELECT row, rowid AS position FROM sorted")
             db.execute("DROP TABLE sorted")
+            from batchrunner.output.buckets import Buckets  # noqa: PLC0415 - only for jobs that sort
+
             buckets = Buckets(work, _POSITION, list(_bucket_ends(groups)))
             positions = _values(db, "SELECT position FROM positions ORDER BY row")
             for table in _with_positions(job_input, rows, positions):
@@ -174,8 +175,9 @@ def insert(
     """Create a table with these columns and insert the rows, many at once."""
     db.from_arrow(pa.Table.from_batches([], pa.schema(kinds.items()))).create(table)
     while chunk := list(islice(rows, CHUNK_ROWS)):
-        columns = zip(zip(*chunk, strict=True), kinds.values(), strict=True)
-        db.from_arrow(pa.table([arrow_array(*column) for column in columns], [*kinds])).insert_into(table)
+        columns = zip(*chunk, strict=True)
+        arrays = [arrow_array(values, kind) for values, kind in zip(columns, kinds.values(), strict=True)]
+        db.from_arrow(pa.table(arrays, [*kinds])).insert_into(table)
 
 
 def _values(db: DuckDBPyConnection, query: str) -> Iterator[tuple[Any, ...]]:
@@ -185,7 +187,10 @@ def _values(db: DuckDBPyConnection, query: str) -> Iterator[tuple[Any, ...]]:
 
 
 def _write_copy(tables: Iterable[pa.Table], sizes: Iterable[int], path: Path, about: dict[str, Any]) -> None:
-    """Write tables that consist of row groups of these sizes; their last columns are ordinal and position."""
+    """Write tables as one Parquet file, without their last column, the position.
+
+    `sizes` are the numbers of rows of all row groups. A table consists of whole row groups.
+    """
     groups = iter(sizes)
     with ExitStack() as stack:
         writer = None
@@ -205,7 +210,7 @@ def _keys(
     """Yield the sort key (_KEYS) of each row, even of a row that cannot be sent."""
     by_column = isinstance(job_input.job.sampling.max_new_tokens, FromColumn)
     for batch in job_input.dataset.read(rows, job_input.renderer.columns):
-        size = batch.data.nbytes // len(batch.rows)  # of a row, without its prompt
+        size = batch.data.nbytes // len(batch.rows)  # mean size of a row, without its prompt
         for item in job_input.renderer.render(batch, check_stop):
             if not isinstance(item, Request):
                 yield 0, b"", 0, item.ref.row, size
@@ -248,7 +253,7 @@ def _bucket_ends(groups: list[tuple[int, int]]) -> Iterator[int]:
 def _with_positions(
     job_input: JobInput, rows: BitMap64, positions: Iterator[tuple[int]]
 ) -> Iterator[pa.Table]:
-    """Yield the rows in input order with their ordinals and positions; `positions` have input order."""
+    """Yield the rows in input order with their ordinals and positions; `positions` are in input order."""
     names = job_input.renderer.columns
     places = [pa.field(_ORDINAL, pa.int64()), pa.field(_POSITION, pa.int64())]
     schema = pa.schema([*job_input.dataset.schema_of(names), *places])
@@ -318,7 +323,7 @@ def find_sorted_copy(
 
 def remove_sorted_copies(directory: Path) -> None:
     """Delete the sorted copies of earlier attempts, finished or not. Raises OSError."""
-    for path in directory.glob("*order-*"):  # also hidden files, which are not whole
+    for path in directory.glob("*order-*"):  # also hidden files, which are unfinished
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

@@ -1,10 +1,15 @@
-"""Samples that are spread evenly over an input: blocks of neighbouring rows, or of a file's bytes."""
+"""Samples that are spread evenly over an input: blocks of neighbouring rows, or blocks of a file's bytes."""
+
+GOLDEN = 0.618033988749895
+"""The golden ratio. Its multiples modulo 1 are spread evenly, however many there are."""
 
 
 def spread_blocks(total: int, *, blocks: int, size: int) -> list[range]:
-    """Return the positions of so many blocks of a size, from the first to the last of `total` positions.
+    """Return the positions of blocks that are spread evenly over `total` positions.
 
-    Blocks overlap where they have more positions than there are.
+    `blocks` is the number of blocks, and `size` the number of positions in each. The first block begins at
+    the first position, and the last block ends at the last position. Blocks overlap if together they have
+    more than `total` positions.
     """
     return [
         range(begin, begin + size)

@@ -1,7 +1,7 @@
-"""A program's data → Arrow: tables, data frames, datasets, texts and mappings.
+"""Converts a program's data to Arrow: tables, data frames, datasets, texts and mappings.
 
-None of their packages is imported. Objects with Arrow's PyCapsule interface (`__arrow_c_stream__`) are read
-through it, and the others are recognized by their methods.
+This module does not import the libraries of these types. It reads objects with Arrow's PyCapsule interface
+(`__arrow_c_stream__`) through that interface, and recognizes all others by their methods.
 """
 
 import contextlib
@@ -14,14 +14,15 @@ from typing import Any, Protocol, TypeAlias
 import pyarrow as pa
 
 from batchrunner.core.console import counted
-from batchrunner.core.errors import InputError
+from batchrunner.core.errors import InputError, first_line
 from batchrunner.input.files import find_files
-from batchrunner.input.parquet_copy import array_of, empty_batch, first_line, in_chunks
+from batchrunner.input.parquet_copy import array_of, empty_batch, in_chunks
 
 TEXT = "text"
-"""Name of the column with rows that are texts."""
+"""Name of the column for rows that are plain texts."""
 CHUNK_ROWS = 1024
-"""Most rows that are converted together. Their size is not known: numbers in them are not counted."""
+"""Maximum number of rows that are converted together. A limit of bytes alone would not bound memory, because
+`bytes_of` does not count numbers."""
 _PNG_MODES = {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}
 """Modes of Pillow's images that a PNG file can hold."""
 _SCALARS: dict[type, pa.DataType] = {
@@ -114,7 +115,10 @@ def as_rows(data: Any) -> Iterator[Any]:
 
 
 def rows_known(data: Any) -> int:
-    """Return the number of rows if it is known without work (a relation of DuckDB runs its query), else 0."""
+    """Return the number of rows if it is known without work, else 0.
+
+    `len` is not used for other types: for a relation of DuckDB it would run the query.
+    """
     return len(data) if isinstance(data, (list, tuple)) else getattr(data, "num_rows", 0)
 
 
@@ -144,7 +148,7 @@ def bytes_of(value: Any) -> int:
 
 
 def as_mapping(row: object, number: int) -> Mapping[str, Any]:
-    """Return a row as a mapping; a text is the column `text`. Raises InputError, which names the row."""
+    """Return a row as a mapping; a text becomes the column `text`. Raises InputError, which has `number`."""
     if isinstance(row, str):
         return {TEXT: row}
     if row is None:
@@ -155,7 +159,10 @@ def as_mapping(row: object, number: int) -> Mapping[str, Any]:
 
 
 def _is_list(value: object) -> bool:
-    """Tell whether a value is a list whose first item is not a number: lists of numbers may be long."""
+    """Tell whether a value is a list whose items must be looked at.
+
+    A list that begins with a number is not looked at, because it may be long.
+    """
     return isinstance(value, (list, tuple)) and bool(value) and not isinstance(value[0], (int, float))
 
 
@@ -180,15 +187,15 @@ def _plain(value: Any) -> Any:
 def rows_of_like_types(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
     """Yield rows in order, in lists whose rows have the same columns with the same types.
 
-    A batch of such rows leaves each value as it is. In a column of several types, 1 beside 2.5 becomes 1.0,
-    a text beside bytes becomes bytes, and an object gets the keys of the others.
+    In a batch of such rows every value stays as it is. In a column of mixed types, Arrow would turn 1 beside
+    2.5 into 1.0 and a text beside bytes into bytes, and would give each object the keys of the other objects.
     """
     for _, group in groupby(rows, _types_of):
         yield [*group]
 
 
 def _types_of(row: Mapping[str, Any]) -> list[tuple[Any, pa.DataType | None]]:
-    """Return the type that Arrow gives each value of a row alone; None for a value that it cannot hold."""
+    """Return the type that Arrow gives to each value of a row by itself; None if Arrow cannot hold it."""
     types = []
     for name, value in row.items():
         kind = _SCALARS.get(type(value))
@@ -207,7 +214,7 @@ def batches_of_rows(
     `first` is the number of the first row, and `to_array` converts the values of a column.
     """
     columns = {}
-    for name in dict.fromkeys(chain.from_iterable(rows)):  # a row may have more than the first one
+    for name in dict.fromkeys(chain.from_iterable(rows)):  # rows may have keys that the first row lacks
         if not isinstance(name, str):
             raise InputError(f"rows: a column has the name {name!r}", hint="give a text")
         try:

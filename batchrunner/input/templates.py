@@ -1,7 +1,7 @@
 """Jinja2 templates and filter expressions over the columns of a row, in Jinja2's immutable sandbox.
 
-The author of a job may compute anything. Only prompts that nobody means are refused: those with a null or
-bytes in them, which would read "None" or "b'…'".
+The author of a job may compute anything. Only prompts that print a null or bytes are refused: nobody wants
+the text "None" or "b'…'" in a prompt.
 """
 
 import difflib
@@ -21,16 +21,16 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from batchrunner.core.errors import BatchrunError, JobError, RowRefusedError
+from batchrunner.core.errors import BatchrunError, JobError, RowRefusedError, first_line
 
 Error = TypeVar("Error", bound=BatchrunError)
 
 LONGEST_PROMPT = 64 << 20
-"""Most characters of a prompt: far more than any model reads."""
+"""Maximum number of characters of a prompt, far more than any model reads."""
 LINE_SHOWN = 100
-"""Most characters of a template's line, or of a value, in an error."""
+"""Maximum number of characters of a template's line, or of a value, in an error."""
 ANSWER_NAMES = ("output", "parsed", "reasoning", "finish_reason")
-"""Names of an answer's parts in `accept.expression`, where they hide columns of the same name."""
+"""Names by which `accept.expression` reads an answer. They hide columns of the same names."""
 FILTERS_TO_TEXT = (
     "string", "upper", "lower", "trim", "title", "capitalize", "replace", "center", "truncate", "wordwrap",
     "indent", "striptags", "escape", "e", "forceescape", "urlize", "wordcount",
@@ -41,7 +41,7 @@ PRINTING = frozenset({*FILTERS_TO_TEXT, "default", "d", "safe", "tojson"})
 ROW = "row"
 """Name of the mapping of all columns in a template."""
 _TAKEN = {ROW, "self", "true", "false", "none", "not", "and", "or", "in", "is", "if", "else"}
-"""Words that mean something else than a column in a template."""
+"""Words that cannot be the name of a column in a template, because they have another meaning there."""
 _METHODS = {"items", "keys", "values", "get"}
 """Methods of a mapping by which a template may read any column."""
 _ABOUT_NULL = re.compile(r"\bNone(Type)?\b")
@@ -51,7 +51,7 @@ _RESULT = "batchrunner_value"
 
 
 FIELDS = "fields"
-"""Name of the lines of `prompt.fields` in templates."""
+"""Name by which templates print the lines of `prompt.fields`."""
 _PLAIN = (str, int, float, Decimal, date, time)
 """Types of values that a line of `prompt.fields` shows as Python prints them; others are JSON."""
 
@@ -63,7 +63,7 @@ def field_line(name: str, value: Any) -> str:
 
 
 def with_fields(make: Callable[[dict[str, Any]], Any], columns: Sequence[str], row: dict[str, Any]) -> Any:
-    """Return the prompt of a row whose templates show the lines of these columns."""
+    """Return the prompt that `make` renders from a row and the lines of these columns (FIELDS)."""
     return make({**row, FIELDS: "\n".join(field_line(name, row[name]) for name in columns)})
 
 
@@ -88,7 +88,7 @@ class _ColumnCode:
             columns, self._reads_row = _columns_read(tree, available)
             self._template = _environment().from_string(tree)
         except Exception as failure:  # noqa: BLE001 - jinja2 raises errors of its own and of Python's compiler
-            problem = (str(failure).partition("\n")[0] or type(failure).__name__).removesuffix(".")
+            problem = first_line(failure).removesuffix(".")
             line = failure.lineno if isinstance(failure, jinja2.TemplateSyntaxError) else 1
             text = "".join(source.splitlines()[line - 1 : line]).strip()
             odd = [name for name in available if name in text and not name.isidentifier()]
@@ -128,7 +128,7 @@ class Template(_ColumnCode):
         except NotTextError as failure:
             failing = self._failing(row, failure.kind) or "a value"
             raise RowRefusedError(f"template: {failing} {failure.what}") from None
-        except Exception as failure:  # noqa: BLE001 - templates run user data through any operator
+        except Exception as failure:  # noqa: BLE001 - templates may apply any operator to user data
             message = _error_text(failure, self.columns, row)
             if _ABOUT_NULL.search(message) and (failing := self._failing(row, type(None))):
                 message += f" (in {failing})"
@@ -138,15 +138,15 @@ class Template(_ColumnCode):
         return text
 
     def _failing(self, row: Mapping[str, Any], kind: type) -> str:
-        """Return the part of a row on which the template fails, as far as it can be found.
+        """Return the names of the columns on which the template fails, as far as they can be found.
 
-        It is the printed field, or the columns of the expression (else of the whole template) that hold a
-        value of this kind.
+        These are the columns in the failing expression, or else in the whole template, that hold a value of
+        type `kind`. If there is no such column, it is the field that the expression prints.
         """
         expression = ""
         try:
             _environment(_NamingCode).from_string(self._source).render(self._variables(row))
-        except Exception as failure:  # noqa: BLE001 - as before
+        except Exception as failure:  # noqa: BLE001 - as in `render`
             expression = [expression, *getattr(failure, "__notes__", ())][-1]
         names = expression.split(", ") if expression else self.columns
         return ", ".join(name for name in names if isinstance(row.get(name, names), kind)) or expression
@@ -169,7 +169,7 @@ class Predicate(_ColumnCode):
             for _ in self._template.root_render_func(context):
                 pass
             return bool(context.vars[_RESULT])
-        except Exception as failure:  # noqa: BLE001 - expressions run user data through any operator
+        except Exception as failure:  # noqa: BLE001 - expressions may apply any operator to user data
             if _ABOUT_NULL.search(str(failure)):
                 return False
             raise RowRefusedError(f"filter: {_error_text(failure, self.columns, row)}") from None
@@ -211,13 +211,13 @@ class _Environment(ImmutableSandboxedEnvironment):
     """The sandbox, in which a struct's field hides a method of the same name, such as `items`."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return the field, else what jinja2 returns."""
+        """Return the struct's field of this name; without one, the attribute as jinja2 finds it."""
         if isinstance(obj, dict) and attribute in obj:
             return obj[attribute]
         return super().getattr(obj, attribute)
 
     def joined(self, *values: Any) -> str:
-        """Return the text of `~` with these operands."""
+        """Return the result of the operator `~` for these operands."""
         return "".join([str(as_text(value)) for value in values])
 
     def named(self, expression: str, text: Callable[[], str]) -> str:
@@ -366,8 +366,10 @@ def _columns_read(tree: nodes.Template, available: Collection[str]) -> tuple[set
     fields = [_field_of_row(node) for node in tree.find_all((nodes.Getattr, nodes.Getitem))]
     names = {name for name in fields if name and (name in available or name not in _METHODS)}
     uses = sum(name.name == ROW for name in tree.find_all(nodes.Name))
-    is_each_named = sum(name in names for name in fields) == uses
-    return free_names - {ROW} | (names if is_each_named else {*available}), True
+    names_each_field = sum(name in names for name in fields) == uses
+    if not names_each_field:  # a loop over `row`, for example, may read any column
+        names = {*available}
+    return free_names - {ROW} | names, True
 
 
 def _field_of_row(node: nodes.Node) -> str | None:

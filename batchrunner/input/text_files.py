@@ -1,7 +1,7 @@
 """Reads CSV, JSON Lines, batch files and Arrow files as Arrow batches.
 
 A record that cannot be read becomes a row whose PROBLEM column names the line and the reason. A file that
-cannot be divided into records is refused.
+cannot be divided into records is refused. DuckDB's readers cannot replace these: see `csv_records`.
 """
 
 import io
@@ -35,14 +35,20 @@ from batchrunner.job.spec import InputSpec
 from batchrunner.output.arrow_arrays import arrow_array
 
 BATCH_ROWS = 4096
-"""Most rows of an Arrow batch."""
+"""Maximum number of rows in an Arrow batch."""
 MOST_LEVELS = 48
-"""Deepest nesting of a JSON value: Parquet cannot hold many more levels."""
+"""Maximum number of nested levels of a JSON value. Parquet cannot hold many more levels."""
 _NO_NUMBER = re.compile(rb"[:,[]\s*-?(NaN|Infinity)\b")
 """Values that some programs write as numbers, but that are not valid JSON."""
 BOM = b"\xef\xbb\xbf"
 """Byte order mark, which some editors write at the start of a UTF-8 file; it is not part of the text."""
 ARROW_MAGIC, ARROW_HEAD_BYTES = b"ARROW1", 8
+
+
+def skip_bom(source: io.BufferedReader) -> None:
+    """Skip the byte order mark at the start of a file, if there is one."""
+    if source.peek(len(BOM)).startswith(BOM):
+        source.read(len(BOM))
 
 
 def batches_of_file(
@@ -55,8 +61,7 @@ def batches_of_file(
     """
     if form.kind == "Arrow":
         return _arrow_batches(source)
-    if source.peek(len(BOM)).startswith(BOM):
-        source.read(len(BOM))
+    skip_bom(source)
     if is_batch:
         name = Path(path).name
         return _object_batches(
@@ -90,8 +95,9 @@ def _csv_batches(
 def _json_records(lines: Iterable[bytes | None]) -> Iterator[TextRecord]:
     """Yield a record for each line that is not empty. None stands for a line that is too long.
 
-    DuckDB (2.0) and Arrow cannot replace this. DuckDB turns a malformed line into a null and gives no
-    reason. It turns a column of lists with one odd value into text. Both round integers of more than 64 bits.
+    Neither DuckDB (2.0) nor Arrow can replace this function. DuckDB turns a malformed line into a null and
+    gives no reason, and turns a column of lists with one odd value into text. DuckDB and Arrow both round
+    integers of more than 64 bits.
     """
     for number, line in enumerate(lines, 1):
         if line is None:
@@ -134,7 +140,7 @@ def _has_more_levels(value: object, most: int) -> bool:
 def _object_batches(
     records: Iterable[TextRecord], path: str, *, types: Mapping[str, str], object_name: str, hint: str
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the objects on the lines of a file. A key that a line lacks is null there.
+    """Yield the objects on the lines of a file as batches. A key that a line lacks is null in its row.
 
     Raises InputError, with the hint, if no line is an object.
     """
@@ -162,7 +168,8 @@ def _batch_of(
 ) -> pa.RecordBatch:
     """Return records as a batch with PROBLEM and LINE.
 
-    A column whose type is None gets the type of its values, or becomes an AS_JSON column if they have none.
+    If `types` has None for a column, it gets the common type of its values. If they have none, it becomes an
+    AS_JSON column.
     """
     problems = [record.problem for record in records]
     columns: dict[str, pa.Array] = {}

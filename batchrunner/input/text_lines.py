@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from batchrunner.core.files import LONGEST_LINE_BYTES
 
 TOO_LONG = f"is longer than {LONGEST_LINE_BYTES >> 20} MiB"
-MOST_SHOWN = 5
-"""Most lines, or other items, that a message names."""
+ITEMS_NAMED = 5
+"""Maximum number of lines, or of other items, that a message names."""
 
 
 class TextRecord(NamedTuple):
@@ -38,19 +38,19 @@ def read_lines(source: io.BufferedReader) -> Iterator[bytes | None]:
 
 @dataclass(slots=True)
 class LineNumbers:
-    """Lines of a file for a message, in bounded memory."""
+    """Counts lines of a file for a message, and keeps the numbers of the first few."""
 
     count: int = 0
     first: list[int] = field(default_factory=list)
-    """Numbers of the first MOST_SHOWN lines."""
+    """Numbers of the first ITEMS_NAMED lines."""
     reason: str = ""
-    """What is wrong with the first line."""
+    """What is wrong with the first of these lines."""
 
     def add(self, number: int, reason: str = "") -> None:
         """Count a line; `reason` is what is wrong with it."""
         self.count += 1
         self.reason = self.reason or reason
-        if len(self.first) < MOST_SHOWN:
+        if len(self.first) < ITEMS_NAMED:
             self.first.append(number)
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ from batchrunner.job.output import (
     TOOL_CALLS,
 )
 from batchrunner.job.sampling import FromColumn
-from batchrunner.job.spec import TRIES, Job, OnLength
+from batchrunner.job.spec import TRIES, Job, OnLength, OnRepetition
 
 if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """The columns that a run adds to those of every result, and the checks of its answers."""
+    """The columns that a run adds to the result columns that every run has, and the checks of its answers."""
 
     columns: tuple[str, ...]
     """Keys of ANSWER_COLUMNS, in their order, or RESPONSE."""
@@ -37,13 +37,15 @@ class AnswerPlan:
     checks_json: bool = False
     """Whether an answer must be JSON, and satisfy the schema if there is one."""
     schema: dict[str, Any] | None = None
-    """JSON Schema of all answers."""
+    """JSON Schema of all answers; None if there is none, or rows have schemas of their own."""
     schema_by_row: bool = False
     """Whether each row has a schema of its own."""
     on_length: OnLength = "keep"
     """What happens to an answer that was truncated at `max_new_tokens`."""
+    on_repetition: OnRepetition = "keep"
+    """What happens to an answer that repeats itself without end."""
     tries: int = 1
-    """Most answers of a row that are checked."""
+    """Maximum number of answers that a row may have until one passes the checks."""
     checks: bool = False
     """Whether answers are checked at all."""
     asked: frozenset[str] | None = None
@@ -53,12 +55,12 @@ class AnswerPlan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The columns beyond those of every result, in order."""
+        """The columns that this run adds to the result columns that every run has, in order."""
         return (*self.columns, *(name for name, _ in self.parsed))
 
     @property
     def asks(self) -> AskedColumns | None:
-        """Columns that each request asks the engine for; None for none."""
+        """Columns that each request asks the engine for; None if there are none."""
         names = ({*self.columns} if self.asked is None else {*self.asked}) - {PARSED, RESPONSE}
         if not names:
             return None
@@ -85,7 +87,7 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
     has_schema = sampling_schema is not None or schema is not None
     checks_json = has_schema if accept_schema is None else bool(accept_schema)
     schema_by_row = isinstance(sampling_schema, FromColumn) and schema is None
-    if is_rollout:  # each of its requests may have a schema of its own
+    if is_rollout:  # each request of a rollout may have its own schema
         checks_json = accept_schema is not False
         schema_by_row = not isinstance(accept_schema, dict)
         schema = None if schema_by_row else schema
@@ -103,10 +105,12 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
         schema=schema,
         schema_by_row=schema_by_row,
         on_length=on_length,
+        on_repetition=job.on_repetition,
         tries=(job.accept.tries or TRIES) if job.has_check else 1,
         checks=checks_json
         or job.accept.has_condition
         or on_length != "keep"
+        or job.on_repetition == "fail"
         or PARSED in names
         or job.sampling.regex is not None,
         asked=frozenset({*job.output.asked, REASONING, TOOL_CALLS}) if is_rollout else None,
@@ -114,7 +118,7 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
 
 
 def _answer_columns(job: Job, *, has_schema: bool) -> set[str]:
-    """Return the columns of ANSWER_COLUMNS that a job asks for, or gets because of what it asks."""
+    """Return the columns of ANSWER_COLUMNS that a job asks for, or that its prompt or schema adds."""
     names = {*job.output.asked}
     if job.prompt.is_chat:
         names.add(REASONING)
@@ -126,7 +130,7 @@ def _answer_columns(job: Job, *, has_schema: bool) -> set[str]:
 
 
 def _rollout_columns(parsed: tuple[tuple[str, ColumnKind], ...]) -> set[str]:
-    """Return the columns of a rollout; without declared columns, what its function returns is a column."""
+    """Return the columns of a rollout; without declared columns, the returned value is one column."""
     return {*ROLLOUT_COLUMNS} - ({RETURNED} if parsed else set())
 
 

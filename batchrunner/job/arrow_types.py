@@ -124,10 +124,13 @@ def part_at(root: Any, reference: str) -> Any:
 
 def kinds_of_value(value: Any) -> list[ColumnKind]:
     """Return the column kinds for a JSON value: of a list, one for each item; of a null, none."""
+    if value is None:
+        return []
     if isinstance(value, list):
         return [("list", kind) for item in value for kind in kinds_of_value(item)]
-    is_small = not isinstance(value, int) or -(1 << 63) <= value < 1 << 63
-    return [] if value is None else [_KINDS_OF_VALUES.get(type(value), "json") if is_small else "json"]
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        return ["json"]
+    return [_KINDS_OF_VALUES.get(type(value), "json")]
 
 
 def common_kind(kinds: Iterable[ColumnKind]) -> ColumnKind:
@@ -141,9 +144,11 @@ def common_kind(kinds: Iterable[ColumnKind]) -> ColumnKind:
 
 
 def fit(value: Any, kind: ColumnKind) -> Any:
-    """Return a value in the form that a column of this kind holds; None is null. Raises ValueError, in words.
+    """Return a value in the form that a column of this kind holds; None stays None.
 
-    Properties of an object without a field are dropped. Dates and times may be ISO texts.
+    Raises ValueError with a message for users if the value does not fit.
+
+    Properties of an object for which the column has no field are dropped. Dates and times may be ISO texts.
     """
     if value is None:
         return None
@@ -183,7 +188,7 @@ def _number(value: Any) -> float:
         raise ValueError(f"{value!r} is no number")  # noqa: TRY004
     try:
         number = float(value)
-    except OverflowError:  # of a whole number
+    except OverflowError:  # a whole number beyond the range of floats
         number = math.inf
     if not math.isfinite(number):
         raise ValueError("a number of more than 1.8e308 is too large")

@@ -14,7 +14,7 @@ from batchrunner.job.arrow_types import is_text, type_name
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import load_job, read_job_file
 from batchrunner.job.prompt import BatchPrompts, media_part
-from batchrunner.job.spec import Job, LimitsSpec, OnLength
+from batchrunner.job.spec import Job, LimitsSpec, OnLength, OnRepetition
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName
 
 Prompt: TypeAlias = str | Mapping[str, Any] | Callable[..., Any]
@@ -34,6 +34,7 @@ class CallOptions(TypedDict, total=False):
     answers: Sequence[str]
     accept: Mapping[str, Any] | None
     on_length: OnLength | None
+    on_repetition: OnRepetition
     limits: Mapping[str, Any] | LimitsSpec | None
     task: TaskName
     task_options: Mapping[str, Any] | None
@@ -45,8 +46,8 @@ class LibraryCall:
 
     engine: EngineSpec
     prompt: Prompt | None = None
-    """A text is the template of the user message; for a task without decoding it is the template of the text,
-    or the text's column. None means the only text column."""
+    """A string is a template for the user message. For a task without decoding it is a template for the whole
+    prompt, or the name of a column. None uses the only text column."""
     columns: Sequence[str] = ()
     limits: Mapping[str, Any] | LimitsSpec | None = None
     task: TaskName = GENERATE
@@ -58,11 +59,15 @@ class LibraryCall:
     answers: Sequence[str] = ()
     accept: Mapping[str, Any] | None = None
     on_length: OnLength | None = None
+    on_repetition: OnRepetition = "keep"
     own_rows: bool = False
-    """Whether rows come from the program, whose files (images, audio, videos) may lie anywhere."""
+    """Whether the program passes the rows itself. Their files (images, audio, videos) may then lie
+    anywhere."""
 
     def job(self, schema: pa.Schema, paths: Sequence[str], output: Path) -> Job:
-        """Return the job that reads `paths` and writes to the directory `output`; `schema` has its columns.
+        """Return the job that reads `paths` and writes to the directory `output`.
+
+        `schema` has the columns of the input.
 
         Raises JobError, and InputError if the call has no prompt.
         """
@@ -82,6 +87,7 @@ class LibraryCall:
             "parse": self.parse,
             "accept": self.accept or {},
             "on_length": self.on_length,
+            "on_repetition": self.on_repetition,
             "output": {"path": str(output), "columns": self.answers},
             "engine": self.engine,
             "limits": self.limits or {},

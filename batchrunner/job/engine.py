@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -29,7 +29,7 @@ class RunningServers(Spec):
     api_key_file: UserPath | None = None
     """File with the API key instead, such as a mounted secret."""
     background: bool = False
-    """The servers have other users, whose requests go first: rows use the spare capacity."""
+    """The servers have other users, whose requests go first. Rows use only the spare capacity."""
 
 
 class AttachEngine(RunningServers):
@@ -49,8 +49,8 @@ class GatewayEngine(RunningServers):
     url: Url
     """Address of the gateway."""
     route: Literal["auto", "workers", "gateway"] = "auto"
-    """Way of the rows. `workers`: to each worker's own address. `gateway`: through the gateway. `auto`:
-    directly if all workers can be reached from here by HTTP, else through the gateway."""
+    """How rows reach the workers. `workers`: at each worker's own address. `gateway`: through the gateway.
+    `auto`: directly if all workers can be reached from here by HTTP, else through the gateway."""
 
 
 RESERVED = ("model-path", "model", "host", "port", "api-key", "device", "nnodes", "node-rank")
@@ -65,11 +65,12 @@ class ServerEngine(Spec):
     model: ModelName
     """Model directory, or a model name that SGLang can load."""
     replicas: Literal["auto"] | Annotated[int, Field(ge=1)] = 1
-    """Servers, each with GPUs of its own. `auto`: one for every `tp` visible GPUs, one on a CPU."""
+    """Number of servers, each with GPUs of its own. `auto`: one for every `tp` visible GPUs; one on a CPU."""
     gateway: bool = False
-    """Start a Model Gateway (`smg`) too, by which other clients can use the replicas at one address."""
+    """Also start a Model Gateway (`smg`), through which other clients can use all replicas at one address."""
     nodes: Annotated[int, Field(ge=1)] = 1
-    """Machines of a server, for a model that needs several; `tp` counts the GPUs of all."""
+    """Number of machines of a server, for a model that needs several; `tp` counts the GPUs of all
+    machines."""
     args: dict[str, Any] = {}
     """SGLang's server arguments, such as `{mem-fraction-static: 0.88}`."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -80,15 +81,15 @@ class ServerEngine(Spec):
     """Environment variables for the server."""
     cache_dir: UserPath | None = None
     """Directory on the machine's own disk, such as `/scratch/$USER`, to which the model is copied once, and
-    from which servers load it. Environment variables in it are the machine's."""
+    from which servers load it. Environment variables in it are expanded on that machine."""
     start_timeout: Duration = 1800.0
-    """Time until the server must be ready."""
+    """Maximum time until the server is ready; after it the start fails."""
     tp: Annotated[int, Field(ge=1)] | None = None
-    """GPUs of a replica (SGLang's `--tp-size`). Default: what `args` say, or 1."""
+    """Number of GPUs of a replica (SGLang's `--tp-size`). Default: what `args` say, or 1."""
     heal: bool = True
     """Restart a server that ran out of memory with safer arguments, and begin later runs with them."""
     adapt: Literal["auto"] | Off = "auto"
-    """Tune flags that the job does not name during the run, if the remaining time is worth a restart. Later
+    """During the run, tune flags that the job does not name, if the remaining time is worth a restart. Later
     runs of the same kind of job begin with the best flags."""
 
     @field_validator("args")
@@ -123,13 +124,13 @@ class SimulatedEngine(Spec):
     kind: Literal["simulated"]
     """`simulated`: the answers are invented."""
     max_running: Annotated[int, Field(ge=1)] = 256
-    """Most requests that decode at once."""
+    """Maximum number of requests that decode at once."""
     max_total_tokens: Annotated[int, Field(ge=1)] = 400_000
-    """Size of the KV pool."""
+    """Size of the KV pool in tokens."""
     context_length: Annotated[int, Field(ge=1)] = 8192
-    """Most tokens of prompt and output; longer rows are refused."""
+    """Maximum number of tokens of prompt and output together; longer rows are refused."""
     step_s: Annotated[float, Field(ge=0)] = 0.02
-    """Time of a decode step; 0 answers at once."""
+    """Seconds that a decode step takes; 0 answers at once."""
     dimensions: Annotated[int, Field(ge=1, le=65_536)] = 384
     """Length of the vectors of `task: embed`."""
 
@@ -143,3 +144,9 @@ EngineSpec: TypeAlias = Annotated[
     AttachEngine | ServerEngine | GatewayEngine | SimulatedEngine,
     Field(discriminator="kind", json_schema_extra=_with_short_forms),
 ]
+ENGINE_KINDS: tuple[str, ...] = tuple(
+    kind
+    for engine_class in get_args(get_args(EngineSpec)[0])
+    for kind in get_args(engine_class.model_fields["kind"].annotation)
+)
+"""The values of `engine.kind`."""

@@ -172,7 +172,7 @@ def as_folder(path: os.PathLike[str]) -> str:
 def _checked_model(model: str) -> str:
     """Return a model as it is; raises ValueError for a text that cannot name a model.
 
-    A folder need not exist: it may be on another machine.
+    A folder need not exist here, because it may be on another machine.
     """
     looks_like_path = model.startswith(("/", ".", "~")) or (model != "" and Path(model).exists())
     if looks_like_path or is_hub_name(model):

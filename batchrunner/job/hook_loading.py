@@ -1,11 +1,15 @@
 """Loads a job's Python functions in the process that calls them, and makes their results plain values."""
 
+import ast
+import contextlib
 import dataclasses
 import datetime as dt
 import functools
+import hashlib
 import inspect
 import pickle
 import pkgutil
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import typing_extensions
 
+from batchrunner.core.errors import first_line
 from batchrunner.core.hook_protocol import HookFacts, HookLoadError, UnusableValueError, failure_text
 from batchrunner.core.types import CHECK, MEDIA, PARSE, PROMPT, ROLLOUT, ColumnKind, PromptKind
 
@@ -41,7 +46,8 @@ class HookFunction(NamedTuple):
     name: str
     """Its name in messages, `module:function`."""
     target: str | bytes
-    """`module:function`; or the function of a program and its Annotations, pickled by cloudpickle."""
+    """`module:function`; or the function of a program, its Annotations and the digest of its code, pickled by
+    cloudpickle."""
 
 
 def load_functions(
@@ -56,9 +62,10 @@ def _load(function: HookFunction) -> tuple[HookFacts, Callable[..., Any]]:
     name = f"{function.where}: {function.name}"
     try:
         if isinstance(function.target, bytes):
-            target, annotations = pickle.loads(function.target)  # noqa: S301 - of the program itself
+            target, annotations, digest = pickle.loads(function.target)  # noqa: S301 - of the program itself
         else:
             target, annotations = pkgutil.resolve_name(function.target), None
+            digest = None if function.where == MEDIA else code_digest(target)
     except BaseException as failure:  # noqa: BLE001 - a module may raise anything, SystemExit too
         raise HookLoadError(failure_text(f"{name}: cannot be imported", failure)) from None
     try:
@@ -73,6 +80,7 @@ def _load(function: HookFunction) -> tuple[HookFacts, Callable[..., Any]]:
         columns=columns,
         takes_row=takes_row,
         reads=annotations.reads,
+        code_digest=digest,
     )
     convert: dict[str, Callable[[Any], Any]] = {
         PROMPT: _prompt,
@@ -83,6 +91,26 @@ def _load(function: HookFunction) -> tuple[HookFacts, Callable[..., Any]]:
     if function.where == ROLLOUT:
         return facts, functools.partial(_solve, target, annotations, function.name)
     return facts, functools.partial(_call, target, convert[function.where], function.name)
+
+
+def code_digest(function: Any) -> str | None:
+    """Return a digest of the module that a function comes from, without comments and layout.
+
+    So a change of a helper or a constant beside the function counts. A script or a notebook also has code
+    that makes no results. So for a function of `__main__` only the function's own code counts. Return None if
+    there is no source.
+    """
+    inner = getattr(function, "func", function)  # of a functools.partial
+    inner = inspect.unwrap(inner) if hasattr(inner, "__qualname__") else type(inner)
+    module = inspect.getmodule(inner)
+    is_in_file = module is not None and module.__name__ != "__main__" and hasattr(module, "__file__")
+    try:
+        code = textwrap.dedent(inspect.getsource(module if module is not None and is_in_file else inner))
+    except (OSError, TypeError):
+        return None
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # the line of a lambda is no statement
+        code = ast.unparse(ast.parse(code))
+    return hashlib.sha256(code.encode("utf-8", "replace")).hexdigest()[:16]
 
 
 def _call(function: Callable[..., Any], convert: Callable[[Any], Any], name: str, *args: Any) -> Any:
@@ -218,8 +246,7 @@ def columns_of(kind: Any) -> Columns:
         try:
             schema = TypeAdapter(annotation).json_schema(mode="serialization")
         except (PydanticSchemaGenerationError, PydanticUserError) as failure:
-            reason = str(failure).splitlines()[0]
-            raise ValueError(f"returns a column {name}: {reason}") from None
+            raise ValueError(f"returns a column {name}: {first_line(failure)}") from None
         columns.append((name, kind_of_schema(schema, formats=True)))
     return tuple(columns)
 

@@ -13,16 +13,14 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from batchrunner.core.errors import Faults, JobError
+from batchrunner.core.errors import Faults, JobError, first_line
 from batchrunner.core.files import known_format
-from batchrunner.job.engine import EngineSpec
+from batchrunner.job.engine import ENGINE_KINDS, EngineSpec
 from batchrunner.job.fields import as_folder
 from batchrunner.job.spec import Job
 
 EngineLike: TypeAlias = EngineSpec | Mapping[str, Any] | str | Path | Sequence[str]
 """The `engine` section of a job, or a short form of it."""
-KINDS = ("attach", "server", "gateway", "simulated")
-"""Kinds of engines."""
 _YAML_MARKS = tuple("\"'|>!&*")
 """First characters of a quoted text, block, tag, anchor or alias in YAML."""
 EXAMPLES = {
@@ -49,8 +47,8 @@ def load_job(
 ) -> Job:
     """Return the job from a YAML file (`-`: standard input), a mapping or a Job, with overrides applied.
 
-    `overrides` are texts `a.b=c`, where c is YAML or plain text. `engine` is the engine of a job without one.
-    `name` stands for the source in errors. `rollout` is the function of `prompt.rollout`. Raises JobError.
+    `overrides` are texts `a.b=c`, where c is YAML or plain text. `engine` is used if the job has none. `name`
+    stands for the source in errors. `rollout` is the function of `prompt.rollout`. Raises JobError.
     """
     if isinstance(source, Job) and not overrides and rollout is None:
         return source
@@ -103,7 +101,7 @@ def _engine_tree(source: Any) -> Any:
     """Return the `engine` section for a short form; return anything else unchanged."""
     if isinstance(source, (list, tuple)):
         return {"kind": "attach", "urls": list(source)}
-    if isinstance(source, (str, Path)) and str(source).endswith(".json"):  # by `open_engine(…, share=…)`
+    if isinstance(source, (str, Path)) and str(source).endswith(".json"):  # of `open_engine(…, share=…)`
         if not _job_path(source).exists():
             raise JobError(
                 f"engine: {source}: no such file", hint="the program that shares the engine must be running"
@@ -115,7 +113,7 @@ def _engine_tree(source: Any) -> Any:
         return source
     if source == "simulated":
         return {"kind": "simulated"}
-    near = [] if "://" in source else get_close_matches(source, KINDS, n=1, cutoff=0.75)
+    near = [] if "://" in source else get_close_matches(source, ENGINE_KINDS, n=1, cutoff=0.75)
     if near and not os.path.exists(source):  # noqa: PTH110 - false for a name that is too long
         raise JobError(f"engine: {source}: no model has this name", hint=f"did you mean kind: {near[0]}?")
     return {"kind": "attach", "urls": [source]} if "://" in source else {"kind": "server", "model": source}
@@ -146,7 +144,7 @@ def parse(text: str, where: str) -> Any:
         # errors that are not PyYAML's own come from its constructors: a date with month 13, `!!int x`
         mark = getattr(failure, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
-        problem = getattr(failure, "problem", None) or str(failure).splitlines()[0]
+        problem = getattr(failure, "problem", None) or first_line(failure)
         hint = _YAML_HINT if mark and "given twice" not in problem else None
         if r"\t" in problem:
             hint = _TAB_HINT
@@ -281,7 +279,7 @@ def _faults_at(
     problem, where = problems[0], ".".join(path)
     if problem["type"] == "union_tag_invalid":
         tag = problem["ctx"]["tag"]
-        yield f"{where}.kind: no kind of engine is {tag!r}", _near(tag, KINDS)
+        yield f"{where}.kind: no kind of engine is {tag!r}", _near(tag, ENGINE_KINDS)
     elif problem["type"] == "extra_forbidden":
         yield f"unknown key {where!r}", _nearest(path, kind)
     elif problem["type"] == "missing":

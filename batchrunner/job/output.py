@@ -14,7 +14,7 @@ from batchrunner.job.tasks import Dtype
 
 RESULT_COLUMNS = {
     "row": "Position in the input, from 0.",
-    "output": "The generated text; null if the row failed, unless its answer was the reason.",
+    "output": "The generated text. If the row failed it is null, or the rejected answer.",
     "finish_reason": "Why the output ended: `stop`, `length` (truncated at `max_new_tokens`, or by a full "
     "context), `tool_calls`, another of SGLang's reasons, or `left_out` by `prompt.python`.",
     "prompt_tokens": "Tokens of the prompt, counted by the engine.",
@@ -42,10 +42,12 @@ ANSWER_COLUMNS = {
     "parsed": "The output as JSON: with the schema's type, else JSON text; null if it is not JSON. Jobs with "
     "a schema always have this column.",
 }
-"""Columns that a job can ask for, with their meanings. They come behind those of every result."""
+"""Columns that a job can ask for, with their meanings. They come after RESULT_COLUMNS."""
 PARSED = "parsed"
 CUT = "length"
 """Finish reason of an output that was truncated at `max_new_tokens`."""
+REPETITION = "repetition"
+"""Finish reason of an output that was stopped because it repeated itself (`on_repetition`)."""
 RESPONSE = "response"
 """Last column of a result whose input is a batch file: the whole answer of the endpoint, as JSON."""
 REQUEST_DIGEST = "request_digest"
@@ -60,7 +62,8 @@ ROLLOUT_COLUMNS = {
 }
 """Columns of the results of `prompt.rollout`, with their meanings."""
 MADE_ROWS = "made_rows"
-"""Name of the function's result in the answer of a rollout; no column of a result."""
+"""Key in `Completion.columns` for the rows that the function of a rollout returned. It is no result
+column."""
 OF_TOKENS = frozenset({"logprobs", "top_logprobs", "prompt_logprobs"})
 """Columns for which the engine computes log probabilities."""
 
@@ -71,7 +74,8 @@ AnswerColumn: TypeAlias = Literal[
 ]  # fmt: skip
 MOST_TOP_LOGPROBS = 100
 STORE_DURABLE_S = 10.0
-"""Seconds within which a row is in an object store, unless the job says otherwise: 360 requests an hour."""
+"""Seconds within which a row is in an object store, unless the job says otherwise. This makes 360 requests an
+hour."""
 
 
 class OutputSpec(Spec):
@@ -85,22 +89,25 @@ class OutputSpec(Spec):
     reuse: UserPath | None = None
     """Path of another run, whose good answers are reused for rows with an equal request."""
     top_logprobs: Annotated[int, Field(ge=1, le=MOST_TOP_LOGPROBS)] = 5
-    """Tokens for each position in the column `top_logprobs`."""
+    """Number of tokens for each position in the column `top_logprobs`."""
     part_rows: Annotated[int, Field(ge=1)] = 10_000
-    """Most input rows in a result file. One is also written every 30 s, in a store every `durable`."""
+    """Maximum number of input rows in a result file. A file is also written every 30 s, however few rows it
+    has. In a run older than ten minutes this time grows to a twentieth of the run's age (at most 30 min). In
+    an object store it is always `durable`."""
     durable: Duration = 1.0
-    """Time until a finished row is safe on disk, or uploaded to an object store (there 10 s by default)."""
+    """Maximum time until a finished row is safe on disk, or uploaded to an object store (there 10 s by
+    default)."""
     dtype: Dtype = "float32"
     """With `task: embed`: type of a vector's numbers."""
     normalize: bool = False
     """With `task: embed`: divide each vector by its length."""
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    """With `task: embed`: length of the vectors, for a model trained for shorter ones (Matryoshka). Unset:
-    the model's own."""
+    """With `task: embed`: length of the vectors, for a model that is trained for shorter vectors too
+    (Matryoshka). Unset: the model's own length."""
 
     softmax: bool = False
-    """With `labels`: probabilities among the labels, not among all tokens. With `task: classify`:
-    probabilities of the classes."""
+    """With `labels`: give probabilities among the labels in place of those among all tokens. With `task:
+    classify`: give probabilities of the classes in place of scores."""
 
     @property
     def uploaded_within_s(self) -> float:
@@ -109,7 +116,7 @@ class OutputSpec(Spec):
 
     @property
     def asked(self) -> list[str]:
-        """The columns that the job asks for, beyond those of every result, in the order of the results."""
+        """The columns of ANSWER_COLUMNS that the job asks for, in the order of the results."""
         return [name for name in ANSWER_COLUMNS if name in self.columns]
 
 
@@ -130,7 +137,7 @@ class StorageSpec(Spec):
     """How object stores are reached; by default as the cloud's own tools do."""
 
     endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+")] | None = None
-    """Address of another store, such as MinIO: `http://host:9000`."""
+    """Address of a store that is not the cloud's own, such as MinIO: `http://host:9000`."""
     region: str | None = None
     """Region of the bucket."""
     anonymous: bool = False

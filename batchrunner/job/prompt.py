@@ -36,8 +36,8 @@ class MediaSpec(MediaFiles):
     """Columns with files: bytes of a file, a struct {bytes, path} as Hugging Face datasets have it, a path, a
     URL, a data URL, or a list of these."""
     placeholder: Annotated[str, Field(min_length=1)] | None = None
-    """What stands for a file in `prompt.text`, which has no chat template: the model's own token, such as
-    `<image>`. In messages SGLang puts it in."""
+    """Text that stands for a file in `prompt.text`, which has no chat template. It is the model's own token,
+    such as `<image>`. In messages SGLang inserts the token."""
 
     @field_validator("columns", mode="before")
     @classmethod
@@ -49,8 +49,8 @@ class ImagesSpec(MediaSpec):
     """Columns with images, and how images are sent."""
 
     max_pixels: MaxPixels | None = None
-    """Most pixels of an image (width times height); a larger image is scaled down. By default images keep
-    their size, and the model's own processor decides."""
+    """Maximum number of pixels of an image (width times height); a larger image is scaled down. By default
+    images keep their size, and the model's own processor decides."""
 
 
 class PdfSpec(MediaFiles):
@@ -59,12 +59,13 @@ class PdfSpec(MediaFiles):
     column: str
     """Column with the documents: bytes of a file, a struct {bytes, path}, a path, a URL or a data URL."""
     pages: FromColumn | Annotated[int, Field(ge=1)] | str = "all"
-    """Pages of a document, counted from 1: `all`, a number, or ranges such as `1-3,7`, of which a shorter
-    document has fewer; or `{column: NAME}`, whose values are such: with page numbers each row is a page."""
+    """Pages of a document, counted from 1: `all`, a number, or ranges such as `1-3,7`. Pages that a document
+    lacks are left out of ranges. `{column: NAME}` takes such a value from each row: with page numbers in the
+    column, each row is a page."""
     dpi: Annotated[float, Field(gt=0, le=1200)] = DEFAULT_DPI
-    """Dots per inch of an image; a page of 8.5 by 11 inches at 150 has 2.1 million pixels."""
+    """Resolution of an image in dots per inch. At 150, a page of 8.5 by 11 inches has 2.1 million pixels."""
     max_pixels: MaxPixels | None = None
-    """Most pixels of an image; a larger page gets fewer dots per inch."""
+    """Maximum number of pixels of an image; a larger page gets fewer dots per inch."""
 
     @field_validator("pages")
     @classmethod
@@ -75,7 +76,7 @@ class PdfSpec(MediaFiles):
 
     @property
     def columns(self) -> list[str]:
-        """The column, as a list like those of other files."""
+        """The only column, as a list, as in the sections for other files."""
         return [self.column]
 
     @property
@@ -99,9 +100,9 @@ class FieldsSpec(Spec):
     columns: Annotated[list[str], Field(min_length=1)]
     """Names of the columns. A null is `null`, and a list or a struct is JSON."""
     order: Literal["auto", "written"] = "auto"
-    """Order of the lines. `auto`: that in which rows share the longest prefixes, by a sample of the input, so
-    that the engine's cache holds more of each prompt. The first start decides, and the run keeps the order.
-    `written`: the order of `columns`."""
+    """Order of the lines. `auto`: the order in which rows share the longest prefixes, judged by a sample of
+    the input, so that the engine's cache holds more of each prompt. The first start decides, and the run
+    keeps the order. `written`: the order of `columns`."""
 
 
 class PromptSpec(Spec):
@@ -148,35 +149,39 @@ class PromptSpec(Spec):
     user: str | None = None
     """Jinja2 template of the user message."""
     messages: str | Annotated[list[MessageTemplate], Field(min_length=1)] | None = None
-    """A list of messages with `role` and a Jinja2 template as `content`; an assistant's last one begins the
-    answer. Or a column of conversations: `{role, content}`, ShareGPT's `{from, value}`, or JSON of these."""
+    """A list of messages with `role` and a Jinja2 template as `content`; if the last one is an assistant's,
+    it is the beginning of the answer. Or a column of conversations: `{role, content}`, ShareGPT's `{from,
+    value}`, or JSON of these."""
     continue_: Annotated[bool | None, Field(alias="continue")] = None
-    """Go on with the assistant's message at the end of a conversation in a column. Unset: that message is
-    left out."""
+    """Take an assistant's message at the end of a conversation in a column as the beginning of the answer.
+    Unset: that message is left out."""
     text: str | None = None
-    """Jinja2 template of the whole prompt, or the column with it. No chat template is applied."""
+    """Jinja2 template of the whole prompt, or the name of a column with whole prompts. No chat template is
+    applied."""
     input_ids: str | None = None
     """Column with prompts as lists of token ids."""
     python: PythonFunction | None = None
-    """Function of the row, a dict. Returns messages, a text (no chat template), token ids, or None to leave
-    the row out."""
+    """Function whose argument is the row, a dict. It returns messages, a text (no chat template), token ids,
+    or None to leave the row out."""
     rollout: PythonFunction | None = None
-    """Asynchronous function of the row, a dict, and `generate`. Returns a dict of columns, a list of such for
-    several rows, or None."""
+    """Asynchronous function whose arguments are the row, a dict, and `generate`. It returns a dict of
+    columns, a list of such dicts for several rows, or None."""
     tools: str | Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
     """Tools of a chat in OpenAI's form, `{type: function, function: {name, description, parameters}}`, or the
     column with such lists, also as JSON. The server needs a `--tool-call-parser`."""
     fields: FieldsSpec | None = None
     """`columns` that templates show as `{{ fields }}`, a line `name: value` each. `order: auto` is the order
-    in which rows share most; `order: written` that of `columns`."""
+    in which rows share the longest prefixes; `order: written` is the order of `columns`."""
     truncate: Literal["head", "tail", "middle"] | None = None
-    """Part to truncate if a prompt leaves no room for `max_new_tokens`; of messages only that of the last
-    user. Unset: the row fails. Not truncated: messages with tools, names, other roles, a `structural_tag` or
-    a begun answer."""
+    """Part that is removed from a prompt that leaves no room for `max_new_tokens`. Of messages, only the last
+    user message is truncated. Unset: the row fails. Never truncated: messages with tools, names, other roles,
+    a `structural_tag` or a begun answer."""
     choices: str | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
-    """With `task: score`: texts that may follow `text`, for all rows or a column with a list for each."""
+    """With `task: score`: texts that may follow `text`. Either a list for all rows, or a column with a list
+    for each row."""
     documents: str | None = None
-    """With `task: rerank`: column with the documents of the query in `text`, a list or one."""
+    """With `task: rerank`: column with the documents for the query in `text`, each value a list or one
+    document."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of the chat template, such as `{enable_thinking: false}`."""
 
@@ -250,7 +255,7 @@ class BatchPrompts(PromptSpec):
 
 
 def tool_problem(tools: Any) -> str | None:
-    """Return what is wrong with a list of tools; None if nothing is."""
+    """Return the problem of a list of tools; None for a valid list."""
     if not isinstance(tools, list):
         return "not a list of tools"
     names = set()

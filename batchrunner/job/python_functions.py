@@ -76,15 +76,16 @@ def _check_packages(job: Job) -> None:
 def _hook(where: str, function: PythonFunction) -> HookFunction:
     """Return a function in the form in which a worker loads it; raises JobError."""
     from batchrunner.core.hook_protocol import HookLoadError  # noqa: PLC0415
-    from batchrunner.job.hook_loading import HookFunction, known_of  # noqa: PLC0415
+    from batchrunner.job.hook_loading import HookFunction, code_digest, known_of  # noqa: PLC0415
 
     name = name_of(function)
     if isinstance(function, str):
         return HookFunction(where, name, function)
     import cloudpickle  # noqa: PLC0415 - only where a program gives a function
 
-    try:  # the names in its annotations can be resolved only in this process
-        return HookFunction(where, name, cloudpickle.dumps((function, known_of(function, where))))
+    try:  # the names in its annotations, and its source, may be known only in this process
+        facts = known_of(function, where), code_digest(function)
+        return HookFunction(where, name, cloudpickle.dumps((function, *facts)))
     except HookLoadError as failure:
         raise JobError(f"{where}: {name} {failure}") from None
     except Exception as failure:  # noqa: BLE001 - whatever the function refers to says so in its own way

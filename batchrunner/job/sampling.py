@@ -46,25 +46,26 @@ class SamplingSpec(Spec):
     """SGLang's sampling parameters, by SGLang's names. Most accept `{column: NAME}` instead of a value."""
 
     max_new_tokens: PerRow[Annotated[int, Field(ge=1)]] = 1024
-    """Most tokens of an output (SGLang's own default is 128)."""
+    """Maximum number of tokens of an output (SGLang's own default is 128)."""
     min_new_tokens: PerRow[Annotated[int, Field(ge=0)]] | None = None
-    """Fewest tokens of an output."""
+    """Minimum number of tokens of an output."""
     n: Annotated[int, Field(ge=1)] = 1
-    """Completions of a row. Above 1, `output`, `finish_reason` and `completion_tokens` are lists."""
+    """Number of completions of a row. Above 1, `output`, `finish_reason` and `completion_tokens` are
+    lists."""
     temperature: PerRow[Annotated[float, Field(ge=0)]] | None = None
     """0 is greedy decoding. Unset: the engine's default."""
     top_p: PerRow[Annotated[float, Field(gt=0, le=1)]] | None = None
-    """Sample only the likeliest tokens with this total probability."""
+    """Sample only from the likeliest tokens, as many as have this total probability."""
     top_k: PerRow[Literal[-1] | Annotated[int, Field(ge=1)]] | None = None
-    """Sample only the k likeliest tokens; -1 means all."""
+    """Sample only from the k likeliest tokens; -1 means all."""
     min_p: PerRow[Annotated[float, Field(ge=0, le=1)]] | None = None
-    """Least probability of a token, relative to the likeliest."""
+    """Sample only from tokens with at least this probability, relative to that of the likeliest token."""
     frequency_penalty: PerRow[Annotated[float, Field(ge=-2, le=2)]] | None = None
     """Penalty on a token for each time that it was generated."""
     presence_penalty: PerRow[Annotated[float, Field(ge=-2, le=2)]] | None = None
     """Penalty on tokens that were generated before."""
     repetition_penalty: PerRow[Annotated[float, Field(gt=0, le=2)]] | None = None
-    """Factor against tokens of the prompt or output; 1 is none."""
+    """Factor that makes tokens of the prompt or output less likely to be repeated; 1 has no effect."""
     stop: PerRow[str | Annotated[list[str], Field(max_length=32)]] | None = None
     """Texts that end the output."""
     stop_token_ids: PerRow[list[int]] | None = None

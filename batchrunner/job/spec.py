@@ -42,7 +42,7 @@ from batchrunner.job.tasks import GENERATE, TASKS, ChoiceTask, RerankTask, Score
 CHOICES = "prompt.choices"
 DOCUMENTS = "prompt.documents"
 OF_GENERATING = (
-    "sampling", "parse", "accept", "on_length", "output.columns", "output.top_logprobs",
+    "sampling", "parse", "accept", "on_length", "on_repetition", "output.columns", "output.top_logprobs",
     "prompt.user", "prompt.system", "prompt.messages", "prompt.continue", "prompt.chat_template_kwargs",
     "prompt.tools", "prompt.rollout", *(f"prompt.{field}" for field in KIND_OF_FIELD),
 )  # fmt: skip
@@ -52,7 +52,7 @@ WHOLE_PROMPTS = ("prompt.input_ids", "prompt.python", "prompt.truncate")
 
 
 def given_fields(job: BaseModel) -> list[str]:
-    """Return the fields that a job sets to another value than the default, such as `sampling.n`."""
+    """Return the fields that a job sets to another value than the default, by names like `sampling.n`."""
     names = []
     for name, field in type(job).model_fields.items():
         value = getattr(job, name)
@@ -84,6 +84,7 @@ def task_faults(task: TaskName, fields: Collection[str]) -> Iterator[str]:
 
 
 OnLength: TypeAlias = Literal["keep", "fail", "longer"]
+OnRepetition: TypeAlias = Literal["keep", "stop", "fail"]
 
 
 class AcceptSpec(Spec):
@@ -98,11 +99,11 @@ class AcceptSpec(Spec):
     """Jinja2 expression that must be true, over `output` (the text), `parsed` (its JSON, else null),
     `reasoning`, `finish_reason` and the row's columns."""
     python: PythonFunction | None = None
-    """Function of the answer, or of the answer and a dict of `input.columns`. Returns true, false, or what is
-    wrong."""
+    """Function of the answer, or of the answer and a dict of `input.columns`. It returns true, false, or a
+    text that says what is wrong."""
     tries: Annotated[int, Field(ge=1, le=100)] | None = None
-    """Most answers of a row, including the first. Default 3; 1 without a section `accept`. The second has a
-    temperature of at least 0.4, later ones of at least 0.8."""
+    """Maximum number of answers of a row, including the first. Default: 3; without a section `accept` 1. The
+    second answer has a temperature of at least 0.4, later answers have at least 0.8."""
     feedback: bool = False
     """Show a chat its bad answer and what is wrong with it in the next try."""
 
@@ -156,7 +157,7 @@ class InputSpec(Spec):
     filter: str | None = None
     """Jinja2 expression over a row's columns, true for the rows to send."""
     limit: Annotated[int, Field(ge=1)] | None = None
-    """Most rows to send, counted after `filter`. Default: all."""
+    """Maximum number of rows to send, counted after `filter`. Default: all."""
 
     @property
     def carried_names(self) -> list[str]:
@@ -170,33 +171,33 @@ class LimitsSpec(Spec):
     deadline: Duration | None = None
     """Stop sending after this time. Rows in flight end; exit code 1."""
     max_failed_rows: CountOrShare = 0
-    """Failed rows to tolerate: a count, or a share (0.01 or `1%`). More make the exit code 3."""
+    """Failed rows to tolerate: a count, or a share (0.01 or `1%`). If more rows fail, the exit code is 3."""
     abort_failed_share: Share = 0.5
-    """Stop (exit code 1) when more than this share of the rows sent failed, of at least 100; rows that cannot
-    be sent do not count."""
+    """Stop (exit code 1) when at least 100 rows were sent and more than this share of them failed. Rows that
+    cannot be sent do not count."""
     max_attempts: Annotated[int, Field(ge=1)] = 5
-    """Most attempts of a row that may itself be the cause of its failures."""
+    """Maximum number of attempts of a row that may itself be the cause of its failures."""
     python: Duration = 30.0
-    """Longest call of a Python function (of `prompt.rollout`: between two awaits), or reading of a row's
-    files."""
+    """Maximum time of a call of a Python function (of `prompt.rollout`: between two awaits), or of reading a
+    row's files."""
     python_memory_gb: Annotated[float, Field(gt=0)] = 2.0
     """GiB of memory that each process of Python functions and files may take beyond its imports."""
     python_processes: Annotated[int, Field(ge=1)] | None = None
-    """Most processes for Python functions and files. Default: one a core, up to 8."""
+    """Maximum number of processes for Python functions and files. Default: one per core, up to 8."""
     rollout: Duration = 3600.0
-    """Longest call of `prompt.rollout`, including its answers."""
+    """Maximum time of a call of `prompt.rollout`, including its waits for answers."""
     turns: Annotated[int, Field(ge=1)] = 100
-    """Most answers of one row of `prompt.rollout`."""
+    """Maximum number of answers for one row of `prompt.rollout`."""
     request_timeout: Duration = 3600.0
-    """Longest wait for one answer."""
+    """Maximum wait for one answer."""
     engine_wait: Duration = 300.0
     """Stop (exit code 1) when the engine accepts no row for this long."""
     hang: Duration = 60.0
-    """An engine that has rows and makes no progress for this time is hung; longer for a slow engine, five
-    times before its first progress."""
+    """An engine that has rows but makes no progress for this time counts as hung. A slow engine gets a longer
+    time, and an engine that has just started gets five times this time."""
     drain: Duration = 100.0
-    """Time that rows in flight have after SIGUSR1 (SIGTERM: 15 s; Ctrl-C: no limit). The next start does the
-    rest. `batchrun slurm --grace` sets it."""
+    """Time that rows in flight have to end after SIGUSR1 (SIGTERM: 15 s; Ctrl-C: no limit). The next start
+    does the rest. `batchrun slurm --grace` sets it."""
     disk_wait: Duration = 600.0
     """Stop (exit code 1) when results cannot be written, or an object store is unreachable, for this long."""
 
@@ -219,7 +220,7 @@ class Job(Spec):
     prompt: PromptSpec
     """How a row becomes a prompt."""
     labels: Annotated[list[Label], Field(min_length=1)] | None = None
-    """With `task: score`: tokens whose probabilities are the column `scores`, in this order. A text must be
+    """With `task: score`: tokens whose probabilities the column `scores` has, in this order. A text must be
     one token; a number is a token id."""
     sampling: SamplingSpec = SamplingSpec()
     """Sampling parameters, by SGLang's names."""
@@ -238,22 +239,26 @@ class Job(Spec):
     """What happens to an answer that was truncated at `max_new_tokens`. `keep` accepts it; `fail` rejects it;
     `longer` sends the row again with twice the tokens, at most three times. Default: `fail` if a JSON Schema
     is checked, else `keep`."""
+    on_repetition: OnRepetition = "keep"
+    """What happens to an answer that repeats itself without end. `keep` lets it go on to `max_new_tokens`;
+    `stop` ends it and keeps its text up to the first repeat (`finish_reason` repetition); `fail` ends and
+    rejects it, so that `accept.tries` applies."""
     limits: LimitsSpec = LimitsSpec()
     """When a run gives up, and when it counts as failed."""
     order: Literal["auto", "input", "prefix", "longest_first"] = "auto"
     """Order of sending. `prefix` sorts by prompt, so that a common prefix is computed once. `longest_first`:
-    the largest `max_new_tokens` (a column), else the longest prompts, first. `input`: as in the files.
-    `auto`: `prefix` or `input`, by a sample."""
+    the rows with the largest `max_new_tokens` first, if it is a column, else those with the longest prompts.
+    `input`: as in the files. `auto`: `prefix` or `input`, by a sample."""
     dedupe: bool = True
     """At temperature 0, send equal rows once and share the answer."""
     window: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    """Requests in flight over all replicas. `auto` follows the load of each."""
+    """Maximum number of requests in flight over all replicas. `auto` follows the load of each replica."""
     bundle: Literal["auto"] | Off | Annotated[int, Field(ge=1, le=64)] = "auto"
-    """Rows in one request, each answered when it ends. `auto`: 1 to 64, as many as end together. `off`:
-    one."""
+    """Number of rows in one request. Each row is answered as soon as it ends. `auto`: 1 to 64, chosen so that
+    they end together. `off`: one."""
     tokenize: Literal["auto", "client", "server"] = "auto"
-    """Who tokenizes prompts. `auto`: batchrunner, if the answers cannot differ. `client`: batchrunner, or the
-    run does not begin. `server`: the engine."""
+    """Who tokenizes prompts. `auto`: batchrunner, if the answers cannot differ. `client`: batchrunner; the
+    run does not begin if it cannot. `server`: the engine."""
 
     python_path: list[UserPath] = []
     """Where modules of Python functions are looked up first. Default: the job file's directory."""
@@ -287,10 +292,10 @@ class Job(Spec):
     def _rule_faults(self) -> Iterator[str]:
         """Yield a fault for each rule between sections that the job breaks."""
         prompt, sampling, accept, answer_columns = self.prompt, self.sampling, self.accept, self.output.asked
-        fails_cut = self.on_length in {"fail", "longer"}
+        fails_cut = self.on_length in {"fail", "longer"} or self.on_repetition == "fail"
         has_schema = sampling.json_schema is not None and accept.json_ is not False
         is_checked = accept.has_condition or fails_cut or has_schema or accept.json_ is False
-        is_checked = is_checked or prompt.rollout is not None  # whose calls may have schemas
+        is_checked = is_checked or prompt.rollout is not None  # whose requests may have schemas
         rules = (
             (
                 prompt.truncate is not None and self.tokenize == "server",

@@ -6,10 +6,10 @@ so prefixes are shared through its cache. `/v1/score` of SGLang 0.5.23 does the 
 `token_ids_logprob`), but its reply lacks the computed and cached tokens of each prompt and the version of the
 weights.
 
-Vectors come from `/v1/embeddings`, which takes a text, token ids, or a list of either, as `/encode` does. It
-writes a vector as Base64 of its 32-bit numbers, 5.3 bytes a number; `/encode` writes 18 to 22 bytes a number,
-each by way of a Python float. It reports the prompt tokens of all rows together: those of a single row are
-known only if its prompt is token ids, or if it was sent alone.
+Vectors come from `/v1/embeddings`, which takes a text, token ids, or a list of either, as `/encode` does.
+`/v1/embeddings` writes a vector as Base64 of its 32-bit numbers, 5.3 bytes a number; `/encode` writes 18 to
+22 bytes a number, each by way of a Python float. `/v1/embeddings` reports the prompt tokens of all rows
+together. Those of a single row are known only if its prompt is token ids, or if it was sent alone.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class NativeTask(ForwardTask):
             results += one_or_more if isinstance(one_or_more, list) else [one_or_more]
         counts = [max(1, len(request.items)) for request in requests]
         if len(results) != sum(counts):
-            raise AttemptFailedError(f"{len(results)} results came for {sum(counts)} prompts")
+            raise AttemptFailedError(f"the server returned {len(results)} results for {sum(counts)} prompts")
         return [
             self._answer(request, row_results)
             for request, row_results in zip(requests, self._by_row(results, counts), strict=True)
@@ -237,8 +237,8 @@ class ChoiceTask(ScoreTask):
 
     meanings = {
         SCORES: "Logarithm of each choice's probability, the sum over its tokens.",
-        PER_TOKEN: "The same, divided by its number of tokens.",
-        PER_BYTE: "The same, divided by its bytes in UTF-8.",
+        PER_TOKEN: "`scores`, each divided by the number of tokens of the choice.",
+        PER_BYTE: "`scores`, each divided by the number of bytes of the choice in UTF-8.",
     }
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
@@ -288,7 +288,7 @@ def _body_of(pairs: Sequence[tuple[Request, list[int]]]) -> dict[str, Any]:
         "input_ids": [[*request.prompt, *ids] for request, ids in pairs],
         "sampling_params": WITHOUT_TOKENS,
         "return_logprob": True,
-        # the log probability of a token is computed at the one before it
+        # the log probability of a token is computed at the token before it
         "logprob_start_len": [len(request.prompt) - 1 for request, _ in pairs],
     }
     return _with_adapters([request for request, _ in pairs], body)
@@ -333,7 +333,7 @@ class ClassifyTask(NativeTask):
     softmax: bool = False
     """Whether the scores are probabilities."""
     names: tuple[str, ...] = ()
-    """Names of the classes; without them the names are those of transformers, such as LABEL_0."""
+    """Names of the classes. Without them classes are called as in transformers, such as LABEL_0."""
 
     name = "classify"
     takes = ("output.softmax",)
@@ -350,7 +350,7 @@ class ClassifyTask(NativeTask):
 
 
 CPU_ROWS = 256
-"""Most rows of a forward pass on a CPU."""
+"""Maximum number of rows in a forward pass on a CPU."""
 _ENCODER = re.compile("bert", re.IGNORECASE)
 """Pattern in the names of encoders: BERT, RoBERTa, ModernBERT, …"""
 _DECODER = re.compile("ForCausalLM|Classification|Reward")
@@ -380,14 +380,14 @@ Dtype: TypeAlias = Literal["float32", "float16"]
 """Type of the numbers of a vector."""
 NUMBER_BYTES: dict[Dtype, int] = {"float32": 4, "float16": 2}
 UNIT = 1e-6
-"""Precision of 32-bit numbers: a vector whose length differs from 1 by less stays as it is."""
+"""Precision of 32-bit numbers: a vector whose length differs from 1 by less is not normalized."""
 
 
 class EmbeddingItem(msgspec.Struct):
     """A vector of a reply: Base64 of little-endian 32-bit numbers, or a list of numbers."""
 
     embedding: msgspec.Raw
-    """Decoded on its own, so that one bad vector does not spoil the others."""
+    """Each vector is decoded on its own, so that one bad vector does not spoil the others."""
     index: TokenCount | None = None
 
 
@@ -427,7 +427,7 @@ class EmbedTask(ForwardTask):
 
     @property
     def columns(self) -> tuple[tuple[str, ColumnKind], ...]:
-        """The vector."""
+        """The only column, which has the vector."""
         return ((EMBEDDING, ("list", self.dtype)),)
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
@@ -450,7 +450,8 @@ class EmbedTask(ForwardTask):
         items = sorted(parsed.data, key=lambda item: item.index or 0)
         if [item.index or 0 for item in items] != list(range(len(requests))):
             raise AttemptFailedError(
-                f"{len(items)} vectors came for {len(requests)} rows, or they are not numbered from 0 on"
+                f"the server returned {len(items)} vectors for {len(requests)} rows, "
+                "or did not number them from 0"
             )
         tokens = _tokens_of(requests, parsed.usage.prompt_tokens)
         return [self._answer(item, count) for item, count in zip(items, tokens, strict=True)]
@@ -494,7 +495,7 @@ class EmbedTask(ForwardTask):
 
 
 class VectorLength:
-    """Length of a model's vectors: the length that two rows share, until then that of the first row."""
+    """Length of a model's vectors, taken from the first row until two rows agree on a length."""
 
     def __init__(self) -> None:
         """Begin without a known length."""
@@ -558,11 +559,13 @@ def check_embeddings(reply: bytes, rows: int | None) -> int | None:
     """
     parsed = decode_reply(_read_vectors, reply)
     if rows is not None and len(parsed.data) != rows:
-        raise AttemptFailedError(f"{len(parsed.data)} vectors came for {rows} inputs")
+        raise AttemptFailedError(f"the server returned {len(parsed.data)} vectors for {rows} inputs")
     task = EmbedTask()
     lengths = {len(task.stored(_numbers(item))) // NUMBER_BYTES[task.dtype] for item in parsed.data}
     if len(lengths) > 1:
-        raise AttemptFailedError(f"vectors of {min(lengths)} and of {max(lengths)} numbers came")
+        raise AttemptFailedError(
+            f"the server returned vectors of different lengths ({min(lengths)} and {max(lengths)})"
+        )
     return parsed.usage.prompt_tokens
 
 
@@ -580,7 +583,11 @@ def _numbers(item: EmbeddingItem) -> array[float]:
 
 
 def _tokens_of(requests: Sequence[Request], total: int | None) -> list[int | None]:
-    """Return the tokens of each prompt, if known: a server that truncated some reports only the `total`."""
+    """Return the number of tokens of each prompt; None where it is unknown.
+
+    The server reports only the `total`. If it differs from the lengths of the prompts, the server has
+    truncated some of them.
+    """
     if len(requests) == 1:
         return [total]
     counts = [len(request.prompt) if request.kind == "input_ids" else None for request in requests]

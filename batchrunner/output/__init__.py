@@ -1,8 +1,9 @@
-"""Everything that a run writes: its directory, its results and who may write them.
+"""Everything that a run writes: its directory, its results, and the locks of its tasks.
 
 Layout: run_dir (`RunDir`, `open_run`), files (atomic writes), run_json (the job and its fingerprint).
 Stores: store (`Store`: a file system or an object store), objects (requests, by obstore), addresses (URIs).
-Tasks: task_lock (`hold_task`), holder (who holds a task), liveness (whether that process runs).
+Tasks: a task is the place of one worker in a run, with a directory and a lock. task_lock (`hold_task`),
+holder (the process that holds a task), liveness (whether that process runs), discard (`--fresh`).
 Results: writer (`ResultWriter`), parts (and journals), columns, arrow_arrays; resume (`read_done`: which rows
 are done); counts; merge (all results in input order), export (file formats), batch_results (OpenAI's lines);
 buckets (external bucket sort). Others: events (`EventLog`).

@@ -14,7 +14,7 @@ _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """A bucket and a key, or a common prefix of keys, in it."""
+    """A bucket, and a key or a common prefix of keys in it."""
 
     scheme: str
     """s3, gs or az."""
@@ -35,7 +35,8 @@ class StoreAddress:
 def store_address(path: str) -> StoreAddress | None:
     """Parse the URI of an object store; None for a path, another kind of URI, or one with a query.
 
-    pyarrow reads such URIs: `s3://bucket/in?endpoint_override=host:9000`, `hdfs://host/in`.
+    pyarrow reads the URIs of other kinds and those with a query:
+    `s3://bucket/in?endpoint_override=host:9000`, `hdfs://host/in`.
     """
     uri = _STORE.fullmatch(path)
     if uri is None or "?" in uri[3]:

@@ -13,14 +13,14 @@ out of range, invalid UTF-8 (UnicodeDecodeError is a ValueError)."""
 _UTC = "+00:00"
 """UTC as an offset, which needs no database of time zones."""
 _VECTORS = {pa.list_(pa.float16()): 2, pa.list_(pa.float32()): 4}
-"""Types of vectors, with the bytes of each number."""
+"""Types of vectors, each with the size of a number in bytes."""
 
 
 def arrow_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     """Convert values to an array like `pa.array`.
 
-    Values of a vector type are given as the bytes of their numbers. Lone surrogates, which UTF-8 and so
-    Parquet lack, become question marks.
+    Values of a vector type are given as the bytes of their numbers. Lone surrogates become question marks,
+    because UTF-8 has none, and so Parquet cannot hold them.
     """
     if kind in _VECTORS:
         return _vectors(values, kind)

@@ -51,7 +51,8 @@ class DiskWait:
     async def write(self, path: Path, write: Callable[[], None]) -> None:
         """Call `write`, which writes `path`, in a thread until it succeeds.
 
-        It is tried again only after an OSError. Raises StorageError after `wait_s`, or once `is_over()`.
+        `write` is called again only after an OSError. Raises StorageError if a call fails more than `wait_s`
+        after the first failure, or while `is_over()` is true.
         """
         wait = AwayWait(self.wait_s)
         while True:

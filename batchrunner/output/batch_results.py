@@ -1,7 +1,6 @@
 """Writes the results of a batch file in OpenAI's format: one line a request, in the order of the requests."""
 
 import contextlib
-import re
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from batchrunner.core.errors import NoResultYetError, OutputError, StorageError
+from batchrunner.core.errors import NoResultYetError, OutputError, StorageError, status_in
 from batchrunner.core.files import COMPRESSIONS, known_format
 from batchrunner.job.output import RESPONSE
 from batchrunner.output.buckets import release_unused
@@ -24,17 +23,16 @@ from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import read_run_json, require_run_json
 
 TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens")
-RESULT_COLUMNS = ["row", "custom_id", "attempts", "error", *TOKENS, RESPONSE]
+LINE_COLUMNS = ["row", "custom_id", "attempts", "error", *TOKENS, RESPONSE]
 """Columns of the parts that a result line needs."""
 RESULT_BUCKET_BYTES = 16 << 20
-"""Approximate bytes of results in memory. The limit is low: the engine and the rows still use memory."""
+"""Approximate maximum size in bytes of the results in memory. It is low because the engine and the rows still
+use memory."""
 ID_BYTES = 16
 EXPIRED = "This request could not be executed before the completion window expired."
 CANCELLED = "This request was not executed: the batch was cancelled."
 _CODES = {EXPIRED: "batch_expired", CANCELLED: "batch_cancelled"}
 """OpenAI's error codes of requests that were not executed because the batch ended early."""
-_STATUS = re.compile(r"(\d{3}): (.*)", re.DOTALL)
-"""Error of a row that a server refused: HTTP status and message."""
 
 
 def results_path(name: str, option: str) -> Path:
@@ -68,9 +66,9 @@ def publish(
     """Write a line for each request. Failed requests go to `errors` if it is given, all others to `results`.
 
     Each file appears when it is complete, and replaces an older one. If results are missing, return None and
-    write no file. A batch that ended early has `unanswered`: the custom_id and the error of each request, in
-    the order of the batch file. A request without a result gets this error. Raises StorageError, and
-    ResumeError where a part is damaged.
+    write no file. `unanswered` is given for a batch that ended early. It has the custom_id and an error for
+    each request, in the order of the batch file. A request without a result gets this error. Raises
+    StorageError, and ResumeError where a part is damaged.
     """
     release_unused()  # Arrow still keeps memory of the run that has just ended
     run_json = require_run_json(run_dir) if unanswered is None else read_run_json(run_dir)
@@ -102,7 +100,7 @@ def publish(
                 raise NoResultYetError  # noqa: TRY301 - so that the files do not appear
     except NoResultYetError:
         return None
-    except OutputError as failure:  # of the work directory; the remedy is that of a results file
+    except OutputError as failure:  # in the work directory, with the remedy of a results file
         raise StorageError(failure.message, hint=failure.hint) from None
     return Published(_usage(tokens), completed=total - failed, failed=failed)
 
@@ -113,7 +111,7 @@ def _result_rows(run_dir: RunDir, work: Path) -> Iterator[dict[str, Any]]:
         parts = durable_results(run_dir, work)
     except NoResultYetError:
         return
-    tables = in_order(run_dir, parts, work, columns=RESULT_COLUMNS, bucket_bytes=RESULT_BUCKET_BYTES)
+    tables = in_order(run_dir, parts, work, columns=LINE_COLUMNS, bucket_bytes=RESULT_BUCKET_BYTES)
     for table in tables:
         for batch in table.to_batches(CHUNK_ROWS):
             yield from batch.to_pylist()
@@ -129,7 +127,7 @@ def _with_unanswered(
             yield result
             result = next(results, None)
         else:
-            blank = dict.fromkeys(RESULT_COLUMNS)
+            blank = dict.fromkeys(LINE_COLUMNS)
             yield {**blank, "row": number, "custom_id": custom_id, "attempts": 0, "error": error}
 
 
@@ -176,8 +174,7 @@ def _result_line(row: dict[str, Any], digest: str) -> dict[str, Any]:
 def _failure(row: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
     """Return HTTP status, response body and error of a failed row; the status is 0 if no server answered."""
     error = row["error"]
-    answer = _STATUS.fullmatch(error)
-    status, message = (int(answer[1]), answer[2]) if answer else (0, error)
+    status, message = status_in(error)
     is_refused = row["attempts"] == 0 or 0 < status < HTTPStatus.INTERNAL_SERVER_ERROR
     code = _CODES.get(error) or ("invalid_request" if is_refused else "request_failed")
     body = _error_body(
@@ -187,7 +184,7 @@ def _failure(row: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
 
 
 def _error_body(body: Any, error: dict[str, Any]) -> Any:
-    """Return a response body with OpenAI's `error` object; SGLang has the same fields at the top level."""
+    """Return a response body with OpenAI's `error` object. SGLang has such fields at the top level."""
     if not isinstance(body, dict):
         return {"error": error}
     if isinstance(body.get("error"), dict):

@@ -20,7 +20,8 @@ class Buckets:
     """Directory of the bucket files."""
     column: str
     ends: Sequence[int]
-    """Bucket i holds the numbers from ends[i-1] up to but not including ends[i]; the last end exceeds all."""
+    """Bucket i holds the numbers from ends[i-1] up to but not including ends[i]; the last end exceeds all
+    numbers."""
     buffer_bytes: int = BUFFER_BYTES
     _buffer: list[pa.Table] = field(default_factory=list, init=False)
     _bytes: int = field(default=0, init=False)
@@ -62,7 +63,7 @@ class Buckets:
 
 
 def release_unused() -> None:
-    """Return memory that Arrow keeps for later, often more than it uses, to the operating system."""
+    """Give the operating system the memory that Arrow keeps for later, often more than Arrow uses."""
     pa.default_memory_pool().release_unused()
 
 

@@ -50,10 +50,10 @@ ANSWER_TYPES: dict[str, pa.DataType] = {
     "conversation": pa.string(),
     RETURNED: pa.string(),
 }
-"""Types of the optional result columns, for one output."""
+"""Types of the optional result columns, for a row with one output."""
 TASK = "task"
-"""Key of a part's metadata with the name of a task without decoding. Such a part has no columns of texts, and
-a carried column may be called `output`."""
+"""Key in a part's metadata for the name of a task without decoding. A part with this key lacks the columns of
+texts, so a carried column may be called `output`."""
 OF_THE_PROMPT = {"prompt_logprobs"}
 """Columns of ANSWER_TYPES that have one value for all outputs of a row."""
 
@@ -61,8 +61,8 @@ OF_THE_PROMPT = {"prompt_logprobs"}
 def schema_of_run(carried: pa.Schema, plan: AnswerPlan) -> pa.Schema:
     """Return the schema of the parts that this start of a run writes: `row`, carried columns, results.
 
-    With several samples a row, columns of outputs are lists with a value for each sample. A task without
-    decoding has no columns of texts.
+    If a row has several completions, the columns of outputs are lists with a value for each completion. A
+    task without decoding has no columns of texts.
     """
 
     def per_sample(kind: pa.DataType) -> pa.DataType:
@@ -95,12 +95,12 @@ def schema_of_run(carried: pa.Schema, plan: AnswerPlan) -> pa.Schema:
 
 
 def has_texts(schema: pa.Schema) -> bool:
-    """Whether a part has the columns of texts."""
+    """Whether a part has the columns of texts (OF_TEXTS)."""
     return TASK.encode() not in (schema.metadata or {})
 
 
 def rows_made(outcome: Outcome) -> list[Outcome]:
-    """Return an outcome for each row that a rollout returned; for any other outcome only itself."""
+    """Return one outcome for each row that a rollout returned; return any other outcome alone."""
     completion = outcome.completion
     values_of_rows = completion.columns.get(MADE_ROWS) if completion is not None else None
     if completion is None or not values_of_rows:
@@ -122,7 +122,7 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
     if plan.asked is not None:
         outcomes = [*chain.from_iterable(map(rows_made, outcomes))]
     is_single = plan.samples == 1
-    # Transposed at once: access to each field of each outcome takes four times as long.
+    # Transpose all outcomes at once. Reading each field of each outcome takes four times as long.
     refs, completions, errors, latencies, attempts = zip(*outcomes, strict=True)
     answers = [NO_ANSWER if completion is None else completion for completion in completions]
     texts, reasons, counts, prompt_tokens, cached_tokens, *_ = zip(*answers, strict=True)
@@ -169,7 +169,7 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
 def kinds_returned(tables: Iterable[pa.Table]) -> dict[str, ColumnKind]:
     """Infer the columns and types of the values that a rollout function without annotation returned.
 
-    A column with texts and other values becomes JSON, in which texts are quoted: a warning says so.
+    A column with texts and other values becomes JSON, in which texts are quoted. A warning is logged then.
     """
     kinds_of: defaultdict[str, set[ColumnKind]] = defaultdict(set)
     for table in tables:
@@ -193,7 +193,10 @@ def _innermost(kind: ColumnKind) -> ColumnKind:
 
 
 def with_returned(table: pa.Table, kinds: Mapping[str, ColumnKind]) -> pa.Table:
-    """Return a table with the values that the rollout returned as columns, in place of carried ones."""
+    """Return a table in which the values that the rollout returned are columns.
+
+    Such a column replaces a carried column of the same name.
+    """
     rows = _returned(table)
     table = table.drop_columns([*{RETURNED, *kinds}.intersection(table.column_names)])
     for name, kind in kinds.items():

@@ -22,15 +22,15 @@ NOT_REPORTED = "not reported"
 NO_REQUEST = "no request"
 """Finish reason of a rollout that sent no request."""
 MOST_GROUPS = 50
-"""Most groups of failures or finish reasons; further ones are counted as OTHER."""
+"""Maximum number of groups of failures, and of finish reasons. Further ones are counted as OTHER."""
 OTHER = "other reasons"
 ASKED_AGAIN = "asked_again"
-"""Key of a Completion's columns with its AskedAgain records; it is no result column."""
+"""Key in `Completion.columns` for the AskedAgain records. It is not a result column."""
 Counts = TypeVar("Counts", "RowCounts", "CheckCounts")
 _DIGITS = re.compile(r"\d+")
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _COUNTS = b"batchrunner_counts"
-"""Key of the metadata with a table's TableCounts."""
+"""Key in a table's metadata for its TableCounts."""
 
 
 def _sum(a: Counts, b: Counts) -> Counts:
@@ -58,7 +58,7 @@ class Failures:
         self.examples.setdefault(group, example)
 
     def __add__(self, other: Failures) -> Failures:
-        """Return the sum of two."""
+        """Return the failures of both."""
         total = Failures()
         for failures in (self, other):
             for group, count in failures.rows.items():
@@ -84,10 +84,10 @@ class AskedAgain(NamedTuple):
     """The answers to a request whose first answer was rejected."""
 
     asks: int
-    """Number of answers."""
+    """Number of answers, rejected ones included."""
     rejected: tuple[Rejected, ...]
     is_good: bool | None
-    """Whether the last answer is good; None if the row ended without a further answer."""
+    """Whether the last answer is good; None if the row ended before the next answer came."""
     prompt_tokens: int
     """Prompt tokens of the last answer."""
 
@@ -113,7 +113,7 @@ class CheckCounts:
     def add(self, outcome: Outcome) -> int:
         """Count the rejected answers of a finished row.
 
-        Return the output tokens of those that are not in its result.
+        Return the output tokens of the rejected answers that the row's result does not contain.
         """
         discarded_tokens = 0
         columns = outcome.completion.columns if outcome.completion is not None else {}
@@ -126,12 +126,12 @@ class CheckCounts:
             for complaint, tokens in rejected:
                 self.causes.add(outcome.ref.row, complaint)
                 self.output_tokens += tokens
-            # a row that fails keeps its last answer
+            # the result of a failed row is its last rejected answer
             discarded_tokens += sum(tokens for _, tokens in (rejected if is_good else rejected[:-1]))
         return discarded_tokens
 
     def __add__(self, other: CheckCounts) -> CheckCounts:
-        """Return the sum of two."""
+        """Return the sum of both counts."""
         return _sum(self, other)
 
     def as_dict(self) -> dict[str, Any]:
@@ -150,7 +150,8 @@ class RowCounts:
     cut: int = 0
     """Rows of `ok` with an output that was truncated at `max_new_tokens`."""
     output_tokens: int = 0
-    """Tokens that the engine generated, rejected answers included. Duplicates add none, here and below."""
+    """Tokens that the engine generated, rejected answers included. Duplicates add no tokens, neither here nor
+    to the next two counts."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     duplicates: int = 0
@@ -172,7 +173,7 @@ class RowCounts:
 
     @property
     def own(self) -> int:
-        """Rows of `done` without those whose answer is another run's."""
+        """Rows of `done`, except those that have an answer of another run."""
         return self.done - self.reused
 
     def add(self, outcome: Outcome) -> None:
@@ -188,7 +189,7 @@ class RowCounts:
             reasons = _finish_reasons(completion)
             for reason in reasons:
                 is_new = reason not in self.finish_reasons
-                # Memory is bounded: a server may invent endless reasons.
+                # Bound the memory, because a server may invent endless reasons.
                 group = OTHER if is_new and len(self.finish_reasons) >= MOST_GROUPS else reason
                 self.finish_reasons[group] += 1
             if completion is None:
@@ -206,7 +207,7 @@ class RowCounts:
             self.output_tokens += self.checks.add(outcome)
 
     def __add__(self, other: RowCounts) -> RowCounts:
-        """Return the sum of two."""
+        """Return the sum of both counts."""
         return _sum(self, other)
 
 
@@ -254,7 +255,7 @@ def sum_of(counts: Sequence[TableCounts]) -> TableCounts:
 
 
 def with_counts(table: pa.Table, counts: TableCounts | None) -> pa.Table:
-    """Return a table whose metadata has these counts, or none, in place of its own."""
+    """Return a table with these counts in its metadata in place of its own; with None it has no counts."""
     metadata = {**(table.schema.metadata or {})}
     metadata.pop(_COUNTS, None)
     if counts is not None:

@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 
 from batchrunner.core.errors import TaskHeldError
 from batchrunner.output.counts import RowCounts, counts_in, with_counts
-from batchrunner.output.files import create_file, whole_file, writing
-from batchrunner.output.liveness import POLL_S
+from batchrunner.output.files import create_file, using_run, whole_file, writing
+from batchrunner.output.liveness import POLL_S, monitor_of, wait_until_dead
 from batchrunner.output.parts import open_part
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_lock import TaskLock, hold_task
@@ -31,10 +31,23 @@ Sleep = Callable[[float], None]
 
 
 def check_nobody_works(run_dir: RunDir, sleep: Sleep) -> None:
-    """Raise TaskHeldError if another worker is running: its results must not be discarded."""
-    for task in run_dir.other_tasks():
-        with hold_task(task, sleep):
-            pass
+    """Raise TaskHeldError if another worker is running, because its results must not be discarded.
+
+    Workers on other machines are watched at the same time. The lock of a dead worker is released, so that no
+    later start waits for that worker again. A worker that takes its lock after this check finds the file
+    `discarding`.
+    """
+    with using_run(f"output.path {run_dir.name}"):
+        tasks = run_dir.other_tasks()
+        monitors = {f"{run_dir.name}/tasks/{task.task}": monitor_of(task) for task in tasks}
+        for monitor in monitors.values():
+            monitor.poll()
+        held = {place: monitor for place, monitor in monitors.items() if monitor.owner_content}
+        wait_until_dead(held, sleep)
+    for task, monitor in zip(tasks, monitors.values(), strict=True):
+        if monitor.owner_content:
+            with hold_task(task, sleep, dead_owner=monitor.owner_content):
+                pass
 
 
 def discard_run(run_dir: RunDir, lock: TaskLock, sleep: Sleep) -> None:
@@ -47,7 +60,6 @@ def discard_run(run_dir: RunDir, lock: TaskLock, sleep: Sleep) -> None:
         lock.verify()
         create_file(run_dir.discarding, b"{}", lock.token, run_dir.store.add)
         try:
-            # The mark exists before this check: a worker that takes its lock later sees the mark.
             check_nobody_works(run_dir, sleep)
         except BaseException:
             run_dir.store.remove(run_dir.discarding)

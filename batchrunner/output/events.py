@@ -25,9 +25,10 @@ from batchrunner.output.samples import LoggedSample, read_sample
 log = logging.getLogger(__name__)
 
 TAIL_BYTES = 1 << 20
-"""Bytes at the end of a log in which its newest events are looked for."""
+"""Number of bytes at the end of a log that are searched for its newest events."""
 UPLOADED_PER_S = 256 << 10
-"""Mean bytes per second that uploads of a log may take: one of 100 MB is uploaded every seven minutes."""
+"""Maximum mean rate of the uploads of a log, in bytes per second. A log of 100 MB is uploaded every seven
+minutes."""
 _HEAD = re.compile(rb'{"time":(\d+(?:\.\d+)?),"elapsed_s":[\d.]+,"event":"([a-z]+)"')
 _NO_LOG = (FileNotFoundError, IsADirectoryError)
 
@@ -35,7 +36,7 @@ _NO_LOG = (FileNotFoundError, IsADirectoryError)
 class EventLog:
     """Appends events. Each has `time` (seconds since the epoch), `elapsed_s` (since `open`) and `event`.
 
-    Events from before the log was opened follow its first event, which is `start`.
+    Events that are written before `open` are kept. They follow the first event after it, which is `start`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +53,10 @@ class EventLog:
         self._began = time.monotonic()
 
     def write(self, event: str, **values: Any) -> None:
-        """Append an event. One that cannot be written is dropped, and counted in the next `events_lost`."""
+        """Append an event.
+
+        An event that cannot be written is dropped. The next event that is written counts it in `events_lost`.
+        """
         if self._file is None:
             self._early.append((event, values))
             return
@@ -70,7 +74,7 @@ class EventLog:
         }
         begin = b""
         if self._lost:
-            line["events_lost"], begin = self._lost, b"\n"  # the lost event may be torn
+            line["events_lost"], begin = self._lost, b"\n"  # end the line that the lost event may have begun
         frame = begin + json_line(line, default=str)
         try:
             self._lost = 0 if file.write(frame) == len(frame) else self._lost + 1
@@ -97,7 +101,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 def attempt_spans(path: Path) -> list[tuple[float, float]]:
     """Return the times of the first and the last event of each attempt, in seconds since the epoch.
 
-    It parses only the head of each line: the log of a day has about 100 MB.
+    Only the head of each line is parsed, because the log of a day has about 100 MB.
     """
     spans: list[tuple[float, float]] = []
     for line in _lines(path):
@@ -119,7 +123,7 @@ def union_s(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def last_sample(path: Path) -> LoggedSample | None:
-    """Return the newest `sample` event of a log; None where its end holds none."""
+    """Return the newest `sample` event of a log; None if the last TAIL_BYTES hold none."""
     for line in _last_lines(path):
         head = _HEAD.match(line)
         if head and head[2] == b"sample":

@@ -50,7 +50,7 @@ def export_tables(tables: Iterator[pa.Table], path: Path, file_format: FileForma
 
 
 def distinct_rows(table: pa.Table) -> int:
-    """Count the input rows in a table of results; a rollout may return several rows for one."""
+    """Count the input rows in a table of results. A rollout may return several rows for one input row."""
     return int(pc.count_distinct(table.column("row")).as_py())
 
 

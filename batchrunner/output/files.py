@@ -61,8 +61,8 @@ def link_new(temporary: Path, path: Path) -> None:
 def link_part(temporary: Path, path: Path) -> None:
     """Do the same as `link_new`, also on a file system without hard links.
 
-    There the name is first checked, then taken, which is safe because only one task writes under a part's
-    name.
+    There the name is first checked and then taken. That is safe because only one task uses the name of a
+    part.
     """
     try:
         link_new(temporary, path)
@@ -144,11 +144,12 @@ def refresh_listing(directory: Path) -> None:
 
 @contextlib.contextmanager
 def one_process_at_a_time(lock: Path, *, unfinished: str) -> Iterator[None]:
-    """Hold the lock of a file during the block; the kernel releases that of a killed process.
+    """Hold the lock of a file during the block; the kernel releases the lock of a killed process.
 
-    It guards work that may be done twice, at a cost: results are alike and appear whole. So a process whose
-    `unfinished` files (a pattern beside the lock) do not change for `TIMING.silent_copy` is not waited for:
-    its machine may sleep. A file system without locks lets every process pass. Raises StorageError.
+    The lock only saves work: two processes that both do it have the same results, and each result appears
+    whole. So the wait for another process ends when its unfinished files do not grow for
+    `TIMING.silent_copy`, because its machine may be suspended. `unfinished` is the pattern of these files in
+    the directory of the lock. A file system without locks lets every process pass. Raises StorageError.
     """
     with writing(lock), lock.open("wb") as file:
         size, changed_at = -1, time.monotonic()
@@ -172,7 +173,7 @@ def _is_locked_elsewhere(file: IO[bytes]) -> bool:
 
 
 def _bytes_of_files(directory: Path, pattern: str) -> int:
-    """Return the bytes of the files that a pattern names."""
+    """Return the total size in bytes of the files that match a pattern."""
     size = 0
     for file in directory.glob(pattern):
         with contextlib.suppress(FileNotFoundError):  # it was renamed just now
@@ -214,28 +215,30 @@ def cannot_write(path: Path, failure: OSError, kind: type[BatchrunError] = Stora
     return error if kind is StorageError else kind(error.message, hint=error.hint)
 
 
-def file_to_write(name: str, what: str = "", *, force: bool = True) -> Path:
-    """Return the path of a result file that the user names; raises OutputError, which begins with `what`.
+def file_to_write(name: str, label: str = "", *, force: bool = True) -> Path:
+    """Return the path of a result file that the user names; raises OutputError.
+
+    Messages begin with `label`, by default the name.
 
     Without `force` the file must not exist.
     """
-    what = what or name
+    label = label or name
     if is_uri(name):
         raise OutputError(
-            f"{what}: is a URI, but this file is written on this machine",
+            f"{label}: is a URI, but this file is written on this machine",
             hint="give a path, then copy the file to the store",
         )
     try:
         path = Path(user_path(name))
         if path.is_dir():
-            raise OutputError(f"{what}: is a directory", hint="give a file")
+            raise OutputError(f"{label}: is a directory", hint="give a file")
         if path.exists() and not path.is_file():
-            raise OutputError(f"{what}: is a device or a pipe", hint="give a file")
+            raise OutputError(f"{label}: is a device or a pipe", hint="give a file")
         if not path.parent.is_dir():
-            raise OutputError(f"{what}: there is no directory {path.parent}", hint="make it first")
+            raise OutputError(f"{label}: there is no directory {path.parent}", hint="make it first")
         if path.exists() and not force:
-            raise OutputError(f"{what}: exists", hint="take another name, or --force to replace it")
+            raise OutputError(f"{label}: exists", hint="take another name, or --force to replace it")
     except (OSError, ValueError) as failure:
         reason = getattr(failure, "strerror", None) or failure
-        raise OutputError(f"{what}: cannot be written: {reason}") from None
+        raise OutputError(f"{label}: cannot be written: {reason}") from None
     return path

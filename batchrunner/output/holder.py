@@ -40,18 +40,19 @@ class LockHolder:
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     """Random name of this holder, which is part of the names of its files."""
     beats: int = 0
-    """Count of heartbeats, if the lock is an object, which has no file `heartbeat`."""
+    """Number of heartbeats, for a lock in an object store. There no file `heartbeat` counts them."""
     is_clean: bool = False
-    """Whether the holder of an object had written all its rows when it released the task."""
+    """Whether the holder of a lock in an object store had written all its rows when it released the task."""
 
     def __str__(self) -> str:
-        """Name it for a person."""
+        """Return the name of the process in messages."""
         return f"batchrun with pid {self.pid} on {self.host}"
 
     def is_dead(self, observer: LockHolder) -> bool | None:
         """Return whether the process has ended; None where the `observer` cannot tell.
 
-        A token of this process that it no longer holds counts as dead: it could not release that lock.
+        A holder that is this process counts as dead if HELD_HERE lacks its token, because this process gave
+        that lock up but could not release it.
         """
         if self.pid == ABANDONED_PID:
             return True

@@ -7,16 +7,20 @@ object `owner`.
 """
 
 import contextlib
+import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from batchrunner.core.errors import TaskHeldError
 from batchrunner.core.timing import TIMING
 from batchrunner.output.files import using_run
 from batchrunner.output.holder import HEARTBEAT, OWNER, LockHolder, parse_holder, this_process
 from batchrunner.output.run_dir import ENGINE_STARTING, RunDir
 from batchrunner.output.samples import LoggedSample
+
+log = logging.getLogger(__name__)
 
 DEAD_AFTER_S = 75.0
 """Seconds without a heartbeat after which a holder counts as dead; NFS may show an old file for 60 s."""
@@ -27,12 +31,14 @@ POLL_S = 1.0
 SHORT_POLL_S = 0.2
 """Seconds between two polls when a change is expected at once."""
 LOOK_S = 5.0
-"""Least seconds between two reads of a watched object: 720 requests an hour."""
+"""Minimum seconds between two reads of a watched object, which makes 720 requests an hour."""
 FRESH_S, STORE_FRESH_S = 15.0, 40.0
-"""Seconds after a heartbeat, of a file and of an object, during which the holder certainly runs."""
+"""Seconds after a heartbeat during which the holder certainly runs: for heartbeats in a file, and in an
+object."""
 SILENT_S = 300.0
-"""Age in seconds from which a load sample says nothing about a task on another machine: the task has ended,
-or that machine's clock is wrong. A task on this machine may still have one from an earlier attempt."""
+"""Age in seconds from which a load sample no longer shows that a task on another machine runs. The task may
+have ended, or that machine's clock may be wrong. For a task on this machine the sample decides nothing,
+because it may be from an earlier attempt."""
 
 
 class LivenessMonitor:
@@ -59,7 +65,7 @@ class LivenessMonitor:
         self._looked_at = float("-inf")
         self._last_seen = (b"", b"")
         self._changed_at = clock()
-        self._has_beaten = False  # since the first poll
+        self._has_beaten = False  # whether a heartbeat came since the first poll
 
     @property
     def owner_content(self) -> bytes:
@@ -74,8 +80,8 @@ class LivenessMonitor:
     def poll(self) -> bool | None:
         """Look again and return whether the holder runs; None while that is not clear yet.
 
-        There is none if it released the task, or if its name is still incomplete after UNNAMED_AFTER_S.
-        Raises OSError where the run's store does not answer.
+        There is no holder, so False is returned, if it released the task, or if its name is still incomplete
+        after UNNAMED_AFTER_S. Raises OSError where the run's store does not answer.
         """
         before, now = self._last_seen, self._clock()
         if now - self._looked_at >= self._pause_s:
@@ -100,6 +106,33 @@ def monitor_of(run_dir: RunDir) -> LivenessMonitor:
     return LivenessMonitor(lambda: objects.look(run_dir.owner), fresh_s=STORE_FRESH_S, pause_s=LOOK_S)
 
 
+def wait_until_dead(monitors: Mapping[str, LivenessMonitor], sleep: Callable[[float], object]) -> None:
+    """Wait until all holders are dead, for all of them at the same time; raises TaskHeldError if one runs.
+
+    A key of `monitors` is the name of a task in messages. `sleep` may raise to end the wait.
+    """
+    unclear, has_warned = dict(monitors), False
+    while unclear:
+        for place, monitor in monitors.items():
+            if place not in unclear:
+                continue
+            runs = monitor.poll()
+            if runs:
+                raise TaskHeldError(
+                    f"{place}: {monitor.holder or 'another process'} is writing this run",
+                    hint="wait for it or use another path",
+                )
+            if runs is False:
+                del unclear[place]
+            elif monitor.holder and not has_warned:
+                has_warned = True
+                log.warning(
+                    "%s: waiting %.0f s to see whether %s still lives", place, DEAD_AFTER_S, monitor.holder
+                )
+        if unclear:
+            sleep(POLL_S)
+
+
 def look_at_files(directory: Path) -> tuple[bytes, bytes]:
     """Return the contents of `owner` and `heartbeat` in a task directory; b"" stands for a missing file."""
     return read_bytes(directory / OWNER), read_bytes(directory / HEARTBEAT)
@@ -111,9 +144,9 @@ def holders_of(
     """Return the name of the process that holds each task, or None.
 
     Each task comes with the newest load sample in its event log. A process on another machine runs if that
-    sample is recent. If it is old, or from a machine whose clock is wrong, the heartbeats of all such tasks
-    are watched for TIMING.other_heartbeat. Without `watch` such tasks count as ended, and always in an object
-    store, where heartbeats are rare. Raises OutputError or StoreAwayError where the store does not answer.
+    sample is recent. If the sample is old, or the clock of its machine is wrong, the heartbeats of all such
+    tasks are watched for TIMING.other_heartbeat. Without `watch`, and in an object store, where heartbeats
+    are rare, such tasks count as ended. Raises OutputError or StoreAwayError where the store does not answer.
     """
     monitors = [monitor_of(run_dir) for run_dir, _ in tasks]
     with using_run(tasks[0][0].name if tasks else ""):
@@ -157,7 +190,7 @@ def starting_of(run_dir: RunDir) -> dict[str, Any] | None:
     """Return the step of a held task before its first row (`what`) and its age in seconds (`since_s`).
 
     The step is "input" while the input is read and sorted, "engine" while the engine starts; None afterwards.
-    It follows from the times of files on one file system, so no two clocks are compared.
+    The step follows from the modification times of files on one file system, so no two clocks are compared.
     """
     lock_time = _modification_time(run_dir.task_directory / OWNER)
     if not lock_time or _modification_time(run_dir.events) > lock_time:
@@ -176,7 +209,7 @@ def _modification_time(path: Path) -> float:
 
 
 def read_bytes(path: Path, *, strict: bool = False) -> bytes:
-    """Return the content of a file, b"" for a missing one; with `strict` raise other errors than that."""
+    """Return the content of a file, b"" for an unreadable one; with `strict` only for a missing one."""
     try:
         return path.read_bytes()
     except OSError as failure:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
-from batchrunner.core.errors import InputError, NoResultYetError, OutputError, ResumeError
+from batchrunner.core.errors import InputError, NoResultYetError, OutputError, ResumeError, first_line
 from batchrunner.core.types import rows_of_column
 from batchrunner.job.output import REQUEST_DIGEST, RETURNED
 from batchrunner.output.buckets import BUFFER_BYTES, Buckets
@@ -32,11 +32,11 @@ from batchrunner.output.run_dir import RunDir, look_at_run
 from batchrunner.output.run_json import require_run_json
 
 BUCKET_ROWS = 100_000
-"""Most rows in a bucket. Each bucket becomes one file of the merged dataset."""
+"""Maximum number of rows in a bucket. Each bucket becomes one file of the merged dataset."""
 BUCKET_BYTES = 128 << 20
-"""Approximate bytes of a bucket in memory."""
+"""Approximate maximum size of a bucket in memory, in bytes."""
 SAMPLED_PARTS = 32
-"""Most parts that are read to estimate the size of a row."""
+"""Maximum number of parts that are read to estimate the size of a row."""
 
 
 class Merged(NamedTuple):
@@ -45,21 +45,24 @@ class Merged(NamedTuple):
     path: Path
     """Directory of the dataset, or the file."""
     rows: int
-    """Input rows in it, each with all its completions."""
+    """Number of input rows in the dataset or file. Each row has all its completions."""
 
 
 def merge(run: str | Path | RunDir, file: str | None = None, *, force: bool = False) -> Merged:
     """Write the durable rows of a run in input order to `merged/*.parquet` of the run, or to a file.
 
     Workers may be running. Rows are partitioned into buckets of consecutive ordinals, then each bucket is
-    sorted: two passes over the data with one bucket in memory. The ending of `file` selects its format. The
-    file appears when it is complete. It replaces an existing file only with `force`. Raises NoResultYetError
-    where no row is durable, OutputError where the path holds no run or nothing can be written, ResumeError
-    where a part is damaged.
+    sorted. So two passes over the data suffice, with one bucket in memory at a time. The ending of `file`
+    selects its format. The file appears when it is complete. It replaces an existing file only with `force`.
+    Raises NoResultYetError where no row is durable, OutputError where the path holds no run, `file` belongs
+    to the run or nothing can be written, ResumeError where a part is damaged, StorageError where the disk
+    cannot read one.
     """
     run_dir = look_at_run(run)
     file_format = None if file is None else export_format(file)
     target = run_dir.merged if file is None else file_to_write(file, force=force)
+    if file is not None and run_dir.owns(target):
+        raise OutputError(f"{file}: belongs to the run {run_dir.name}", hint="give a path outside of it")
     if not run_dir.all_tasks():
         raise OutputError(
             f"{run_dir.name}: nothing to merge: not a run's output path, or no row has finished yet",
@@ -76,7 +79,7 @@ def merge(run: str | Path | RunDir, file: str | None = None, *, force: bool = Fa
 
 
 def _write_dataset(run_dir: RunDir, tables: Iterator[pa.Table], work: Path) -> int:
-    """Replace the merged dataset of a run; return its input rows. Raises OSError."""
+    """Replace the merged dataset of a run; return the number of its input rows. Raises OSError."""
     dataset, rows = work / "merged", 0
     dataset.mkdir()
     for index, table in enumerate(tables):
@@ -126,7 +129,7 @@ def work_directory(run_dir: RunDir, parent: Path) -> Iterator[Path]:
         work.mkdir()
         yield work
     except (KeyError, ValueError, pa.ArrowException) as failure:  # for example parts of another run
-        raise ResumeError(f"{run_dir.parts}: cannot be merged: {str(failure).splitlines()[0]}") from None
+        raise ResumeError(f"{run_dir.parts}: cannot be merged: {first_line(failure)}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -167,8 +170,9 @@ def in_order(
 
     If several parts hold a row, the first part wins. A table has at most about `bucket_bytes` (default:
     BUCKET_BYTES). Memory peaks at about three times that size. `columns` selects columns; by default the
-    tables have all but the digests of requests. Temporary files go to `work`. Raises OutputError where they
-    cannot be written, ArrowException, KeyError or ResumeError.
+    tables have all columns but the digests of requests. Temporary files go to `work`. Raises OutputError if
+    they cannot be written, and ArrowException, KeyError or ResumeError for parts that are damaged or do not
+    belong together.
     """
     bucket_bytes = bucket_bytes or BUCKET_BYTES
     bucket_rows = _bucket_rows(parts, columns, bucket_bytes)
@@ -199,7 +203,7 @@ def in_order(
 def _bucket_rows(parts: list[Path], columns: list[str] | None, bucket_bytes: int) -> int:
     """Estimate how many rows fill a bucket, from a sample of the parts.
 
-    The sizes in Parquet footers are too small: a repeated text counts only once there.
+    The sizes in the footers of Parquet files are too small, because a repeated text counts only once there.
     """
     rows = size = 1
     for part in parts[:: 1 + len(parts) // SAMPLED_PARTS]:
@@ -211,7 +215,7 @@ def _bucket_rows(parts: list[Path], columns: list[str] | None, bucket_bytes: int
 def _common_schema(parts: list[Path], columns: list[str] | None) -> pa.Schema:
     """Return the common schema of all parts, with the columns in order of first occurrence.
 
-    `columns` selects columns; by default the schema has all but the digests of requests.
+    `columns` selects columns; by default the schema has all columns but the digests of requests.
     """
     schemas: list[pa.Schema] = []
     for part in parts:

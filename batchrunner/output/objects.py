@@ -15,7 +15,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from tenacity import Retrying
 
-from batchrunner.core.errors import JobError, StoreRequestError
+from batchrunner.core.errors import JobError, StoreRequestError, first_line
 from batchrunner.core.retry import backoff
 from batchrunner.core.timing import TIMING
 from batchrunner.job.output import StorageSpec
@@ -25,9 +25,9 @@ STORE_ERRORS = (BaseError, FileNotFoundError, ValueError)
 """Errors of a request: obstore's own, FileNotFoundError for a missing object, ValueError for a credential."""
 Answer = TypeVar("Answer")
 READ_TRIES = 5
-"""Tries of a read whose answer is truncated each time."""
+"""Maximum number of tries of a read whose answers are truncated."""
 PIECE_BYTES = 4 << 20
-"""Bytes of an object that a download holds in memory, at least."""
+"""Minimum size in bytes of the pieces in which an object is downloaded. One piece at a time is in memory."""
 _ENDPOINTS = {"s3": "endpoint", "gs": "base_url", "az": "endpoint"}
 """obstore's option for the address of a store, by scheme."""
 _SECRETS = {"session_token": "token", "sas_token": "sas_key"}
@@ -52,8 +52,8 @@ _WORDS = {
     "body error": "its answers are cut short",
     "error sending request": "the store does not answer",
 }
-"""Reasons for failures, by text in the error: a code of the store, the address of a cloud's credentials
-service, or obstore's own words."""
+"""Reasons for failures, keyed by a text that the error contains: a code of the store, the address of a
+cloud's credentials service, or obstore's own words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,8 @@ class RunObjects:
     def create(self, name: str, content: bytes) -> str | None:
         """Create an object and return its e_tag; None where the name is taken.
 
-        An object that already has this content is ours: the reply to an earlier try of the client was lost.
+        If an object already has this content, an earlier try of the client created it and its reply was lost.
+        So the e_tag of that object is returned.
         """
         with self._request(name):
             try:
@@ -93,7 +94,7 @@ class RunObjects:
         with self._request(name):
             try:
                 condition: Any = {"e_tag": e_tag}
-                if self.address.scheme == "gs":  # it takes a generation, which listings lack
+                if self.address.scheme == "gs":  # Google's condition is a generation, which listings lack
                     metadata = obstore.head(self._bucket, self._key(name))
                     if _tag(metadata) != e_tag:
                         return self._e_tag_if(name, content)
@@ -210,7 +211,7 @@ def open_bucket(address: StoreAddress, storage: StorageSpec) -> Any:
     }
     if address.scheme == "s3" and not (storage.anonymous or storage.secrets):
         options |= _aws_credentials()
-    if address.scheme == "gs" and storage.anonymous:  # writes would look for credentials all the same
+    if address.scheme == "gs" and storage.anonymous:  # otherwise writes look for credentials
         options["credential_provider"] = lambda: {"token": "none", "expires_at": None}
     try:
         return obstore.store.from_url(f"{address.scheme}://{address.bucket}", **options)
@@ -221,7 +222,7 @@ def open_bucket(address: StoreAddress, storage: StorageSpec) -> Any:
 def _aws_credentials() -> dict[str, Any]:
     """Return the options for credentials that AWS's own tools find: variables, profiles, roles, SSO.
 
-    Without boto3 obstore itself finds those of variables and roles.
+    Without boto3, obstore finds only the credentials of variables and roles.
     """
     if find_spec("boto3") is None:
         return {}
@@ -230,7 +231,7 @@ def _aws_credentials() -> dict[str, Any]:
     try:
         return {"credential_provider": Boto3CredentialProvider()}
     except Exception as failure:  # noqa: BLE001 - botocore has an error class for each way to be misconfigured
-        why = "none were found" if isinstance(failure, ValueError) else str(failure).partition("\n")[0]
+        why = "none were found" if isinstance(failure, ValueError) else first_line(failure)
         raise JobError(
             f"AWS credentials: {why}",
             hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, "
@@ -274,8 +275,7 @@ def reason_of(failure: BaseException) -> str:
         return meaning
     if status := _STATUS.search(text):
         return f"the store answered {status[1].strip()}"
-    first_line = text.strip().partition("\n")[0]
-    return first_line.removeprefix("Generic ").strip() or type(failure).__name__
+    return first_line(failure).removeprefix("Generic ").strip()
 
 
 def as_os_error(failure: BaseException, name: str) -> OSError:

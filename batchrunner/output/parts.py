@@ -1,9 +1,9 @@
-"""Parts, which are complete Parquet files of finished rows, and the journals that hold the rows before.
+"""Parts (complete Parquet files of finished rows) and journals, which hold rows until their part exists.
 
-Rows are appended to a journal and synced long before their part is written. A frame of it is three
-little-endian 32-bit numbers (bytes of the payload, its CRC-32, its rows) and the payload, an Arrow IPC stream
-with its own schema. A write that a crash or a full disk interrupts leaves a torn last frame, at which readers
-stop.
+Rows are appended to a journal and synced long before their part is written. A frame of a journal consists of
+three little-endian 32-bit numbers (the payload's size in bytes, its CRC-32, its number of rows) and the
+payload, an Arrow IPC stream with its own schema. A write that a crash or a full disk interrupts leaves a torn
+last frame, at which readers stop.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchrunner.core.errors import ResumeError
+from batchrunner.core.errors import ResumeError, StorageError, first_line
 from batchrunner.output.counts import counts_in, sum_of, with_counts
 from batchrunner.output.files import TEMPORARY, make_directory, sync_directory, whole_file
 from batchrunner.output.run_dir import RunDir, number_of
@@ -77,25 +77,36 @@ def read_journal(path: Path) -> Iterator[pa.Table]:
 
 @contextlib.contextmanager
 def open_part(path: Path) -> Iterator[pq.ParquetFile]:
-    """Open a part for reading; raises ResumeError for a damaged part, FileNotFoundError for a missing one."""
+    """Open a part for reading.
+
+    Raises FileNotFoundError for a missing part, StorageError for one that the disk cannot read, and
+    ResumeError for a damaged one.
+    """
     try:
         with pq.ParquetFile(path) as part:
             yield part
     except FileNotFoundError:
         raise
     except (OSError, KeyError, pa.ArrowException) as failure:  # KeyError: a column is missing
-        reason = str(failure).strip().partition("\n")[0]
+        number = getattr(failure, "errno", None)
+        if number is not None:  # the system call failed; an error in the content of the file has no number
+            raise StorageError(
+                f"{path}: cannot be read: {os.strerror(number)}",
+                hint="it is kept; run the same command again once the disk can be read",
+            ) from None
         raise ResumeError(
-            f"{path}: is damaged", hint=f"move it away, and its rows will be done again ({reason})"
+            f"{path}: is damaged",
+            hint=f"move it away, and its rows will be done again ({first_line(failure)})",
         ) from None
 
 
 def write_part(run_dir: RunDir, first: int, tables: Sequence[pa.Table], lock: TaskLock) -> int:
     """Write rows in input order as a part, under the first free number from `first` on; return the number.
 
-    An existing part is kept, and its rows are not written again. It may be missing from a stale listing, or
-    come from a try of this call that failed after the write. Raises OSError or TaskLockLostError, and leaves
-    no file behind then.
+    If a part with a number exists, it is kept, and the rows that it holds are not written again. If it holds
+    all remaining rows, nothing is written and its number is returned. The caller may not know such a part,
+    because its listing was stale, or because an earlier try of this call failed after it had written the
+    part. Raises OSError or TaskLockLostError, and then leaves no file behind.
     """
     remaining = [*tables]
     for number in count(first):
@@ -117,7 +128,7 @@ def write_part(run_dir: RunDir, first: int, tables: Sequence[pa.Table], lock: Ta
 
 
 def _without(table: pa.Table, path: Path) -> pa.Table:
-    """Return the rows of a table that a part lacks; an unreadable or deleted part has none."""
+    """Return the rows of a table that a part lacks: all if the part is unreadable or deleted."""
     try:
         with pq.ParquetFile(path) as part:
             existing = part.read(["row"]).column("row").cast(pa.int64()).combine_chunks()
@@ -149,7 +160,7 @@ def recover(run_dir: RunDir, lock: TaskLock, schema: pa.Schema | None = None) ->
             schema = schema or tables[0].schema
         lock.verify()
         path.unlink(missing_ok=True)
-    for outdated in run_dir.task_directory.glob("journal-*"):  # its rows were done on another machine since
+    for outdated in run_dir.task_directory.glob("journal-*"):  # another machine has done its rows since
         lock.verify()
         outdated.unlink(missing_ok=True)
     # Without a run.json the predecessor wrote no part, and a part alone would look like a damaged run.
@@ -167,7 +178,7 @@ def _block_late_part(run_dir: RunDir, number: int, schema: pa.Schema, lock: Task
     """
     make_directory(run_dir.parts)
     with (
-        contextlib.suppress(FileExistsError),  # the late part, or that of the journal, is already here
+        contextlib.suppress(FileExistsError),  # the late part, or the part of the journal, exists
         whole_file(run_dir.part(number), lock.token, run_dir.store.add) as temporary,
     ):
         pq.write_table(schema.empty_table(), temporary)

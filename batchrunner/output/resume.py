@@ -11,16 +11,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyroaring import BitMap64
 
-from batchrunner.core.processes import thread_pool
 from batchrunner.core.types import rows_of_column
 from batchrunner.output.arrow_arrays import arrow_array
 from batchrunner.output.counts import RowCounts, counts_in
 from batchrunner.output.parts import open_part, read_journal
 from batchrunner.output.run_dir import RunDir
 
-READERS = 4
-"""Parts that are read at the same time. On a network file system reads mostly wait. From memory one reader is
-as fast, and eight are slower because they compete for Python's interpreter lock."""
 _COUNTED = ["row", "error"]
 
 
@@ -76,24 +72,25 @@ class DoneRows:
 
 
 def read_done(run_dir: RunDir) -> DoneRows:
-    """Return the rows in this task's parts and journals. Raises ResumeError where a part is damaged."""
+    """Return the rows in this task's parts and journals.
+
+    Raises ResumeError where a part is damaged, StorageError where the disk cannot read one.
+    """
     done = DoneRows()
     # journals first: one of them may become a part before the parts are listed
     journals = [*_read_journals(run_dir)]
-    parts = run_dir.own_parts()
-    with thread_pool(READERS) as pool:
-        for rows_of_part in pool.map(_read_part, parts):
-            done.include(rows_of_part)
+    for part in run_dir.own_parts():
+        done.include(_read_part(part))
     for table in journals:
         rows_of_parts = done.rows
         new = [at for at, row in enumerate(table.column("row").to_pylist()) if row not in rows_of_parts]
-        if new:  # the others are in a part too
+        if new:  # the other rows are in a part too
             done.add(table.take(arrow_array(new, pa.int64())))
     return done
 
 
 def done_by_all(run_dir: RunDir) -> DoneRows:
-    """Return the rows that all tasks of a run together have done; raises ResumeError."""
+    """Return the rows that all tasks of a run together have done; raises as `read_done`."""
     run_dir.bring_results()
     done = DoneRows()
     for task in run_dir.all_tasks():

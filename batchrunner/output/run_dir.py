@@ -21,7 +21,7 @@ from batchrunner.output.holder import OWNER, parse_holder, this_process
 from batchrunner.output.store import LOCAL, ObjectStore, Store
 
 LEAST_FREE_BYTES = 16 << 20
-"""Free bytes that a disk must have for a run to begin."""
+"""Minimum free space on the disk, in bytes, with which a run may begin."""
 ENGINE_STARTING = "engine-starting"
 """Name of the file in a task directory that exists while the task's engine starts."""
 ESTIMATE = "estimate.json"
@@ -39,8 +39,10 @@ _OURS = re.compile(
 )
 """Names of the files that the tasks of a run write."""
 _DIRECTORIES = re.compile(r"parts|(leases|tasks)(/.+)?")
+_RESERVED = re.compile(rf"(parts|leases|tasks|merged|\.input)(/.*)?|{_OURS.pattern}|discarding")
+"""Names in a run directory that only the run may write: its files, and whatever lies in its directories."""
 SEGMENT = "turns-"
-"""Prefix of the names of the files with turns of rollouts in a task's directory."""
+"""Prefix of the names of the files in a task's directory that hold turns of rollouts (turns.py)."""
 PLACE = ".place.json"
 """Name of the file in a working copy with the URI of its run and how to reach it, without secrets."""
 RUN_ID = "run_id"
@@ -83,7 +85,7 @@ class RunDir:
         return self.store.uri or (self._path_in_job if is_uri(self._path_in_job) else str(self.path))
 
     def all_tasks(self) -> list[RunDir]:
-        """Return this run as each task sees it that has parts, or files in its directory."""
+        """Return a RunDir for each task that has parts, or files in its directory."""
         names = {path.name for path in self.tasks.glob("*") if not _is_empty(path)}
         names |= {*self._published(self.tasks)}
         names |= {task for part in self.all_parts() if (task := _task_of(part))}
@@ -116,6 +118,16 @@ class RunDir:
     def part(self, number: int) -> Path:
         """Return the path of this task's part with this number."""
         return self.parts / f"part-{self.task}-{number:06d}.parquet"
+
+    def owns(self, path: Path) -> bool:
+        """Tell whether a path has the name of a file of the run, or lies in one of the run's directories.
+
+        Users may keep other files in the directory of a run.
+        """
+        path, directory = path.resolve(), self.path.resolve()
+        if not path.is_relative_to(directory):
+            return False
+        return _RESERVED.fullmatch(path.relative_to(directory).as_posix()) is not None
 
     def own_parts(self) -> list[Path]:
         """Return the parts of this task, oldest first."""
@@ -219,7 +231,7 @@ def open_run(path: str | Path, task: str = MAIN_TASK, storage: StorageSpec | Non
     The working copy of a run in an object store is updated, unless another process of this machine works in
     it. Raises OutputError or StoreAwayError for a store that cannot be used, JobError for a wrong `storage`.
     """
-    if task.startswith("join-"):  # such tasks may start often; they fetch results when they need them
+    if task.startswith("join-"):  # such tasks may start often, so they fetch results only when needed
         pattern = r"run\.json|events\.jsonl|tasks/main/.*|tasks/[^/]+/events\.jsonl"
     else:
         pattern = rf"(?!leases/)(?!tasks/(?!{re.escape(task)}/)[^/]+/[^/]+\.log).*"
@@ -229,8 +241,8 @@ def open_run(path: str | Path, task: str = MAIN_TASK, storage: StorageSpec | Non
 def look_at_run(run: str | Path | RunDir, storage: StorageSpec | None = None) -> RunDir:
     """Return the run directory of a run for reading, whoever writes it; raises as `open_run`.
 
-    A run in an object store gets a separate working copy. Without `storage` it is reached as this machine
-    last reached it.
+    A run in an object store gets a separate working copy. Without `storage`, the options are used with which
+    this machine last reached the run.
     """
     if isinstance(run, RunDir):
         return run
@@ -250,7 +262,7 @@ def _last_storage(address: StoreAddress) -> StorageSpec:
 def _with_copy(
     path: str, storage: StorageSpec | None, *, task: str, pattern: str, is_read_only: bool = False
 ) -> RunDir:
-    """Return a run; one in an object store gets a working copy of the files whose names match."""
+    """Return a run. If it is in an object store, copy the files whose names match `pattern` here."""
     address = store_address(path)
     if address is None:
         return RunDir(path, task)
@@ -268,7 +280,7 @@ def _with_copy(
     with using_run(run_dir.name if is_read_only else f"output.path {run_dir.name}"):
         holder = parse_holder(objects.look(run_dir.owner)[0])
         if is_read_only or holder is None or holder.is_dead(this_process()) is not False:
-            copied = read_json(run_dir.run_json)  # before the object, which a new run writes first
+            copied = read_json(run_dir.run_json)  # read before the object, which a new run writes first
             if copied and str(copied.get(RUN_ID)).encode() not in objects.look("run.json")[0]:
                 shutil.rmtree(root)  # its run was deleted from the store, or replaced by a fresh one
             make_directory(root)

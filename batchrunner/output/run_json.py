@@ -1,5 +1,6 @@
 """run.json: the job of a run, and the fingerprint by which a later attempt recognises its run."""
 
+import logging
 import re
 import secrets
 import sys
@@ -19,15 +20,20 @@ from batchrunner.output.files import create_file, write_json, writing
 from batchrunner.output.holder import OWNER
 from batchrunner.output.run_dir import RUN_ID, RunDir
 
+log = logging.getLogger(__name__)
+
 FORMAT = 1
 """Version of the format of run.json."""
 DISCARD = "--fresh (with --join: delete the directory)"
 """The option that discards a run, for error messages."""
+CODE = "code_of_functions"
+"""Key in run.json for the code digests of each Python function. A function whose code changed between starts
+has several, in the order in which they made rows."""
 _KEYS = {"format", "job", "fingerprint", "rows_total", "engine", "versions"}
 _SECRET = re.compile(r"key|token(?!iz|s)|secret|password", re.IGNORECASE)
 """Names of engine arguments whose values are masked: `admin-api-key`, but not `tokenizer-path`."""
 _LONGEST_VALUE = 60
-"""Most characters of a value in an error message."""
+"""Maximum number of characters of a value in an error message."""
 
 _OF_INPUT = ("filter", "columns", "rename", "types", "delimiter", "encoding")
 
@@ -54,7 +60,10 @@ def fingerprint(job: Job, files: Sequence[Mapping[str, Any]], model: str) -> dic
 
 
 def _conditions(job: Job) -> dict[str, Any]:
-    """Return the conditions of an acceptable answer; the number of retries may change between starts."""
+    """Return the `accept` settings that must not change between starts.
+
+    The number of tries is left out because it may change.
+    """
     accept = job.accept
     return {
         "json": accept.json_,
@@ -62,6 +71,7 @@ def _conditions(job: Job) -> dict[str, Any]:
         "expression": accept.expression,
         "python": None if accept.python is None else name_of(accept.python),
         "on_length": job.on_length,
+        "on_repetition": job.on_repetition,
     }
 
 
@@ -69,7 +79,7 @@ def check_same_run(old: Mapping[str, Any], new: Mapping[str, Any], where: str | 
     """Raise ResumeError, naming the difference, if the fingerprints belong to different runs.
 
     `old` belongs to the results at `where`. The limit may grow, files may be added after the old ones, and
-    rows may be appended to the last of these. The models are compared if `new` has one.
+    rows may be appended to the last of the old files. The models are compared if `new` has one.
     """
     difference = _files_difference(old["files"], new["files"])
     if difference is None and new["limit"] is not None and new["limit"] < (old["limit"] or sys.maxsize):
@@ -87,7 +97,7 @@ def check_same_run(old: Mapping[str, Any], new: Mapping[str, Any], where: str | 
 
 
 def known_fields(fingerprint_of_run: Mapping[str, Any]) -> list[str] | None:
-    """Return the columns of `prompt.fields` in the order that a run uses; None without any."""
+    """Return the columns of `prompt.fields` in the order that a run uses; None if there are none."""
     fields = fingerprint_of_run["prompt"].get("fields")
     return fields["columns"] if isinstance(fields, dict) else None
 
@@ -109,7 +119,7 @@ def _files_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> s
 
 
 def describe_difference(name: str, before: Any, after: Any) -> str:
-    """Describe how a part of a job differs, down to its innermost field."""
+    """Describe how a section or field of a job differs; name the innermost field that differs."""
     if isinstance(before, dict) and isinstance(after, dict):
         key = next(key for key in sorted({*before, *after}) if before.get(key) != after.get(key))
         return describe_difference(f"{name}.{key}", before.get(key), after.get(key))
@@ -155,15 +165,39 @@ def require_run_json(run_dir: RunDir) -> dict[str, Any]:
     return content
 
 
-def write_run_json(run_dir: RunDir, job: Job, **values: Any) -> None:
+def write_run_json(run_dir: RunDir, job: Job, code_digests: Mapping[str, str], **values: Any) -> None:
     """Write run.json with the job and these values: `fingerprint`, `rows_total`, `engine` and `versions`.
 
-    Raises StorageError.
+    `code_digests` has the digest of each Python function that makes the next rows. Raises StorageError.
     """
-    content = {"format": FORMAT, "job": without_secrets(job), **values}
+    content = {
+        "format": FORMAT,
+        "job": without_secrets(job),
+        CODE: code_versions(read_run_json(run_dir), code_digests),
+        **values,
+    }
     if run_dir.store.objects is not None:
         content[RUN_ID] = _run_id(run_dir, content)
     _write(run_dir, content)
+
+
+def code_versions(content: Mapping[str, Any] | None, code_digests: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the code digests of each Python function, the newest last: of past rows and of the next rows.
+
+    `content` is that of run.json. Warn about each Python function whose code has changed.
+    """
+    versions: dict[str, list[str]] = {**(content or {}).get(CODE, {})}
+    for where, digest in code_digests.items():
+        before = versions.get(where, [])
+        if before[-1:] != [digest]:
+            versions[where] = [*before, digest]
+        if before and before[-1] != digest:
+            log.warning(
+                "%s: its code has changed since the last start: finished rows keep what the old code made. "
+                "To make them again, discard the run with %s",
+                where, DISCARD,
+            )  # fmt: skip
+    return versions
 
 
 def _write(run_dir: RunDir, content: Mapping[str, Any]) -> None:
@@ -171,7 +205,7 @@ def _write(run_dir: RunDir, content: Mapping[str, Any]) -> None:
 
 
 def _run_id(run_dir: RunDir, content: Mapping[str, Any]) -> str:
-    """Return the random name of the run, which the first task to write run.json draws."""
+    """Return the random name of the run. The first task that writes run.json draws it."""
     content = {**content, RUN_ID: secrets.token_hex(8)}
     published = _newest(run_dir)
     if published is None:
@@ -186,15 +220,20 @@ def holds_run(directory: Path) -> bool:
     return read_json(directory / "run.json").keys() >= _KEYS or any(directory.glob(f"tasks/*/{OWNER}"))
 
 
-def raise_total(run_dir: RunDir, rows_total: int, new: Mapping[str, Any]) -> None:
+def raise_total(
+    run_dir: RunDir, rows_total: int, new: Mapping[str, Any], code_digests: Mapping[str, str]
+) -> None:
     """Raise the number of rows in run.json; `new` is the fingerprint with the longer input.
 
-    So `merge` and `status` count them before the first of them is done. A missing run.json is not written:
-    the first attempt that sends rows does that. Raises StorageError or ResumeError.
+    `code_digests` has the digest of each Python function that makes the new rows.
+
+    `merge` and `status` then count the new rows before the first of them is done. A missing run.json is not
+    written here: the first attempt that sends rows writes it. Raises StorageError or ResumeError.
     """
     if (content := _newest(run_dir)) is not None:
         longer = {**content["fingerprint"], "files": new["files"], "limit": new["limit"]}
-        _write(run_dir, {**content, "fingerprint": longer, "rows_total": rows_total})
+        versions = code_versions(content, code_digests)
+        _write(run_dir, {**content, CODE: versions, "fingerprint": longer, "rows_total": rows_total})
 
 
 def write_limits(run_dir: RunDir, job: Job) -> None:
@@ -212,7 +251,7 @@ def _newest(run_dir: RunDir) -> dict[str, Any] | None:
 
 
 def without_secrets(job: Job) -> dict[str, Any]:
-    """Return the job for run.json, where possible secrets (all values of `engine.env`) become ***."""
+    """Return the job for run.json. Possible secrets, such as all values of `engine.env`, become ***."""
     spec = job.model_dump(mode="json", exclude_unset=True)
     for section in ("env", "args"):
         values = spec["engine"].get(section, {})

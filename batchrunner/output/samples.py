@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -25,6 +28,7 @@ class SchedulerSample(msgspec.Struct, kw_only=True):
     taken_at: float | None = None
     work: float | None = None
     retracted: int | None = None
+    state_usage: float = 0.0
     window: int | UnsetType = UNSET
     """Concurrency limit of the scheduler; unset if the job sets the window."""
     corner: str | UnsetType = UNSET
@@ -45,7 +49,7 @@ class RolloutSample(msgspec.Struct, kw_only=True):
 
     open: int
     waiting_for_tools: int
-    """Open rows that wait for no answer."""
+    """Open rows that wait for no answer of the engine, because their function is at work."""
     blocked: int
     """Open rows that wait because another row blocks their process."""
     turns: int
@@ -93,7 +97,7 @@ class RunSample(msgspec.Struct, kw_only=True):
     signals: list[SchedulerSample]
     """Newest load sample of each scheduler; empty if the load is unknown."""
     bands: dict[str, tuple[int, int]]
-    """The fewest and most waiting requests of a healthy queue, by scheduler."""
+    """Minimum and maximum number of waiting requests in a healthy queue, by scheduler."""
     task: str
     simulated: bool
     rollouts: RolloutSample | UnsetType = UNSET
@@ -111,3 +115,17 @@ class LoggedSample(RunSample, kw_only=True):
 
 
 read_sample = msgspec.json.Decoder(LoggedSample).decode
+_sample_in: Callable[[Mapping[str, Any]], LoggedSample] = functools.partial(
+    msgspec.convert, type=LoggedSample
+)
+
+
+def sample_of(event: Mapping[str, Any]) -> LoggedSample | None:
+    """Return the load sample in an event; None for another event, and for a damaged sample."""
+    if event["event"] != "sample":
+        return None
+    try:
+        sample = _sample_in(event)
+    except msgspec.ValidationError:
+        return None
+    return sample

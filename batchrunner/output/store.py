@@ -1,7 +1,11 @@
-"""The store in which the files of a run are published: a file system, or an object store with a copy here.
+"""The store in which the files of a run are published: a file system, or an object store.
 
 All paths lie in the run's directory on this machine. Every method blocks. It may raise OSError, and may be
 repeated after that.
+
+There are two classes because the stores offer different operations. A file system has links and renames, but
+no conditional writes, and its files need no working copy. An object store has conditional writes, but no
+renames and no appending.
 """
 
 from __future__ import annotations
@@ -37,7 +41,8 @@ _NOT_COPIED = re.compile(r"merged/.*|tune/.*|(tasks/[^/]+|leases)/owner|\..*|rep
 class Store:
     """A file system of this machine, local or mounted, on which links and renames publish files.
 
-    `temporary` is always a complete and synced file. Afterwards it is gone, or may be deleted.
+    The argument `temporary` is always a complete and synced file. After the call it is gone, or may be
+    deleted.
     """
 
     objects: RunObjects | None = None
@@ -65,7 +70,7 @@ class Store:
         return path.stat().st_size
 
     def bring(self, path: Path, *, again: bool = False) -> None:
-        """Fetch a published file if it is not here, with `again` in any case; ignore a missing one."""
+        """Fetch a published file if this machine lacks it, or always with `again`; ignore a missing file."""
 
     def bring_results(self, tasks: Collection[str] | None = None) -> None:
         """Fetch the current run.json, and the current parts of these tasks (default: all)."""
@@ -74,7 +79,7 @@ class Store:
         """Return the journals of a task on this machine, oldest first.
 
         An object store returns only those of the task's last holder, whose token is `last` (default: the one
-        in `owner`). Rows in journals of earlier holders have been done again by their successors.
+        in `owner`). Earlier holders may have journals too, but later holders have done their rows again.
         """
         return sorted(task_directory.glob("journal-*"))
 
@@ -118,7 +123,10 @@ class ObjectStore(Store):
     """
 
     def __init__(self, objects: RunObjects, root: Path, copies: Path) -> None:
-        """`root` is this working copy, which need not exist; `copies` has those of this machine's tasks."""
+        """`root` is the directory of this working copy, and need not exist.
+
+        `copies` has the working copies of all tasks on this machine.
+        """
         self.objects: RunObjects = objects
         self.uri = str(objects.address)
         self.input_place = Path(objects.address.bucket, objects.address.key)
@@ -171,7 +179,7 @@ class ObjectStore(Store):
             self._fetch(self._name(path))
 
     def bring_results(self, tasks: Collection[str] | None = None) -> None:
-        """Fetch those that have changed."""
+        """Fetch run.json and those parts that have changed."""
         task = "[^/]+" if tasks is None else f"(?:{'|'.join(map(re.escape, tasks))})"
         self.bring_all(re.compile(rf"run\.json|parts/part-{task}-\d+\.parquet"))
 
@@ -266,7 +274,7 @@ class ObjectStore(Store):
             self._e_tags.pop(name, None)
 
     def _note(self, name: str, e_tag: str) -> None:
-        """Note the e_tag of the object that a file equals, for the next start on this machine too."""
+        """Note the e_tag of the object that equals a file, also for the next start on this machine."""
         self._e_tags[name] = e_tag
         self._save()
 

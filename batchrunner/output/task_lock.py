@@ -2,8 +2,8 @@
 
 File-system locks are not used: NFS may lack them, and a crashed host may hold one for ever. The lock is the
 file or object `owner`. It is created exclusively, and names its holder. A dead holder (see `liveness`) is
-replaced. So is one that was only suspended or disconnected for long. It verifies the lock before each write
-and each deletion, finds another name in `owner`, and ends.
+replaced. A holder that was only suspended or disconnected for long is replaced too. When that holder
+continues, it verifies the lock before its next write or deletion, finds another name in `owner`, and ends.
 
 The locks on a file system and in a store share only the wait for a dead holder. A file system has renames and
 writes in place, but no conditional writes. A store has conditional writes, but no renames.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import threading
 import time
@@ -25,7 +24,14 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from batchrunner.core.errors import TaskHeldError, TaskLockLostError
+from batchrunner.core.errors import (
+    BatchrunError,
+    InputError,
+    OutputError,
+    ResumeError,
+    StorageError,
+    TaskLockLostError,
+)
 from batchrunner.core.processes import repeating
 from batchrunner.output.files import make_directory, sync_directory, using_run
 from batchrunner.output.holder import (
@@ -38,27 +44,25 @@ from batchrunner.output.holder import (
     this_process,
 )
 from batchrunner.output.liveness import (
-    DEAD_AFTER_S,
     LOOK_S,
-    POLL_S,
     SHORT_POLL_S,
     LivenessMonitor,
     look_at_files,
     read_bytes,
+    wait_until_dead,
 )
 from batchrunner.output.run_dir import RunDir
 
 if TYPE_CHECKING:
     from batchrunner.output.objects import RunObjects
 
-log = logging.getLogger(__name__)
-
 HEARTBEAT_S, STORE_HEARTBEAT_S = 5.0, 15.0
 """Seconds between two heartbeats on a file system and in a store. A store gets 240 requests an hour."""
 TRUSTED_S = 45.0
 """Seconds after a heartbeat in a store during which the lock is certainly ours; less than DEAD_AFTER_S."""
 DIRECTORY_TRIES = 100
-"""Most tries to create `owner` in a task's directory while other processes delete the empty directory."""
+"""Maximum number of tries to create `owner` in a task's directory while other processes delete the
+directory."""
 
 
 class TaskLock(ABC):
@@ -82,7 +86,8 @@ class TaskLock(ABC):
         self.is_abandoned = False
         """Whether the next process has to recover the task after `release`."""
         self.predecessor: LockHolder | None = None
-        """Dead holder in a store, until its leftovers are recovered. A file system needs no name for that."""
+        """The dead holder that this process replaced, until its leftovers are recovered. Only a lock in a
+        store sets it, because recovery on a file system needs no name."""
 
     @property
     def token(self) -> str:
@@ -90,35 +95,20 @@ class TaskLock(ABC):
         return self._me.token
 
     def acquire(self, dead_owner: bytes | None = None) -> None:
-        """Become the holder; wait up to DEAD_AFTER_S for a holder on another machine to prove dead.
+        """Become the holder. Wait up to DEAD_AFTER_S to see whether a holder on another machine is dead.
 
         `dead_owner` is the content of `owner` if its holder is already known to be dead. Raises TaskHeldError
         where a running process holds the lock, OSError where nothing can be written.
         """
         HELD_HERE.add(self.token)  # before any thread of this process can see our name
         while not self._create():
-            dead = self._wait_until_dead() if dead_owner is None else dead_owner
-            if self._replace(dead):
+            if dead_owner is None:
+                monitor = self._monitor()
+                wait_until_dead({self._place: monitor}, self._sleep)
+                dead_owner = monitor.owner_content
+            if self._replace(dead_owner):
                 break
             dead_owner = None
-
-    def _wait_until_dead(self) -> bytes:
-        """Return the content of `owner` once its holder is dead; raises TaskHeldError if it runs."""
-        monitor, has_warned = self._monitor(), False
-        while (runs := monitor.poll()) is not False:
-            if runs:
-                raise TaskHeldError(
-                    f"{self._place}: {monitor.holder or 'another process'} is writing this run",
-                    hint="wait for it or use another path",
-                )
-            if monitor.holder and not has_warned:
-                has_warned = True
-                log.warning(
-                    "%s: waiting %.0f s to see whether %s still lives",
-                    self._place, DEAD_AFTER_S, monitor.holder,
-                )  # fmt: skip
-            self._sleep(POLL_S)
-        return monitor.owner_content
 
     def abandon(self) -> None:
         """Make `release` leave a mark in `owner`, so that the next process recovers the task."""
@@ -140,7 +130,8 @@ class TaskLock(ABC):
     def _replace(self, dead_owner: bytes) -> bool:
         """Replace the name of a dead holder in `owner` with ours, and return True.
 
-        Return False if `owner` was only removed, or if another process was faster. Then `_create` follows.
+        Return False if `owner` was only removed, or if another process was faster. The caller then calls
+        `_create` again.
         """
 
     @abstractmethod
@@ -180,11 +171,22 @@ class FileTaskLock(TaskLock):
         self._beats = 0
 
     def _create(self) -> bool:
-        """Write our name into a new `owner`. Raises OSError."""
-        try:
-            file = self._open_new_owner()
-        except FileExistsError:
-            return False
+        """Write our name into a new `owner`; return False if there is one. Raises OSError."""
+        for _ in range(DIRECTORY_TRIES):
+            # Other processes may delete the directory meanwhile: one that releases its lock deletes it if it
+            # is empty, and one that discards the run deletes it with our `owner`.
+            with contextlib.suppress(FileNotFoundError):
+                make_directory(self._directory)
+                try:
+                    file = os.open(self._owner, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+                except FileExistsError:
+                    return False
+                self._write_name(file)
+                return True
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._owner))
+
+    def _write_name(self, file: int) -> None:
+        """Write our name into `owner`, and close its descriptor. Raises OSError."""
         try:
             try:
                 os.write(file, orjson.dumps(asdict(self._me)))
@@ -193,19 +195,11 @@ class FileTaskLock(TaskLock):
                 os.close(file)
             sync_directory(self._directory)
             self.beat()
+        except FileNotFoundError:  # the directory was deleted
+            raise
         except OSError:
             self.release()  # otherwise `owner` would name a running process that does not work on the task
             raise
-        return True
-
-    def _open_new_owner(self) -> int:
-        """Create `owner` and return its descriptor; raises FileExistsError, or another OSError."""
-        for _ in range(DIRECTORY_TRIES):
-            # A process that releases its lock deletes an empty directory, and ours is still empty.
-            with contextlib.suppress(FileNotFoundError):
-                make_directory(self._directory)
-                return os.open(self._owner, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._owner))
 
     def _replace(self, dead_owner: bytes) -> bool:
         """Remove the `owner` of a dead holder by a rename, which only one process can do; return False.
@@ -337,7 +331,8 @@ class StoreTaskLock(TaskLock):
     def release(self) -> None:
         """Mark the object as abandoned; errors are ignored.
 
-        If we did not recover the task, the object names the predecessor again: its leftovers remain.
+        If this process has not recovered the task, the object names the predecessor again, because the
+        predecessor's leftovers remain.
         """
         with self._turn, contextlib.suppress(OSError):
             holder = self.predecessor or replace(self._me, is_clean=not self.is_abandoned)
@@ -360,6 +355,9 @@ def hold_task(
     `TaskLock.acquire` for `dead_owner`. Directories that were created for the lock and stayed empty are
     deleted at the end. Raises TaskHeldError where a running process holds the lock, OutputError where
     nothing can be written.
+
+    An error in the block becomes TaskLockLostError if another process took the lock meanwhile, because that
+    process may have deleted files that the block needs.
     """
     directory = directory or run_dir.task_directory
     new_directories = [path for path in (directory, *directory.parents) if not path.exists()]
@@ -385,8 +383,24 @@ def hold_task(
                 with using_run(f"output.path {run_dir.name}"):
                     run_dir.store.bring_results([run_dir.task])  # a predecessor may have added results
             yield lock
+    except TaskLockLostError:
+        raise
+    except (InputError, OutputError, ResumeError, StorageError) as failure:
+        _raise_if_lost(lock, failure)
+        raise
     finally:
         lock.release()
         for path in new_directories:
             with contextlib.suppress(OSError):  # it holds files
                 path.rmdir()
+
+
+def _raise_if_lost(lock: TaskLock, failure: BatchrunError) -> None:
+    """Raise TaskLockLostError from `failure` if another process holds the lock now."""
+    try:
+        lock.verify()
+    except TaskLockLostError as lost:
+        lost.report = failure.report
+        raise lost from failure
+    except (OSError, StorageError):  # the disk or store is away, so nobody knows
+        pass

@@ -27,7 +27,7 @@ SEGMENT_BYTES = 64 << 20
 """Bytes of answers after which a new segment begins."""
 _SCHEMA = pa.schema({"row": pa.int64(), "turn": pa.string()})
 """Columns of a segment. `turn` is JSON: a TurnKey, the number of attempts, the error, and the Completion. A
-null says that the row failed, or starts anew."""
+null voids the earlier turns of the row, because the row failed or starts anew."""
 TurnKey: TypeAlias = tuple[str, int]
 """A request of a rollout: its digest, and how many equal requests the rollout has sent before it."""
 
@@ -42,7 +42,7 @@ class TurnStore:
     _disk: DiskWait
 
     def __post_init__(self) -> None:
-        """Write nothing yet."""
+        """Begin without turns, and write nothing yet."""
         self._segments: dict[Path, BitMap64] = {}
         """Segments of this attempt, each with its rows that are in no part yet."""
         self._recovered: dict[int, list[str]] = defaultdict(list)
@@ -96,7 +96,7 @@ class TurnStore:
             if turn in self._unwritten:
                 batch = [*self._unwritten]
                 await self._disk.write(self._run_dir.task_directory, functools.partial(self._append, batch))
-                del self._unwritten[: len(batch)]  # after the write, which may be cancelled with its row
+                del self._unwritten[: len(batch)]  # only now, because a cancelled row cancels its write
 
     def ended(self, rows: BitMap64) -> None:
         """Delete the segments whose last rows are now in parts, except the newest. Raises OSError."""

@@ -1,6 +1,7 @@
-"""Writes outcomes during a run: to a journal within `output.durable`, to a part every 30 s.
+"""Writes the outcomes of a run: within `output.durable` to a journal, and later to a part.
 
-A write that fails is repeated until the disk accepts it: somebody makes room, or a mount comes back.
+A write that fails is repeated for up to `limits.disk_wait`, in which somebody may make room or a mount may
+come back.
 """
 
 from __future__ import annotations
@@ -33,17 +34,30 @@ log = logging.getLogger(__name__)
 FLUSH_FRACTION = 0.7
 """Fraction of `output.durable` after which rows are written; the rest is headroom for the disk."""
 FLUSH_BYTES = 64 << 20
-"""Bytes of rows in memory at which they are written."""
+"""Size in bytes of the rows in memory at which they are written before they are due."""
+LAG_FRACTION = 0.05
+"""Time between two parts, as a fraction of the age of the attempt. With a constant time, a slow run of a week
+would write 20,000 files of few rows, which every reader has to list and open."""
+LONGEST_LAG_S = 1800.0
+"""Maximum time between two parts in seconds. A week gives about 420 parts."""
 _STRUCT_BYTES = 16
 """Approximate bytes of a number, or of a token with its log probability, in a part."""
 
 
+def part_interval_s(age_s: float, first_s: float) -> float:
+    """Return the seconds after which a finished row is in a part, if the attempt is `age_s` seconds old.
+
+    The first parts come after `first_s`, so that a user sees results soon.
+    """
+    return max(first_s, min(LAG_FRACTION * age_s, LONGEST_LAG_S))
+
+
 @dataclass(eq=False)
 class ResultWriter:
-    """Writes finished rows to a journal, and to a part every `part_rows` rows or `part_s`.
+    """Writes finished rows to a journal, and to a part every `part_rows` rows or after `part_interval_s`.
 
-    While the disk accepts no writes, rows wait in memory up to a limit. Then `put` blocks: the rows keep
-    their slots, and the run pauses.
+    While the disk accepts no writes, rows wait in memory up to a limit. At the limit `put` blocks, so that
+    rows keep their slots and the run pauses.
     """
 
     run_dir: RunDir
@@ -54,7 +68,9 @@ class ResultWriter:
     durable_s: float
     """Seconds within which a row is in a journal on disk."""
     part_s: float
-    """Seconds within which a row is in a part."""
+    """Seconds within which a row is in a part. If `lag_grows`, this holds only for a young run."""
+    lag_grows: bool
+    """Whether parts come later in an older run. In a store they do not, because they make rows durable."""
     lock: TaskLock
     """The lock of the task, which the caller holds."""
     committed: Callable[[BitMap64], None]
@@ -70,11 +86,12 @@ class ResultWriter:
         self._buffer: list[Outcome] = []
         self._bytes = 0
         self._oldest_at = 0.0  # when the first row came into the buffer
+        self._began = time.monotonic()
         self._part = _PendingPart(run_dir, run_dir.next_number(), self.lock)
         self._writing: asyncio.Task[None] | None = None
         self._publishing: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()  # the buffer got its first row or is full, or no more rows come
-        self._has_room = asyncio.Event()  # rows left the buffer, or no more will
+        self._has_room = asyncio.Event()  # rows have left the buffer, or no more will leave it
         self._is_closing = False
 
     async def put(self, outcome: Outcome) -> None:
@@ -111,7 +128,7 @@ class ResultWriter:
             await self._wait_for_part()
         finally:
             for task in (self._writing, self._publishing):
-                if task is not None:  # it must not go on after a failure of the other one
+                if task is not None:  # one task must not continue after the other has failed
                     task.cancel()
                     await asyncio.gather(task, return_exceptions=True)
             self._part.close()
@@ -134,11 +151,18 @@ class ResultWriter:
             self._has_room.set()
 
     def _due_s(self) -> float | None:
-        """Return the seconds until the buffer's oldest row must be durable or the part is due."""
+        """Return the seconds until the buffer's oldest row or the part is due; None if there is neither."""
         due_at = [self._oldest_at + self.durable_s * FLUSH_FRACTION] if self._buffer else []
         if self._part.rows:
-            due_at.append(self._part.first_at + self.part_s)
+            due_at.append(self._part_due_at(self._part))
         return min(due_at) - time.monotonic() if due_at else None
+
+    def _part_due_at(self, part: _PendingPart) -> float:
+        """Return when a part that has rows must be written, by `time.monotonic`."""
+        interval_s = self.part_s
+        if self.lag_grows:
+            interval_s = part_interval_s(part.first_at - self._began, self.part_s)
+        return part.first_at + interval_s
 
     async def _write(self) -> None:
         """Write the oldest rows of the buffer to the journal, and the part if it is due."""
@@ -150,9 +174,9 @@ class ResultWriter:
         if outcomes:
             part.add(await asyncio.to_thread(self._table_of, outcomes), len(outcomes))
         is_full = part.rows >= self.part_rows or part.bytes >= FLUSH_BYTES
-        is_due = self._is_closing or is_full or time.monotonic() - part.first_at >= self.part_s
+        is_due = self._is_closing or is_full or time.monotonic() >= self._part_due_at(part)
         is_behind = self._publishing is not None and not self._publishing.done()
-        in_store = self.run_dir.store.objects is not None  # it may be away for long
+        in_store = self.run_dir.store.objects is not None  # a store may be unavailable for long
         if outcomes and (is_behind or in_store or not is_due):  # otherwise the part makes them durable now
             await self.disk.write(part.path, part.append_journal)
         if is_due:
@@ -199,7 +223,7 @@ class _PendingPart:
 
     @property
     def path(self) -> Path:
-        """Path of the future part, unless another part has it."""
+        """Path of the future part, unless another part already has this path."""
         return self._run_dir.part(self.number)
 
     def add(self, table: pa.Table, rows: int) -> None:
@@ -225,7 +249,7 @@ class _PendingPart:
         self.number = number  # at the end, so that a repeated call begins at the same number
 
     def row_set(self) -> BitMap64:
-        """Return the ordinals of its rows."""
+        """Return the ordinals of the part's rows."""
         return rows_of_column(
             pa.chunked_array([part for table in self._tables for part in table.column("row").chunks])
         )

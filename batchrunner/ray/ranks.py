@@ -1,8 +1,9 @@
 """Runs a command on every machine of a placement group at once, as `srun` does on Slurm.
 
-`python ranks.py GROUP COMMAND…` runs the command on this machine, the group's first place, and in an actor on
-each of the others. SLURM_PROCID numbers these ranks. Each rank gets the first line of standard input. All of
-them end when one of them does, or when standard input closes.
+`python ranks.py GROUP COMMAND…` runs the command on this machine, the first one of the group, and in an actor
+on each of the other machines. These processes are called ranks, and SLURM_PROCID has the number of each. Each
+rank gets the first line of standard input. All ranks end when one of them ends, or when standard input
+closes.
 """
 
 import logging

@@ -47,7 +47,7 @@ def gpus_required(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
         return 0
     if engine.replicas == "auto":
         raise JobError(
-            "engine.replicas: auto: Ray gives an actor its GPUs before the replicas are counted",
+            "engine.replicas: auto does not work on Ray: an actor gets its GPUs before replicas are counted",
             hint="give a number, or omit it and use more actors",
         )
     required = engine.replicas * cards_of({**engine.args, "tp-size": engine.tp} if engine.tp else engine.args)
@@ -94,10 +94,7 @@ class StageCall:
         self.check_names(columns, plan_answers(job))
 
     def check_names(self, columns: pa.Schema, plan: AnswerPlan) -> None:
-        """Raise an error where a column to keep is missing, or has the name of a result column of `plan`.
-
-        These errors are InputError and JobError.
-        """
+        """Raise InputError if a column to keep is missing, and JobError if a result column has its name."""
         names_to_keep = columns.names if self.columns is None else self.columns
         for name in names_to_keep:
             if name not in columns.names:
@@ -119,7 +116,7 @@ class PendingBlock:
     """Their ordinals in the stream."""
     outcomes: list[Outcome] = field(default_factory=list)
     done: Future[list[Outcome] | None] = field(default_factory=Future)
-    """The outcomes of all rows, in the order of the rows; None if the stream ends before."""
+    """The outcomes of all rows, in the order of the rows; None if the stream ends earlier."""
 
 
 class BlockOutlet:
@@ -164,7 +161,7 @@ class BlockOutlet:
 
 
 class BlockStream:
-    """An endless stream of rows to an engine, fed by tables, whose answers are tables of the same rows.
+    """An endless stream of rows to an engine. It takes tables, and returns each one with its answers.
 
     All methods except `close` are called in one event loop, which is not the engine's.
     """
@@ -203,7 +200,7 @@ class BlockStream:
         outcomes = await asyncio.wrap_future(pending.done)
         if outcomes is None:
             await self._running.wait_async()
-            raise BatchrunError("the stream ended before its rows did")
+            raise BatchrunError("the stream ended before all its rows were finished")
         return await asyncio.to_thread(self._with_answers, block, outcomes)
 
     def close(self) -> None:
@@ -213,7 +210,7 @@ class BlockStream:
         self._stack.close()
 
     def _feed(self, block: pa.Table) -> PendingBlock:
-        """Pass on the rows of a block as there is room, until the stream ends. Blocks."""
+        """Pass on the rows of a block whenever the stream has room, until the stream ends. Blocks."""
         with self._feeding:
             pending = self._outlet.open_block(block.num_rows)
             for batch in block.to_batches(max_chunksize=MOST_ROWS):
@@ -300,11 +297,11 @@ def generate(
 
     Example: `batchrunner.ray.generate(ds, prompt="Describe {{ text }}", engine="Qwen/Qwen3-8B", replicas=4)`
 
-    `options` are those of `batchrunner.stream`; so is `engine`, except that it cannot be an open engine. Rows
-    keep `columns`, by default all, and get the columns of a result row except `row`, with `prefix` before
-    their names. `replicas` is the number of actors, or its lower and upper limit. Each actor opens the engine
-    on as many GPUs as the engine needs and on `num_cpus` cores. It runs this many `tasks` of Ray at once, in
-    batches of `batch_size` rows.
+    `options` and `engine` are as for `batchrunner.stream`, except that `engine` cannot be an open engine.
+    Rows keep `columns`, by default all, and get the columns of a result row except `row`, with `prefix`
+    before their names. `replicas` is the number of actors, or its lower and upper limit. Each actor opens the
+    engine on as many GPUs as the engine needs and on `num_cpus` cores. An actor runs `tasks` Ray tasks at
+    once, in batches of `batch_size` rows.
 
     Failed rows have an `error`. An actor that dies is replaced, and its unfinished rows are sent again.
     Raises JobError or InputError for errors that show before the first row.

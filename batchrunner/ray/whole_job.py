@@ -50,22 +50,22 @@ from batchrunner.runner.work import plan_failed_rows
 log = logging.getLogger(__name__)
 
 MOST_DEATHS = 5
-"""Deaths of workers after which none is replaced."""
+"""Maximum number of deaths, of all workers together, up to which a dead worker is restarted."""
 COST_SHARE = 0.1
-"""Share of the time that reading the run's files for the display may take."""
+"""Maximum share of the time that goes into reading the run's files for the display."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPath:
-    """Paths that every node must see: the command's directory, and a mark beside the job's results."""
+    """Paths that every node must see: the command's directory, and a mark file beside the job's results."""
 
     directory: str | None
     """Directory of relative paths; None where Ray gives each worker a copy of the working directory."""
     mark: str | None
-    """Path of the mark, a file; None where the results are in an object store."""
+    """Path of the mark file; None where the results are in an object store."""
 
     def enter(self) -> None:
-        """Change to the directory and check for the mark; raises JobError if one is missing."""
+        """Change to the directory and look for the mark file; raises JobError if either is missing."""
         host = socket.gethostname()
         if self.directory is not None:
             try:
@@ -156,8 +156,8 @@ def run_on_ray(
 def _place(nodes: int, cpus: float, gpus: int) -> dict[str, Any]:
     """Return the scheduling options of a worker.
 
-    An engine on several machines gets a placement group of that many, and its worker the first place. Ray
-    reserves all machines of the group at once, until this process ends.
+    An engine on several machines gets a placement group with a place on each of `nodes` machines, and its
+    worker runs on the first place. Ray reserves all places of the group at once, until this process ends.
     """
     if nodes == 1:
         return {}
@@ -168,7 +168,7 @@ def _place(nodes: int, cpus: float, gpus: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _connected(address: str | None, control: Control, *, quiet: bool) -> Iterator[None]:
-    """Connect this process to a cluster, by default that of RAY_ADDRESS or of this machine.
+    """Connect this process to the cluster at `address`, else at RAY_ADDRESS, else on this machine.
 
     Unless `quiet`, the logs of the workers are shown. Raises JobError with Ray's reason.
     """
@@ -230,7 +230,7 @@ def _shared_path(output: str) -> Iterator[SharedPath]:
 
 
 class Workers:
-    """The workers of a job. Ray restarts dead workers once a node has room; others may wait for room."""
+    """The workers of a job. Ray starts a worker, and restarts a dead one, once a node has room."""
 
     def __init__(self, job: Job, shared: SharedPath, control: Control) -> None:
         self._job = job
@@ -239,7 +239,7 @@ class Workers:
         control.stage = "sending"
         self._deaths = 0
         self._actors: dict[Any, tuple[Any, Any]] = {}
-        """Actors by the reference of their report, each with a reference that is ready once it runs."""
+        """Actors by the reference of their report, each with one that is ready once the actor runs."""
         self._stop_reason: tuple[str, int] | None = None
         """Why the workers must stop, and their exit code; None while they may go on."""
         self.error: BatchrunError | None = None
@@ -294,7 +294,7 @@ class Workers:
                 f"a worker failed: {type(cause).__name__}: {_first_line(cause)}",
                 hint="see its log (`ray logs`) and run the same command again: it resumes",
             )
-        if self._actors and cause.exit_code != EXIT_WRONG:  # otherwise the command ends with it
+        if self._actors and cause.exit_code != EXIT_WRONG:  # else the command ends with it
             log.warning("a worker ended: %s", cause)
         if self.error is None or cause.exit_code > self.error.exit_code:
             self.error = cause  # a wrong job takes precedence over a lost engine
@@ -318,8 +318,9 @@ class Workers:
     def _is_over(self) -> bool:
         """Tell whether no rows remain, the job is wrong, or a limit of the job is reached.
 
-        A worker that ended while others hold rows is no sign, whatever its exit code: it counts failed rows,
-        and rows of a worker that died may have become free meanwhile.
+        If a worker ended while other workers hold all remaining rows, the run is not over, whatever the
+        worker's exit code. The code only counts failed rows, and rows of a dead worker may have become free
+        meanwhile.
         """
         if self.error is not None and self.error.exit_code == EXIT_WRONG:
             return True
@@ -368,7 +369,7 @@ def _report(group: Workers, path: str, control: Control) -> Report:
     last = group.last
     if last is None or last.exit_code == EXIT_DONE:
         return report
-    # A worker stops with no rows left when files were added to the input during the run.
+    # A worker stops although no rows remain if files were added to the input during the run.
     has_new_files = last.exit_code == EXIT_STOPPED and not last.rows_left
     if report.rows_left or has_new_files:
         return replace(report, reason=last.reason, exit_code=last.exit_code)

@@ -38,18 +38,18 @@ class MergedRun:
 
     def lines(self) -> list[str]:
         """Return the result as lines for people."""
-        lines = self.report.lines()[:-1]  # the last line names the parts
+        lines = self.report.lines()[:-1]  # the last line names the parts, not the merged files
         missing = self.report.rows_total - self.rows
         if missing > 0:
             lines.append(
                 f"merged: {self.rows:,} of {self.report.rows_total:,} rows, {missing:,} are missing: wait "
-                "for tasks at work, or run the same command again, then merge again"
+                "for workers that still run, or run the same command again, then merge again"
             )
         return lines
 
 
 def merge_run(run: str | Path, file: str | None = None, *, force: bool = False) -> MergedRun:
-    """Merge a run, and write its report; raises what `merge` does."""
+    """Merge a run, and write its report; raises the errors of `merge`."""
     run_dir = look_at_run(run)
     path, rows = merge(run_dir, file, force=force)
     report = report_of_all(run_dir)

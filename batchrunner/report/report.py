@@ -10,6 +10,7 @@ from typing import Any
 from batchrunner.core.console import background_line, counted, duration, installed_version
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPED
+from batchrunner.job.output import REPETITION
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE
 from batchrunner.output.counts import RowCounts
@@ -18,16 +19,21 @@ from batchrunner.output.files import write_json, writing
 from batchrunner.output.resume import DoneRows, done_by_all
 from batchrunner.output.run_dir import MAIN_TASK, RunDir, look_at_run
 from batchrunner.output.run_json import require_run_json
+from batchrunner.report.verdict import RunEnd, RunVerdict, verdict_of
 
 GO_ON = "run the same command again"
 """Hint after a run that has not finished."""
 CAUSES_SHOWN = 5
-"""Causes of failed rows on the screen, most frequent first; report.json has all."""
+"""Maximum number of causes of failed rows on the screen, the most frequent first; report.json has all."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """What a run did. Rows count over all starts, times and tokens over this one unless the name says all."""
+    """What a run did.
+
+    Counts of rows cover all starts. Times, tokens, `retries` and `finish_reasons` cover this start only,
+    except in fields named *_all_starts.
+    """
 
     path: str
     """Output path of the run."""
@@ -46,25 +52,26 @@ class Report:
     rows_resumed: int = 0
     """Rows that were done before this start."""
     rows_of_others: int = 0
-    """Further rows of the run, which other tasks or no task holds. Some may be done."""
+    """Further rows of the run, which this worker does not hold. Other workers may hold them, and some may be
+    done."""
     wall_s: float = 0.0
     """Seconds from the engine being ready to the last row."""
     wall_s_all_starts: float = 0.0
-    """The same, of all starts."""
+    """The same, summed over all starts."""
     starts: int = 1
-    """Starts, this one included."""
+    """Number of starts, this one included."""
     output_tokens: int = 0
     """Generated tokens of the rows that ended, rejected answers included."""
     output_tokens_all_starts: int = 0
-    """The same, of all starts."""
+    """The same, summed over all starts."""
     output_tokens_per_s: float = 0.0
-    """`output_tokens` by `wall_s`."""
+    """`output_tokens` divided by `wall_s`."""
     rows_per_s: float = 0.0
-    """Rows that ended by `wall_s`."""
+    """Number of rows that ended in this start, divided by `wall_s`."""
     task: str = GENERATE
     """`task` of the job."""
     prompt_tokens: int = 0
-    """Prompt tokens of the rows that ended, once each."""
+    """Prompt tokens of the rows that ended. Repeated attempts of a row do not count again."""
     cached_tokens: int = 0
     """Prefix cache hits among `prompt_tokens`."""
     rows_deduplicated: int = 0
@@ -74,15 +81,15 @@ class Report:
     rows_left_out: int = 0
     """Rows of `rows_ok` that `prompt.python` left out."""
     retries: int = 0
-    """Repeated attempts."""
+    """Number of repeated attempts."""
     finish_reasons: dict[str, int] = field(default_factory=dict)
-    """Outputs by `finish_reason`."""
+    """Number of outputs with each `finish_reason`."""
     failures: list[dict[str, Any]] = field(default_factory=list)
     """Failed rows by cause, most frequent first: see below."""
     engine: dict[str, Any] = field(default_factory=dict)
     """Properties that the engine reports."""
     window: int | None = None
-    """Concurrency limit at the end, over all replicas; null without one."""
+    """Concurrency limit at the end, summed over all replicas; null if there is none."""
     load: dict[str, Any] = field(default_factory=dict)
     """The engine's load: see below."""
     incidents: list[dict[str, Any]] = field(default_factory=list)
@@ -90,8 +97,8 @@ class Report:
     sharing: dict[str, Any] = field(default_factory=dict)
     """Shared prefixes: see below."""
     rollouts: dict[str, int] = field(default_factory=dict)
-    """`open` rows of `prompt.rollout`, those `waiting_for_tools`, those `blocked` by another row of their
-    process, and answered `turns`; empty without rollouts."""
+    """Rows of `prompt.rollout` that are `open`, `waiting_for_tools` or `blocked` by another row of their
+    process, and the number of answered `turns`; empty without rollouts."""
     bundles: dict[str, Any] = field(default_factory=dict)
     """`requests`, mean `rows_per_request`, `bundles` (requests with several rows), `most_rows` of a bundle,
     and `rows_resent` because a bundle did not answer them."""
@@ -110,7 +117,7 @@ class Report:
 
     @property
     def rows_left(self) -> int:
-        """Remaining rows, for a later start or another task."""
+        """Rows without a result, which a later start or another worker will do."""
         return self.rows_total - self.rows_ok - self.rows_failed + self.rows_of_others
 
     @property
@@ -158,6 +165,8 @@ class Report:
         details = []
         if self.rows_cut:
             details.append(f"{self.rows_cut:,} truncated at max_new_tokens")
+        if stopped := self.finish_reasons.get(REPETITION, 0):
+            details.append(f"{stopped:,} stopped because they repeated themselves")
         if self.rows_left_out:
             details.append(f"{self.rows_left_out:,} left out by prompt.python")
         ok = f"{self.rows_ok:,} of {counted(self.rows_total, 'row')} ok"
@@ -169,7 +178,7 @@ class Report:
         if self.rows_left:
             hint = "" if says_next_step(self.reason) else f": {GO_ON}"
             if self.exit_code in {EXIT_DONE, EXIT_FAILED_ROWS}:
-                hint = " to other tasks"
+                hint = " to other workers"
             parts.append(f"{self.rows_left:,} left{hint}")
         return f"{self.reason}: {', '.join(parts)}"
 
@@ -232,11 +241,6 @@ def cause_lines(groups: Sequence[Mapping[str, Any]], what: str, unit: str = "row
     return lines
 
 
-def tolerated(max_failed_rows: float, rows_total: int) -> float:
-    """Return how many rows may fail; `max_failed_rows` is a number, or a share of all rows."""
-    return max_failed_rows if isinstance(max_failed_rows, int) else max_failed_rows * rows_total
-
-
 def make_report(run_dir: RunDir, done: DoneRows, total: int, tally: RowCounts) -> Report:
     """Report the rows of earlier attempts (`done`) and of this one (`tally`); the caller adds the rest."""
     earlier = done.counts
@@ -261,18 +265,11 @@ def make_report(run_dir: RunDir, done: DoneRows, total: int, tally: RowCounts) -
     )
 
 
-def verdict_of_done(report: Report, max_failed_rows: float) -> tuple[int, str]:
-    """Return the exit code and the reason of a run whose rows are all done."""
-    if report.rows_failed > tolerated(max_failed_rows, report.rows_total):
-        return EXIT_FAILED_ROWS, "done, but more rows failed than limits.max_failed_rows tolerates"
-    return EXIT_DONE, "done"
-
-
 def report_of_all(run: str | Path | RunDir) -> Report:
-    """Make the report of a whole run from its files; write report.json of a run with several tasks.
+    """Make the report of a whole run from its files; write report.json of a run with several workers.
 
-    Its time is the time during which a task was at work, without pauses between attempts. Raises OutputError
-    where the path holds no run, ResumeError where a part is damaged, StorageError.
+    `wall_s` is the time during which at least one worker ran, without pauses between attempts. Raises
+    OutputError where the path holds no run, ResumeError where a part is damaged, StorageError.
     """
     run_dir = look_at_run(run)
     facts = require_run_json(run_dir)
@@ -283,9 +280,14 @@ def report_of_all(run: str | Path | RunDir) -> Report:
     counts = replace(done.counts, ok=len(done.answered))  # a row in two parts counts once
     report = make_report(run_dir, DoneRows(), facts["rows_total"], counts)
     limit = facts["job"].get("limits", {}).get("max_failed_rows", LimitsSpec().max_failed_rows)
-    exit_code, reason = verdict_of_done(report, limit)
-    if report.rows_left:
-        exit_code, reason = EXIT_STOPPED, "not finished"
+    end = RunEnd(
+        rows_total=report.rows_total,
+        rows_failed=report.rows_failed,
+        max_failed_rows=limit,
+        rows_left=report.rows_left,
+        stop=RunVerdict(EXIT_STOPPED, "not finished"),
+    )
+    exit_code, reason = verdict_of(end)
     report = replace(
         report,
         exit_code=exit_code, reason=reason,

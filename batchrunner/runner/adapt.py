@@ -6,13 +6,13 @@ more than three times the cost of the restart. Then one server restarts with the
 compared with its earlier rate, and with the change of the other servers' rates. Rows may become longer or
 shorter, so the rate with prompt tokens has to agree. If the step gains, it is kept, and the other servers
 follow one by one. If it loses, it is undone where that pays, and each of its rules is tried alone. All
-results are remembered. This module reads no clock: load samples carry the time.
+results are remembered. This module reads no clock: each load sample comes with its time.
 """
 
+import asyncio
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from batchrunner.core.engine_info import Incident
 from batchrunner.core.timing import TIMING
@@ -20,17 +20,17 @@ from batchrunner.engines.base import Engine
 from batchrunner.engines.launched.fleet import LaunchedFleet
 from batchrunner.engines.launched.server import SGLangServer
 from batchrunner.output.run_dir import RunDir
+from batchrunner.output.samples import RunSample
 from batchrunner.sglang.flags import command_line
 from batchrunner.tuning.adapt import Step, gain_over_others, steps_for
 from batchrunner.tuning.from_run import ServerWatch
+from batchrunner.tuning.measurement import LEAST_GAIN
 from batchrunner.tuning.memory import FlagMemory
 
 log = logging.getLogger(__name__)
 
-WORTH = 3.0
+GAIN_TO_COST = 3.0
 """Least ratio of a step's gain to the cost of a restart."""
-LEAST_GAIN = 0.02
-"""Least gain that is not noise."""
 MOST_WINDOWS = 4
 """Windows after which a trial ends even without steady work; each is extended by the life of a row."""
 
@@ -53,14 +53,19 @@ class Adaptation:
         self._servers = servers
         self._memory = memory
         self._ends_at = ends_at
-        self._sample: Mapping[str, Any] = {}
+        self._sample: RunSample
+        self._now: float
+        """Time of the newest load sample, in seconds of the monotonic clock."""
         self._work = self._go()
 
-    def take(self, sample: Mapping[str, Any]) -> None:
-        """Process a load sample: the event `sample` with its time."""
-        self._sample = sample
+    async def take(self, sample: RunSample, now: float) -> None:
+        """Process a load sample, read at `now` on the monotonic clock.
+
+        Logs and parts are read in a thread. One sample must be processed before the next is taken.
+        """
+        self._sample, self._now = sample, now
         for watch in self._servers.values():
-            watch.take(sample)
+            await asyncio.to_thread(watch.take, sample, now)
         next(self._work)
 
     def stop(self) -> None:
@@ -89,18 +94,18 @@ class Adaptation:
         while not is_full:
             while not self._is_calm:
                 yield
-            ends_at = min(ends_at, self._sample["time"] + most_s)
+            ends_at = min(ends_at, self._now + most_s)
             for watch in self._servers.values():
                 watch.begin()
             while self._is_calm and not is_full:
                 yield
                 busy_s = [watch.busy_s for server, watch in self._servers.items() if not server.lost]
-                is_full = min(busy_s, default=0.0) >= TIMING.adapt or self._sample["time"] > ends_at
+                is_full = min(busy_s, default=0.0) >= TIMING.adapt or self._now > ends_at
 
     @property
     def _life_s(self) -> float:
         """Mean seconds from sending a row to its end."""
-        return float(self._sample["in_flight"] / max(self._sample["rows_per_s"], 1e-9))
+        return self._sample.in_flight / max(self._sample.rows_per_s, 1e-9)
 
     def _next_step(self, server: SGLangServer, watch: ServerWatch) -> Step | None:
         """Return the combined step if it pays, else the first single step that pays; None if none does."""
@@ -111,9 +116,9 @@ class Adaptation:
         """Tell whether a gain is worth a restart now. A restart drains the server, then starts it."""
         sample = self._sample
         cost_s = server.start_s + min(server.start_s, self._life_s)
-        left_s = min(sample["time_left_s"] or 0.0, self._ends_at - sample["time"])
-        # A restart in the tail would only delay it.
-        return self._is_calm and sample["unsent"] > sample["window"] and gain * left_s > WORTH * cost_s
+        left_s = min(sample.time_left_s or 0.0, self._ends_at - self._now)
+        is_tail = sample.unsent <= sample.window  # a restart would only delay it
+        return self._is_calm and not is_tail and gain * left_s > GAIN_TO_COST * cost_s
 
     def _try(self, server: SGLangServer, step: Step) -> Iterator[None]:
         """Try a step with one server; then let the others follow, or undo it."""

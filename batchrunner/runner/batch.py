@@ -38,8 +38,10 @@ class BatchRun:
         """Return the result as lines for a person."""
         lines = self.report.lines()[:-1]  # the last one names the parts
         if not self.is_published:
-            who = "the last task to end" if not self.report.exit_code else "the start that ends the last line"
-            return [*lines, f"results: not yet: {who} writes {self.results}"]
+            writer = (
+                "the start that ends the last line" if self.report.exit_code else "the last worker to end"
+            )
+            return [*lines, f"results: not yet: {writer} writes {self.results}"]
         failed = f", failed lines: {self.errors}" if self.errors else ""
         return [*lines, f"results: {self.results}{failed}"]
 
@@ -51,7 +53,7 @@ def _named_by_option() -> Iterator[None]:
         yield
     except BatchrunError as failure:
         texts = (str(failure), failure.message, failure.hint)
-        text, failure.message, failure.hint = (said.replace("output.path", "--output") for said in texts)
+        text, failure.message, failure.hint = (part.replace("output.path", "--output") for part in texts)
         failure.args = (text,)
         raise
 

@@ -35,8 +35,9 @@ from batchrunner.sglang.model_files import check_model
 
 PROMPTS_SHOWN = 3
 ROWS_LOOKED_AT = 1000
-"""Rows that are rendered at most, to count those that cannot be sent."""
-CHARACTERS_SHOWN = 2000
+"""Most rows that are rendered to count those that cannot be sent."""
+PROMPT_CHARACTERS = 2000
+"""Most characters of a prompt that `batchrun check` shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +86,12 @@ class Check:
         for prompt in self.prompts:
             text = prompt["error"] or prompt["prompt"] or ""
             if isinstance(text, str):
-                shown = [text[:CHARACTERS_SHOWN]]
+                prompt_lines = [text[:PROMPT_CHARACTERS]]
             else:
                 as_json = orjson.dumps(text, option=orjson.OPT_INDENT_2, default=str).decode()
-                shown = as_json[:CHARACTERS_SHOWN].split("\n")
+                prompt_lines = as_json[:PROMPT_CHARACTERS].split("\n")
             label = "cannot be sent" if prompt["error"] else prompt["kind"] or "left out by prompt.python"
-            lines += [f"--- row {prompt['row']} ({label})", *shown]
+            lines += [f"--- row {prompt['row']} ({label})", *prompt_lines]
         lines += cause_lines(self.not_sendable, "cannot be sent")
         lines += [f"not looked at: {self.not_looked_at}"] if self.not_looked_at else []
         lines += [f"warning: {warning}" for warning in self.warnings]
@@ -136,16 +137,16 @@ def _check(prepared: PreparedJob) -> Check:
     plan = plan_run(StartOptions(), RunState.of(prepared.selected(), stored))
     items = (item for batch in prepared.batches(plan.rows or plan.selected) for item in batch)
     model = PromptCheck(loaded)
-    failures, shown, looked_at = Failures(), list[dict[str, Any]](), 0
+    failures, first_prompts, looked_at = Failures(), list[dict[str, Any]](), 0
     for item in islice(items, None if loaded.prompt.is_batch else ROWS_LOOKED_AT):
-        prompt = _shown(item, model)
+        prompt = _prompt_of(item, model)
         if loaded.prompt.rollout:
             prompt["kind"] = "row"
         looked_at += 1
         if prompt["error"] is not None:
             failures.add(item.ref.row, prompt["error"])
-        if len(shown) < PROMPTS_SHOWN:
-            shown.append(prompt)
+        if len(first_prompts) < PROMPTS_SHOWN:
+            first_prompts.append(prompt)
     return Check(
         files=len(prepared.dataset.files),
         rows_in_input=prepared.dataset.total_rows,
@@ -154,7 +155,7 @@ def _check(prepared: PreparedJob) -> Check:
         rows_failed=len(stored.failed),
         rows_to_do=len(plan.rows),
         order=decide_order(prepared, plan.rows),
-        prompts=shown,
+        prompts=first_prompts,
         rows_looked_at=looked_at,
         rows_not_sendable=sum(failures.rows.values()),
         not_sendable=failures.summary(),
@@ -163,13 +164,15 @@ def _check(prepared: PreparedJob) -> Check:
     )
 
 
-def _shown(item: Request | Outcome, model: PromptCheck) -> dict[str, Any]:
+def _prompt_of(item: Request | Outcome, model: PromptCheck) -> dict[str, Any]:
+    """Return the prompt of a row as `Check.prompts` has it."""
     error = _refusal(item, model) if isinstance(item, Request) else item.error
-    shown = {"row": item.ref.row, "kind": None, "prompt": None, "error": error}
+    kind = prompt = None
     if isinstance(item, Request) and error is None:
-        body = isinstance(item.prompt, RequestBody)
-        shown |= {"kind": item.kind, "prompt": orjson.loads(item.prompt.content) if body else item.shown}
-    return shown
+        kind, prompt = item.kind, item.shown
+        if isinstance(item.prompt, RequestBody):
+            prompt = orjson.loads(item.prompt.content)
+    return {"row": item.ref.row, "kind": kind, "prompt": prompt, "error": error}
 
 
 def _refusal(request: Request, model: PromptCheck) -> str | None:

@@ -69,7 +69,7 @@ class Control:
         error = BatchrunError(f"{self.reason or 'cancelled'} {when}")
         error.exit_code = self.exit_code
         if self.stage == "starting" and self.exit_code == EXIT_TIME_UP:
-            # else Slurm would requeue for ever a task whose engine takes all of its time to start
+            # else Slurm would requeue for ever an array task whose engine takes all of its time to start
             error.exit_code = EXIT_STOPPED
         self.stage = "ending"
         return error
@@ -174,7 +174,7 @@ class RunSignals:
             timer.cancel()
 
     def _stop_at_once(self, reason: str) -> None:
-        """Stop without the rows in flight; end the process if that was asked for, or is of no use."""
+        """Cancel the rows in flight. End the process if this was asked for before, or if no rows are sent."""
         if self._stops_at_once or self._control.stage != "sending":
             self._end_process()
         self._stops_at_once = True

@@ -73,8 +73,9 @@ def under_signals(work: Coroutine[Any, Any, T], control: Control, limits: Limits
 
 def log_to_stderr(*, quiet: bool = False, verbose: bool = False) -> None:
     """Show only batchrunner's log: its errors if `quiet`, its notes too if `verbose`."""
+    level = logging.DEBUG if verbose else logging.INFO
     ours = logging.getLogger("batchrunner")
-    ours.setLevel(logging.ERROR if quiet else logging.DEBUG if verbose else logging.INFO)
+    ours.setLevel(logging.ERROR if quiet else level)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogLine())
     ours.addHandler(handler)

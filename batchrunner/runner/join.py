@@ -20,6 +20,7 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Lease
+from batchrunner.engines.registry import model_of
 from batchrunner.input.job_input import cut_into_leases
 from batchrunner.input.order import OrderDecision
 from batchrunner.input.sorted_copy import SortedCopy, prepare_order, remove_sorted_copies
@@ -269,8 +270,8 @@ class LeasedRows(TaskRows):
 
         Without this limit, one worker could take the last rows, and the other workers would be idle.
         """
-        mine = self._unfinished()
-        return mine * self._workers() > self._rows_free + mine
+        unfinished = self._unfinished()
+        return unfinished * self._workers() > self._rows_free + unfinished
 
     def _unfinished(self) -> int:
         return self._taken - self._counts.done
@@ -367,15 +368,14 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
     with hold_task(main, control.sleep) as lock:  # an attempt without --join must not run meanwhile
         recover(main, lock, prepared.results_schema)
         stored = _stored_by_all(main, leases.plan.rows_total if leases.plan and is_done else 0, control)
-        if start.retry_failed:
-            for task in main.all_tasks():
-                discard_failed_rows(task, lock)
-            stored = done_by_all(main)
         leased = None if is_done else leases.rows()
         state = RunState.of(prepared.selected(control.check), stored, leased)
-        plan = plan_run(StartOptions(join=True), state)
+        plan = plan_run(start, state)
+        if plan.discard == "failed rows":
+            for task in main.all_tasks():
+                discard_failed_rows(task, lock)
         if prepared.job.output.reuse is not None and plan.missing:
-            reuse = Reuse(prepared, control)
+            reuse = Reuse(prepared, control, model_of(prepared.job.engine))
             plan = plan.with_reused(reuse.take(main, lock, plan.selected, plan.missing))
         rows = plan.rows
         is_needed = rows or _is_behind(leases, prepared)
@@ -409,7 +409,7 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
                 choice=asdict(choice),
             )
         )
-        raise_total(prepared.run_dir, len(plan.selected), fingerprint)
+        raise_total(prepared.run_dir, len(plan.selected), fingerprint, prepared.code_digests)
 
 
 def _stored_by_all(run_dir: RunDir, expected: int, control: Control) -> DoneRows:

@@ -32,6 +32,11 @@ class StartOptions:
     sample: BitMap64 | None = None
     """The only rows that an estimate sends; None sends all."""
 
+    @property
+    def discards(self) -> bool:
+        """Whether this start discards results of its own run; a joined run discards them with a plan."""
+        return (self.fresh or self.retry_failed) and not self.join
+
     def __post_init__(self) -> None:
         if self.join and self.fresh:
             raise JobError(

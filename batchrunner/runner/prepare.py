@@ -9,7 +9,7 @@ import re
 import secrets
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,14 +22,14 @@ from batchrunner.core.files import read_json
 from batchrunner.core.types import EMBEDDINGS_PATH
 from batchrunner.engines.http.connections import raise_file_limit
 from batchrunner.input.dataset import Dataset, rows_of
-from batchrunner.input.files import join_paths
+from batchrunner.input.files import join_paths, names_run
 from batchrunner.input.job_input import JobInput
 from batchrunner.input.render import Renderer
 from batchrunner.input.request_bodies import URL
 from batchrunner.input.sorted_copy import remove_sorted_copies
 from batchrunner.job.answers import AnswerPlan, plan_answers
 from batchrunner.job.arrow_types import arrow_type, type_name
-from batchrunner.job.output import REQUEST_DIGEST
+from batchrunner.job.output import REQUEST_DIGEST, StorageSpec
 from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
@@ -44,7 +44,6 @@ from batchrunner.output.run_json import (
     known_fields,
     read_run_json,
 )
-from batchrunner.runner.earlier_results import with_merged_results
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ class PreparedJob(JobInput):
 
     @property
     def joins(self) -> bool:
-        """Whether this task takes leases of a run that it shares with others (`--join`)."""
+        """Whether this worker takes leases of a run that it shares with others (`--join`)."""
         return self.run_dir.task != MAIN_TASK
 
     @property
@@ -98,6 +97,12 @@ class PreparedJob(JobInput):
         carried = {field.name: type_name(field.type) for field in self.renderer.carried_schema}
         return {**fingerprint(self.job, self.dataset.facts(), model), "columns": carried | computed}
 
+    @property
+    def code_digests(self) -> dict[str, str]:
+        """Digests of the code of the job's Python functions, by the field that names them."""
+        functions = self.functions.facts.values() if self.functions is not None else ()
+        return {facts.where: facts.code_digest for facts in functions if facts.code_digest is not None}
+
     def close(self) -> None:
         """End the processes of the Python functions."""
         if self.functions is not None:
@@ -105,7 +110,7 @@ class PreparedJob(JobInput):
 
 
 RESULT_DIRECTORIES = {"parts", "merged"}
-"""Directories of a run that may be the input of another one."""
+"""Directories of a run that may be the input of another run."""
 
 
 def prepare(
@@ -114,8 +119,8 @@ def prepare(
     """Check everything that can be checked without an engine, for a task of this name.
 
     Where it begins `fresh`, what an earlier run left there does not matter. With `keeps_copies`,
-    Parquet copies of input files are made in the run directory, and stay there. The caller closes what is
-    returned. Raises JobError, InputError, OutputError or EngineStartError, each one clear line.
+    Parquet copies of input files are made in the run directory, and stay there. The caller closes the
+    result. Raises JobError, InputError, OutputError or EngineStartError, each one clear line.
     """
     raise_file_limit()
     run_dir = open_run(job.output.path, task, job.storage)
@@ -142,7 +147,7 @@ def prepare(
             from batchrunner.dispatch.checks import AnswerConditions  # noqa: PLC0415 - only for such jobs
 
             with faults.collect():
-                AnswerConditions(job, answers, dataset.schema.names)  # raises what is wrong with the checks
+                AnswerConditions(job, answers, dataset.schema.names)  # raises the errors of the checks
         with faults.collect():
             renderer = Renderer(job, dataset, answers, functions)
         faults.raise_all()
@@ -196,13 +201,15 @@ def _with_field_order(
 
 
 def _fingerprint_of(run_dir: RunDir) -> Mapping[str, Any] | None:
-    """Return the fingerprint of a run, or of the plan of tasks whose engines start; None without any."""
+    """Return the fingerprint of a run, or of the plan of workers whose engines start; None without any."""
     if run_dir.is_being_discarded():
         return None
     old = read_run_json(run_dir)
     if old is not None:
         return cast("Mapping[str, Any]", old["fingerprint"])
-    from batchrunner.runner.leases import Leases  # noqa: PLC0415 - only where tasks share a run
+    if not run_dir.store.names(run_dir.leases):
+        return None
+    from batchrunner.runner.leases import Leases  # noqa: PLC0415 - only where workers share a run
 
     leases = Leases(run_dir.leases, store=run_dir.store)
     leases.refresh()
@@ -210,9 +217,9 @@ def _fingerprint_of(run_dir: RunDir) -> Mapping[str, Any] | None:
 
 
 def drop_copies(run_dir: RunDir, *, is_done: bool = False) -> None:
-    """Delete the Parquet copies of the input where the run is done, or where no task has begun it.
+    """Delete the Parquet copies of the input where the run is done, or where no worker has begun it.
 
-    They stay while another task is at work. One that starts meanwhile makes again what it misses.
+    They stay while another worker runs. A worker that starts meanwhile makes missing copies again.
     """
     with contextlib.suppress(OSError, BatchrunError):  # the directory is not empty; the store is away
         if run_dir.run_json.exists() and not is_done:
@@ -224,7 +231,7 @@ def drop_copies(run_dir: RunDir, *, is_done: bool = False) -> None:
 
 
 def leave(prepared: PreparedJob) -> None:
-    """Close what is open, and delete what no later start needs: copies of the input, and of a joined run."""
+    """Close the job. Delete copies of the input and of a joined run if no later start needs them."""
     run_dir = prepared.run_dir
     is_done = read_json(run_dir.report_json).get("rows_left") == 0
     drop_copies(run_dir, is_done=is_done)
@@ -239,7 +246,7 @@ def leave(prepared: PreparedJob) -> None:
 
 
 def _is_held(tasks: list[RunDir]) -> bool:
-    """Tell whether a process is at work as one of these tasks; its engine may be starting."""
+    """Tell whether a process is at work as one of these workers; its engine may be starting."""
     return any(holders_of([(task, None) for task in tasks], watch=False))
 
 
@@ -258,6 +265,30 @@ def _open_dataset(job: Job, run_dir: RunDir, run: Path, copies: Path | None) -> 
                 hint="give another directory",
             )
     return dataset
+
+
+def with_merged_results(
+    paths: str | Sequence[str], *, run: Path | None = None, storage: StorageSpec | None = None
+) -> list[str]:
+    """Return paths of input files, with the merged results of a run in place of its directory.
+
+    `run` is the run that reads the input, whose own directory is left as it is. Raises InputError if another
+    run is not done, and what merging raises.
+    """
+    storage = storage or StorageSpec()
+    paths = [paths] if isinstance(paths, str) else paths
+    return [
+        _merged_directory(path, storage) if run != Path(path).resolve() and names_run(path, storage) else path
+        for path in paths
+    ]
+
+
+def _merged_directory(path: str, storage: StorageSpec) -> str:
+    """Return where the merged results of a run lie; they are merged unless they are already."""
+    from batchrunner.output.merge import merge_finished_run  # noqa: PLC0415 - only for such an input
+
+    merge_finished_run(look_at_run(path, storage), path)
+    return f"{path}/merged"
 
 
 def _refuse_results(path: str | list[str], dataset: Dataset) -> None:

@@ -1,4 +1,4 @@
-"""What shows a run while it goes on: a bar, lines of a log, calls of a program."""
+"""Displays of a run that goes on: a progress bar, lines of a log, calls of a program."""
 
 import contextlib
 import inspect
@@ -108,7 +108,7 @@ class ProgressLines(Display):
     _shown: tuple[float, bool] | None = None
 
     def show(self, sample: RunSample) -> None:
-        """Print a line where it is time for one."""
+        """Print a line if the last one is old enough, or if the run has begun to stop."""
         now = time.monotonic() // LINE_EVERY_S, sample.stopping
         if now != self._shown:
             self._shown = now
@@ -149,11 +149,11 @@ class Progress:
     rows_failed: int
     """Those of `rows_done` with an error."""
     rows_per_s: float
-    """Rows that end in a second, lately."""
+    """Rows that ended per second, over the last 30 s."""
     eta_s: float | None
-    """Seconds to the end; None while nobody can know."""
+    """Estimated seconds to the end; None while unknown."""
     output_tokens_per_s: float
-    """Generated tokens in a second, lately."""
+    """Output tokens per second of these rows."""
     rows_in_flight: int
     """Rows that the engine has now."""
     simulated: bool
@@ -161,7 +161,7 @@ class Progress:
 
 
 ProgressListener = Callable[[Progress], object]
-"""What a program gives as `on_progress`."""
+"""The function that a program passes as `on_progress`."""
 
 
 @dataclass
@@ -173,14 +173,14 @@ class ProgressCalls(Display):
     _next: float = 0.0
 
     def show(self, sample: RunSample) -> None:
-        """Tell the present state, if the last call is old enough."""
+        """Call the program with the present state, if the last call is old enough."""
         self._untold = sample
         if time.monotonic() >= self._next:
             self._tell()
             self._next = time.monotonic() + TIMING.progress
 
     def close(self) -> None:
-        """Tell the last state."""
+        """Call the program with the last state."""
         self._tell()
 
     def _tell(self) -> None:
@@ -200,15 +200,15 @@ class ProgressCalls(Display):
                     simulated=sample.simulated,
                 )
             )
-        except Exception:  # the rows of a long run matter more than what is shown of it
+        except Exception:  # the rows of a long run matter more than its display
             log.exception("on_progress failed: it is not called any more")
             self._listener = None
 
 
 def make_displays(*, progress: bool, on_progress: ProgressListener | None) -> list[Display]:
-    """Return what shows a run to a program that asks for a bar, calls, both or neither.
+    """Return the displays that a program asks for: a bar, calls, both or neither.
 
-    Raises JobError for a listener that would have to be awaited.
+    Raises JobError for an asynchronous listener, which nothing would await.
     """
     if inspect.iscoroutinefunction(on_progress):
         raise JobError("on_progress: is `async def`", hint="give a plain function: nothing awaits it")

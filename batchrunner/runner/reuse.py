@@ -1,7 +1,7 @@
 """Reuse of another run's answers to equal requests (`output.reuse`), before any row is sent.
 
 duckdb joins the digests of both runs' requests, and puts the answers into the order of the new input, in
-bounded memory. They become parts, so no later step sends their rows.
+bounded memory. They become parts, so no later step sends their rows. The columns of `parse` are made again.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import JobError
-from batchrunner.core.types import Request, rows_of_column
-from batchrunner.engines.registry import model_of
+from batchrunner.core.types import CHECK, PARSE, Request, rows_of_column
 from batchrunner.input.dataset import DatasetReader
 from batchrunner.input.parquet_copy import in_chunks
 from batchrunner.input.prompt_bytes import RequestDigests, is_repeatable, prompt_bytes
 from batchrunner.input.sorted_copy import connect, insert
 from batchrunner.job.answers import judges_by_row
 from batchrunner.job.output import CUT
+from batchrunner.output.arrow_arrays import arrow_array, shown_values
 from batchrunner.output.counts import RowCounts, TableCounts, with_counts
 from batchrunner.output.files import make_directory, writing
 from batchrunner.output.parts import write_part
 from batchrunner.output.run_dir import RunDir, look_at_run
 from batchrunner.output.run_json import (
+    CODE,
     describe_difference,
     raise_total,
     read_run_json,
@@ -72,10 +73,15 @@ FROM equal JOIN stored USING (filename, file_row_number) ORDER BY new_row
 
 
 class Reuse:
-    """Answers that a run takes from another one."""
+    """Answers that a run takes from another run."""
 
-    def __init__(self, prepared: PreparedJob, control: Control) -> None:
-        """Raise JobError where no answer of the other run can be one of this run."""
+    def __init__(
+        self, prepared: PreparedJob, control: Control, model: str | None, weights: str | None = None
+    ) -> None:
+        """Raise JobError where no answer of the other run can be one of this run.
+
+        `model` and the version of its `weights` are compared if they are known.
+        """
         job, self._prepared, self._control = prepared.job, prepared, control
         self.counts = RowCounts()
         """Counts of the rows that got an answer."""
@@ -83,22 +89,28 @@ class Reuse:
         self._run = look_at_run(job.output.reuse, job.storage)
         self._facts = require_run_json(self._run)
         old = self._facts["fingerprint"]
-        new = prepared.fingerprint(model_of(job.engine) or old["model"])
+        new = prepared.fingerprint(model or old["model"])
         if old["accept"]["on_length"] != "longer":  # else its answers may be longer than this job allows
             new["accept"]["on_length"] = old["accept"]["on_length"]
-        pairs = {name: (old[name], new[name]) for name in ("task", "model", "parse", "accept")}
+        pairs = {name: (old[name], new[name]) for name in ("task", "model", "accept")}
         pairs["prompt.truncate"] = old["prompt"].get("truncate"), job.prompt.truncate
-        for name, _ in prepared.answers.parsed:
-            pairs[name] = old["columns"].get(name), new["columns"].get(name)
+        weights_before = self._facts["engine"].get("weights")
+        pairs["weight_version"] = weights_before, weights_before and (weights or weights_before)
+        if prepared.answers.task is not None:  # else they are the columns of `parse`, which are made again
+            for name, _ in prepared.answers.parsed:
+                pairs[name] = old["columns"].get(name), new["columns"].get(name)
         problems = [
             describe_difference(name, before, after)
             for name, (before, after) in pairs.items()
             if before != after
         ]
+        judge = prepared.code_digests.get(CHECK)
         if self._run.path.resolve() == prepared.run_dir.path.resolve():
             problems = ["is the output path itself"]
         elif judges_by_row(prepared.functions):
             problems = ["accept.python is called with the row, which the digests of requests do not cover"]
+        elif not problems and self._facts.get(CODE, {}).get(CHECK) != ([judge] if judge else None):
+            problems = ["the code of accept.python has changed since"]
         if problems:
             message = f"output.reuse: {self._run.name}: {problems[0]}"
             raise JobError(message, hint="leave it out, or make the two jobs alike")
@@ -145,11 +157,14 @@ class Reuse:
         run_dir.discard_merged()
         make_directory(run_dir.parts)
         fingerprint = self._prepared.fingerprint(self._facts["fingerprint"]["model"])
+        digests = self._prepared.code_digests
         if read_run_json(run_dir) is None:
             old = {name: self._facts[name] for name in ("engine", "versions")}
-            write_run_json(run_dir, self._prepared.job, fingerprint=fingerprint, rows_total=rows_total, **old)
+            write_run_json(
+                run_dir, self._prepared.job, digests, fingerprint=fingerprint, rows_total=rows_total, **old
+            )
         else:
-            raise_total(run_dir, rows_total, fingerprint)
+            raise_total(run_dir, rows_total, fingerprint, digests)
 
     def _answers(
         self, db: DuckDBPyConnection, selected: BitMap64, missing: BitMap64, size: int
@@ -158,7 +173,10 @@ class Reuse:
         prepared, parts = self._prepared, [str(path) for path in self._run.all_parts()]
         stored = [pq.read_schema(part) for part in parts]
         schema = prepared.results_schema
-        names = {*schema.names} - {*prepared.renderer.carried_schema.names}
+        new_names = {*prepared.renderer.carried_schema.names}
+        if prepared.answers.task is None:  # these columns are those of `parse`, which is called again
+            new_names |= {name for name, _ in prepared.answers.parsed}
+        names = {*schema.names} - new_names
         if not {name for schema_of_part in stored for name in schema_of_part.names}.issuperset(names):
             return  # they are of an earlier version
         schema = schema.with_metadata(stored[0].metadata)  # it says what made the answers
@@ -174,16 +192,57 @@ class Reuse:
                     carried = prepared.renderer.carried(batch)
                     of_batch = answers.slice(0, len(carried))
                     answers = answers.slice(len(carried))  # noqa: PLW2901
-                    columns = [
-                        (of_batch if field.name in names else carried).column(field.name).cast(field.type)
-                        for field in schema
-                    ]
-                    table = pa.Table.from_arrays(columns, schema=schema)
-                    reasons = of_batch.column("finish_reason").to_pylist() if "finish_reason" in names else []
-                    cut = sum(CUT in (reason or "") for reason in reasons)
-                    counts = RowCounts(ok=len(carried), cut=cut, reused=len(carried))
-                    self.counts += counts
-                    yield with_counts(table, TableCounts(counts, RowCounts()))
+                    parsed = self._parsed(of_batch, carried)
+                    columns = {name: of_batch.column(name) for name in names}
+                    columns |= {name: carried.column(name) for name in carried.schema.names}
+                    columns |= {
+                        name: arrow_array(values, schema.field(name).type) for name, values in parsed.items()
+                    }
+                    table = pa.Table.from_arrays(
+                        [columns[field.name].cast(field.type) for field in schema], schema=schema
+                    )
+                    counts = _counts_of(table)
+                    self.counts += counts.ok + counts.failed
+                    yield with_counts(table, counts)
+
+    def _parsed(self, answers: pa.Table, carried: pa.RecordBatch) -> dict[str, list[Any]]:
+        """Return the columns that `parse` makes of answers, and `error`; nothing for a job without `parse`.
+
+        A row whose answer cannot be parsed fails and keeps its answer, like a row that was sent.
+        """
+        functions, samples = self._prepared.functions, self._prepared.answers.samples
+        if functions is None or PARSE not in functions.facts:
+            return {}
+        facts = functions.facts[PARSE]
+        outputs = answers.column("output").to_pylist()
+        texts_of_rows = [[text] for text in outputs] if samples == 1 else outputs
+        rows: list[dict[str, Any]] = [{} for _ in outputs]
+        for name, column in zip(carried.schema.names, carried.columns, strict=True):
+            for row, value in zip(rows, shown_values(column), strict=True):
+                row[name] = value
+        calls: list[tuple[Any, ...]] = [
+            (text, row) if facts.takes_row else (text,)
+            for texts, row in zip(texts_of_rows, rows, strict=True)
+            for text in texts
+        ]
+        results = iter(functions.call_many(PARSE, calls, self._control.check))
+        columns: dict[str, list[Any]] = {name: [] for name in ("error", *(name for name, _ in facts.columns))}
+        for texts in texts_of_rows:
+            results_of_row = [next(results) for _ in texts]
+            errors = [
+                result.error if samples == 1 else f"sample {number}: {result.error}"
+                for number, result in enumerate(results_of_row)
+                if result.error is not None
+            ]
+            columns["error"].append(errors[0] if errors else None)
+            for name, _ in facts.columns:
+                if errors:
+                    columns[name].append(None)
+                elif samples == 1:
+                    columns[name].append(results_of_row[0].value[name])
+                else:
+                    columns[name].append([result.value[name] for result in results_of_row])
+        return columns
 
     def _requests(self, selected: BitMap64, missing: BitMap64) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of _ASKED."""
@@ -195,3 +254,21 @@ class Reuse:
                     digests.write(item, prompt_bytes(item))
                     shares = is_repeatable(item) and self._prepared.dedupes
                     yield digests_of_batch[position], row, shares, row in missing
+
+
+def _counts_of(table: pa.Table) -> TableCounts:
+    """Return the counts of rows that got the answers of another run."""
+    counts = TableCounts(ok=RowCounts(), failed=RowCounts())
+    has_texts = "finish_reason" in table.schema.names
+    reasons = table.column("finish_reason").to_pylist() if has_texts else [None] * table.num_rows
+    rows, errors = table.column("row").to_pylist(), table.column("error").to_pylist()
+    for row, error, reason in zip(rows, errors, reasons, strict=True):
+        if error is None:
+            counts.ok.ok += 1
+            counts.ok.reused += 1
+            counts.ok.cut += CUT in (reason or "")
+        else:
+            counts.failed.failed += 1
+            counts.failed.reused += 1
+            counts.failed.failures.add(row, error)
+    return counts

@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 
 
 class TaskRows(ABC):
-    """The rows that a task does, in one lease or in several; the dispatcher's `RowSource`."""
+    """The rows that a worker does, in one lease or in several; the dispatcher's `RowSource`."""
 
     is_shared: bool
-    """Whether other tasks could do them, now or later."""
+    """Whether other workers could do them, now or later."""
 
     def __init__(self, prepared: PreparedJob, turns: TurnStore | None = None) -> None:
         """Read rows of this input; `turns` stores the turns of rollouts."""
@@ -152,7 +152,7 @@ class TaskRows(ABC):
 
 
 class FixedRows(TaskRows):
-    """All rows of a run that one task does, as one lease."""
+    """All rows of a run that one worker does, as one lease."""
 
     is_shared = False
 

@@ -18,7 +18,6 @@ from pyroaring import BitMap64
 
 from batchrunner.core.console import counted
 from batchrunner.core.errors import (
-    EXIT_STOPPED,
     BatchrunError,
     InputChangedError,
     StorageError,
@@ -34,13 +33,21 @@ from batchrunner.job.tasks import GENERATE
 from batchrunner.output.away import PAUSE_S, AwayWait, DiskWait
 from batchrunner.output.discard import hold_own_task
 from batchrunner.output.events import EventLog, attempt_spans, union_s, uploading_logs
+from batchrunner.output.files import refresh_listing
 from batchrunner.output.liveness import engine_starting
-from batchrunner.output.resume import read_done
+from batchrunner.output.resume import done_by_all, read_done
 from batchrunner.output.run_dir import ESTIMATE, MAIN_TASK
-from batchrunner.output.run_json import without_secrets, write_limits, write_run_json
+from batchrunner.output.run_json import (
+    code_versions,
+    read_run_json,
+    without_secrets,
+    write_limits,
+    write_run_json,
+)
 from batchrunner.output.task_lock import TaskLock
 from batchrunner.output.writer import FLUSH_FRACTION, ResultWriter
-from batchrunner.report.report import Report, make_report, save_report, verdict_of_done, versions
+from batchrunner.report.report import Report, make_report, save_report, versions
+from batchrunner.report.verdict import RunEnd, RunVerdict, verdict_of
 from batchrunner.runner.control import Control
 from batchrunner.runner.plan import StartOptions, may_grow
 from batchrunner.runner.prepare import (
@@ -111,29 +118,42 @@ async def execute(
         turns = turn_store(prepared, lock, disk)
         events = EventLog(run_dir.events)
 
+        async def ready_engine() -> SharedEngine:
+            opened = engine
+            if opened is None:
+                task_of_model = await asyncio.to_thread(lambda: prepared.model_task)
+                with engine_starting(run_dir):
+                    opened = await open_engine_of(
+                        job, task_of_model, log_directory=run_dir.log_directory, control=control, stack=stack
+                    )
+            opened.check(job)
+            return opened
+
         # plan
         finder = WorkFinder(
             prepared=prepared, start=start, lock=lock, control=control, events=events, turns=turns
         )
-        model = engine.info.model if engine else model_of(job.engine)
-        work = await control.run(lambda: finder.find(model))
+        model, weights, ready = engine.info.model if engine else model_of(job.engine), None, None
+        if start.discards and job.output.reuse is not None:
+            # Planning will discard old results and store reused answers, so the engine must be ready first.
+            await control.run(lambda: finder.check(model))
+            ready = await ready_engine()
+            model, weights = ready.info.model, ready.info.weights
+        work = await control.run(lambda: finder.find(model, weights))
         stack.push_async_callback(give_back, work.rows, lock)
         stack.enter_context(uploading_logs(run_dir))
         if work.is_empty:
+            code_versions(read_run_json(run_dir), prepared.code_digests)  # warns of code that has changed
             return report_of_empty(prepared, work)
 
         # open
-        if engine is None:
-            task_of_model = await asyncio.to_thread(lambda: prepared.model_task)
-            with engine_starting(run_dir):
-                engine = await open_engine_of(
-                    job, task_of_model, log_directory=run_dir.log_directory, control=control, stack=stack
-                )
-        engine.check(job)
+        ready = ready or await ready_engine()
         if model_of(job.engine) is None and work.discard != "run":
-            info = engine.info
+            info = ready.info
             await asyncio.to_thread(check_resumes, prepared, info.model, info.weights)
-        await control.run(lambda: finder.discard(work.discard))  # only now: a refused attempt changes nothing
+        await control.run(
+            lambda: finder.discard_outdated(work.discard)
+        )  # only now: a refused attempt changes nothing
 
         # send, report
         with contextlib.closing(events):
@@ -142,7 +162,7 @@ async def execute(
                 prepared=prepared,
                 start=start,
                 work=work,
-                engine=engine,
+                engine=ready,
                 lock=lock,
                 disk=disk,
                 turns=turns,
@@ -211,13 +231,16 @@ def report_of_empty(prepared: PreparedJob, work: Work) -> Report:
     """Make the report of an attempt that found nothing to do."""
     job, run_dir = prepared.job, prepared.run_dir
     report = make_report(run_dir, work.done_before, work.rows.total, work.counts)
-    exit_code, reason = verdict_of_done(report, job.limits.max_failed_rows)
-    if report.rows_left > work.rows_of_others:
-        exit_code = EXIT_STOPPED
-        reason = "rows are left that no living task holds: run the same command again"
-    elif report.rows_left:
-        reason = "nothing is free: other tasks do the rest"
-    else:
+    end = RunEnd(
+        rows_total=report.rows_total,
+        rows_failed=report.rows_failed,
+        max_failed_rows=job.limits.max_failed_rows,
+        rows_unheld=max(0, report.rows_left - work.rows_of_others),
+        rows_held=work.rows_of_others,
+        was_empty=True,
+    )
+    exit_code, reason = verdict_of(end)
+    if not report.rows_left:
         drop_copies(run_dir, is_done=True)
         write_limits(run_dir, job)
     simulated = isinstance(job.engine, SimulatedEngine)
@@ -270,7 +293,7 @@ class Run:
         load_control, why_window = await self._open_load_control()
         writer = self._writer()
         sending = self._sending(load_control, writer)
-        self.lock.verify()  # another process may have taken the task while the engine started
+        self.lock.verify()  # another process may have taken the lock while the engine started
         self._write_run_json()  # only now: a refused job must not change run.json
         self._log_begin(load_control, why_window)
         end, self.control.stage = SendingEnd(), "sending"
@@ -315,7 +338,8 @@ class Run:
         prepared, info = self.prepared, self.engine.info
         output = prepared.job.output
         durable_s, part_s = output.durable, TIMING.part
-        if prepared.run_dir.store.objects is not None:
+        is_in_store = prepared.run_dir.store.objects is not None
+        if is_in_store:
             durable_s = min(output.durable, SPOOL_S)
             part_s = min(TIMING.part, output.uploaded_within_s * FLUSH_FRACTION)
         schema: pa.Schema = prepared.results_schema
@@ -330,6 +354,7 @@ class Run:
             plan=prepared.answers,
             durable_s=durable_s,
             part_s=part_s,
+            lag_grows=not is_in_store,
             lock=self.lock,
             committed=self.work.rows.committed,
             disk=self.disk,
@@ -378,6 +403,7 @@ class Run:
         write_run_json(
             self.prepared.run_dir,
             self.prepared.job,
+            self.prepared.code_digests,
             fingerprint=fingerprint,
             rows_total=rows_total,
             engine=asdict(self.engine.info),
@@ -385,7 +411,7 @@ class Run:
         )
 
     def _log_begin(self, load_control: LoadControl, why_window: str) -> None:
-        """Say what the run is going to do."""
+        """Log the rows to do, the window and the order."""
         work = self.work
         if self.start.sample is not None:
             why_window = "for the sample"
@@ -452,7 +478,7 @@ class Run:
             with contextlib.suppress(OSError, BatchrunError):
                 held, unheld = work.rows.held_elsewhere()
         report = replace(report, rows_of_others=held + unheld if not report.rows_left else 0)
-        exit_code, reason = self._verdict(report, end, unheld)
+        exit_code, reason = self._verdict(report, end, held=held, unheld=unheld)
         if not end.is_on_disk:
             report = self._counted_on_disk(report)
         return replace(
@@ -484,21 +510,48 @@ class Run:
             return replace(report, rows_ok=len(done.answered), rows_failed=counts.failed, rows_cut=counts.cut)
         return report
 
-    def _verdict(self, report: Report, end: SendingEnd, unheld: int) -> tuple[int, str]:
-        """Return the exit code and its reason; `unheld` rows of the run are held by no living worker."""
-        control, added = self.control, end.added_files
-        if end.failure is not None:
-            return end.failure.exit_code, str(end.failure)
-        if report.rows_left > report.rows_of_others:
-            is_sample = self.start.sample is not None
-            why = "a sample is done: the job asks no row again" if is_sample else "stopped"
-            return control.exit_code, control.reason or why
-        if unheld:
-            why = f"{unheld:,} rows are left that no living task holds: run the same command again"
-            return control.exit_code, control.reason or why
-        if added:
-            more = f" and {len(added) - 1} more" if len(added) > 1 else ""
-            return EXIT_STOPPED, (
-                f"{added[0]}{more} came into the input, or grew, during the run: run the same command again"
-            )
-        return verdict_of_done(report, self.prepared.job.limits.max_failed_rows)
+    def _verdict(self, report: Report, end: SendingEnd, *, held: int, unheld: int) -> RunVerdict:
+        """Return the exit code and its reason.
+
+        Other living workers do `held` further rows of the run, and nobody does `unheld` ones.
+        """
+        control = self.control
+        stop = None if control.reason is None else RunVerdict(control.exit_code, control.reason)
+        run_end = RunEnd(
+            rows_total=report.rows_total,
+            rows_failed=report.rows_failed,
+            max_failed_rows=self.prepared.job.limits.max_failed_rows,
+            rows_left=report.rows_left - report.rows_of_others,
+            rows_unheld=unheld,
+            rows_held=held,
+            is_sample=self.start.sample is not None,
+            failure=end.failure,
+            stop=stop,
+            added_files=end.added_files,
+        )
+        if self.start.join and not run_end.is_cut_short:
+            run_end = self._end_of_run(run_end)
+        return verdict_of(run_end)
+
+    def _end_of_run(self, end: RunEnd) -> RunEnd:
+        """Return the end of a joined run, for a worker that has done its rows. The last one reads all parts.
+
+        In an object store it would have to fetch all results for that. There it judges only its own rows.
+        """
+        run_dir, rows_of_run = self.prepared.run_dir, self.work.rows_of_run
+        if end.rows_held or run_dir.store.uri:
+            return replace(end, rows_total=rows_of_run)
+        try:
+            plan = self.work.rows.newest_plan()
+            refresh_listing(run_dir.parts)
+            stored = done_by_all(run_dir)
+        except (OSError, BatchrunError) as failure:
+            return replace(end, failure=BatchrunError(str(failure)))
+        rows_of_run = plan.rows_total if plan is not None else rows_of_run
+        return replace(
+            end,
+            rows_total=rows_of_run,
+            rows_lost=max(0, rows_of_run - len(stored)),
+            rows_failed=len(stored.failed),
+            rows_failed_here=end.rows_failed,
+        )

@@ -54,7 +54,7 @@ class Outlet(ResultSink, Protocol):
         """Raise the error of a background write that failed for good."""
 
 
-FEWEST_ROWS = 100
+FEWEST_SENT = 100
 """Rows that must have been sent and ended before `limits.abort_failed_share` stops a run."""
 
 
@@ -100,7 +100,7 @@ class OutcomeSink:
         """
         self._failed += 1
         all_sent = self._sent + max(0, self.routes.in_flight - 1)  # the slot of this row is still taken
-        if self._sent >= FEWEST_ROWS and self._failed / all_sent > self.most_failed_share:
+        if self._sent >= FEWEST_SENT and self._failed / all_sent > self.most_failed_share:
             self.control.drain(
                 f"{self._failed / self._sent:.0%} of the rows failed (limits.abort_failed_share): "
                 "correct what the errors below name, and start with --retry-failed"
@@ -138,7 +138,7 @@ async def _columns_of_answer(
     return completion._replace(columns={**completion.columns, **parsed}), None
 
 
-SAMPLE_S = 2.0
+LOGGED_EVERY_S = 2.0
 """Most seconds between two `sample` events: 43,000 lines a day. A young run writes them more often."""
 
 
@@ -185,6 +185,8 @@ class Sending:
         self._job, self._rows, self._outlet, self._events = job, rows, outlet, events
         self._control, self._displays, self._load_control = control, displays, load_control
         self._began, self._adaptation = began, adaptation
+        self._adapting: asyncio.Task[None] | None = None
+        """Flag tuning by the newest load sample that it took."""
         self._loads: Sequence[SchedulerLoad] = ()
         """The newest load sample."""
         self._next_sample = 0.0
@@ -293,9 +295,10 @@ class Sending:
                 await sending
         finally:
             self._rows.stop()
-            for task in (sending, polling):
+            tasks = [task for task in (sending, polling, self._adapting) if task is not None]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(sending, polling, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             self._load_control.leave(self._run)
 
     def _polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
@@ -307,19 +310,22 @@ class Sending:
         sample = self.progress.polled(loads, now)
         self._show(sample)
         if now >= self._next_sample:
-            self._next_sample = now + min(SAMPLE_S, (now - self._began) / 50)
-            values = msgspec.to_builtins(sample)
-            self._events.write("sample", **values)
-            if self._adaptation is not None:
-                try:
-                    self._adaptation.take({"time": now, **values})
-                except Exception:  # the rows matter more
-                    log.exception("the servers' flags are not adapted any more")
-                    self._adaptation = None
+            self._next_sample = now + min(LOGGED_EVERY_S, (now - self._began) / 50)
+            self._events.write("sample", **msgspec.to_builtins(sample))
+            if self._adaptation is not None and (self._adapting is None or self._adapting.done()):
+                self._adapting = asyncio.create_task(self._adapt(self._adaptation, sample, now))
         self._outlet.check()
         deadline_s = self._job.limits.deadline
         if deadline_s is not None and now > self._began + deadline_s:
             self._control.drain("the deadline passed (limits.deadline)")
+
+    async def _adapt(self, adaptation: Adaptation, sample: RunSample, now: float) -> None:
+        """Let flag tuning process a load sample. An error ends only the tuning: the rows matter more."""
+        try:
+            await adaptation.take(sample, now)
+        except Exception:
+            log.exception("the servers' flags are not adapted any more")
+            self._adaptation = None
 
     def show_end(self, now: float) -> None:
         """Show and log the last state of the run."""

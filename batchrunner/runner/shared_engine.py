@@ -135,9 +135,9 @@ def _cost_of_connections(info: EngineInfo, fixed: int | None) -> str | None:
     needed = fixed or info.max_running or UNKNOWN_ENGINE_WINDOW
     if info.connections is None or info.connections >= needed:
         return None
-    who = "the job's window is" if fixed else "the engine can run"
+    need = f"the job's window is {fixed}" if fixed else f"the engine can run {needed}"
     return (
-        f"at most {info.connections} requests can be in flight, and {who} {needed}: up to "
+        f"at most {info.connections} requests can be in flight, and {need}: up to "
         f"{1 - info.connections / needed:.0%} of the speed is lost. The limit is {info.connections_by}: "
         "raise it (ulimit -Hn, LimitNOFILE, or the container's --ulimit nofile)"
     )

@@ -153,8 +153,10 @@ def status_lines(state: RunStatus) -> list[str]:
     cut = f"{state.rows_cut:,} truncated at max_new_tokens, " if state.rows_cut else ""
     tokens = state.output_tokens
     decoded = f", {cut}{tokens:,} output tokens" if tokens or not on_disk else ""
-    of_all = "rows" if total is None else f"of {total:,} rows"
-    share = f" ({on_disk / total if total else 1.0:.1%})" if total is not None else ""
+    of_all, share = "rows", ""
+    if total is not None:
+        done_share = on_disk / total if total else 1.0
+        of_all, share = f"of {total:,} rows", f" ({done_share:.1%})"
     lines = [
         f"{state.path}: {state.model or 'no row was sent yet'}",
         f"{on_disk:,} {of_all} on disk{share}, {reused}{state.rows_failed:,} failed{decoded}",
@@ -167,7 +169,7 @@ def status_lines(state: RunStatus) -> list[str]:
     ended = [task for task in state.tasks if not task.running and task.task != MAIN_TASK]
     if len(ended) > MOST_NAMED:
         rows, failed = sum(task.rows_on_disk for task in ended), sum(task.rows_failed for task in ended)
-        lines.append(f"{len(ended)} tasks that ended: {counted(rows, 'row')} on disk, {failed:,} failed")
+        lines.append(f"{len(ended)} workers that ended: {counted(rows, 'row')} on disk, {failed:,} failed")
     for task in state.tasks:
         if task.running or len(ended) <= MOST_NAMED:
             lines += _task_lines(task, leases.held.get(task.task, 0) if leases else 0)

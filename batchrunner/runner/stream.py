@@ -376,7 +376,7 @@ class Handover:
     """
 
     def __init__(self, plan: AnswerPlan) -> None:
-        """Make rows of outcomes as `plan` says."""
+        """Convert outcomes to rows with the columns of `plan`."""
         self._plan, self._schema = plan, schema_of_run(pa.schema([]), plan)
         self._outcomes: list[Outcome] = []
         self._ended = False

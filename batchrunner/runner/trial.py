@@ -56,6 +56,7 @@ def server_facts(lines: Iterable[str], args: Mapping[str, Any]) -> Facts:
     return Facts(
         arguments={name: value for name, value in facts.arguments.items() if name in SETUP},
         ready=facts.ready,
+        states=facts.states,
         weights_gb=facts.weights_gb,
         quantised=facts.quantised,
         model=facts.model,
@@ -232,6 +233,7 @@ class TrialRunner:
                 "order": "input" if self.job.order == "input" else "auto",
                 "accept": AcceptSpec.model_validate({"json": False}),  # Each row is sent once.
                 "on_length": "keep",
+                "on_repetition": "stop" if self.job.on_repetition == "fail" else self.job.on_repetition,
             }
         )
 

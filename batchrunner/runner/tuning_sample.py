@@ -16,7 +16,7 @@ from pyroaring import BitMap64
 from batchrunner.core.console import counted
 from batchrunner.input.order_sample import decide_order
 from batchrunner.input.sorted_copy import SortedCopy, prepare_order, remove_sorted_copies
-from batchrunner.input.spread import spread_blocks
+from batchrunner.input.spread import GOLDEN, spread_blocks
 from batchrunner.output.files import whole_file, writing
 from batchrunner.runner.prepare import PreparedJob
 
@@ -24,8 +24,6 @@ MOST_ROWS = 16_384
 """Rows of a sample at most: four times what SGLang runs at once by default (4096)."""
 BLOCK_ROWS = 32
 """Rows of a block."""
-GOLDEN = 0.618033988749895
-"""The golden ratio: its multiples modulo 1 are spread evenly, however many there are."""
 MOST_BYTES = 256 << 20
 """Approximate largest size of the sample in bytes, which lies in memory."""
 

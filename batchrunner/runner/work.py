@@ -64,28 +64,37 @@ class WorkFinder:
     turns: TurnStore | None
     """Where turns of rollouts are stored; None where there are none."""
 
-    def find(self, model: str | None) -> Work:
-        """Recover what an interrupted attempt left, then plan this attempt.
+    def check(self, model: str | None, weights: str | None = None) -> Reuse | None:
+        """Raise what refuses this attempt, and change nothing; return the reuse of another run's answers.
 
-        Raises InputError, OutputError, ResumeError or StorageError.
+        The engine's `model` and the version of its `weights` are compared if they are known.
         """
-        prepared, run_dir, start = self.prepared, self.prepared.run_dir, self.start
+        prepared, run_dir = self.prepared, self.prepared.run_dir
         reuse = None
-        if prepared.job.output.reuse is not None and not start.join:
+        if prepared.job.output.reuse is not None and not self.start.join:
             from batchrunner.runner.reuse import Reuse  # noqa: PLC0415 - only for such jobs
 
-            reuse = Reuse(prepared, self.control)  # raises before anything is discarded
+            reuse = Reuse(prepared, self.control, model, weights)
         with writing(run_dir.path):
             for directory in (run_dir.path, run_dir.tasks, run_dir.parts, run_dir.leases):
                 refresh_listing(directory)
-            if start.fresh:
+            if self.start.fresh:
                 check_nobody_works(run_dir, self.control.sleep)
             else:
-                check_resumes(prepared, model)
-            return self._find_shared() if start.join else self._find_alone(reuse)
+                check_resumes(prepared, model, weights)
+        return reuse
+
+    def find(self, model: str | None, weights: str | None = None) -> Work:
+        """Check this attempt, recover what an interrupted one left, then plan this attempt.
+
+        `model` and `weights` are as in `check`. Raises InputError, OutputError, ResumeError or StorageError.
+        """
+        reuse = self.check(model, weights)
+        with writing(self.prepared.run_dir.path):
+            return self._find_shared() if self.start.join else self._find_alone(reuse)
 
     def _find_alone(self, reuse: Reuse | None) -> Work:
-        """Find the work of a run that one worker does; `reuse` brings answers of another run."""
+        """Find the work of a run with one worker; `reuse` brings answers of another run."""
         prepared, run_dir = self.prepared, self.prepared.run_dir
         stored = DoneRows()
         if not self.start.fresh:
@@ -100,7 +109,7 @@ class WorkFinder:
                 self.lock,
                 plan.selected,
                 plan.missing,
-                before_first=lambda: self.discard(plan.discard),
+                before_first=lambda: self.discard_outdated(plan.discard),
             )
             plan, counts = plan.with_reused(reused), reuse.counts
             discard = "nothing" if reused else discard
@@ -118,8 +127,8 @@ class WorkFinder:
         )
 
     def _find_shared(self) -> Work:
-        """Find the work of one of several workers: wait for its first lease, and take it."""
-        from batchrunner.runner.join import join  # noqa: PLC0415 - only where tasks share a run
+        """Find the work of a worker of a joined run: wait for its first lease, and take it."""
+        from batchrunner.runner.join import join  # noqa: PLC0415 - only where workers share a run
 
         counts = RowCounts()
         rows, rows_of_run, order = join(
@@ -138,8 +147,8 @@ class WorkFinder:
             rows_of_others=rows_of_others,
         )
 
-    def discard(self, results: Discard) -> None:
-        """Delete these results, and in any case the merged dataset.
+    def discard_outdated(self, results: Discard) -> None:
+        """Delete the merged dataset, which new rows outdate, and the `results` that the plan discards.
 
         Raises TaskHeldError, TaskLockLostError or StorageError.
         """
@@ -155,7 +164,7 @@ class WorkFinder:
 
 def plan_failed_rows(job: Job) -> None:
     """Plan the retries of failed rows before the workers of a shared run start. Raises BatchrunError."""
-    from batchrunner.runner.join import join  # noqa: PLC0415 - only where tasks share a run
+    from batchrunner.runner.join import join  # noqa: PLC0415 - only where workers share a run
 
     prepared = prepare(job, new_task())
     start = StartOptions(join=True, retry_failed=True)

@@ -1,25 +1,29 @@
 """Batches of `batchrun serve`: runs several at once on one engine, each as `batchrun batch` runs a file.
 
-A batch is validated, waits for its turn, is run, and its results become files. Its run resumes after a kill
-of the server, and once a lost engine is back. When a batch is cancelled or expires, each unanswered line gets
-an error that says so.
+A batch is validated, waits for its turn, is run, and its results become files. Its run resumes when the
+server starts again after a kill, and when an attached engine that was lost is back. When a batch is cancelled
+or expires, each unanswered line gets an error that says so.
 """
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
 
 from batchrunner.core.errors import BatchrunError, EngineLostError, InputError
 from batchrunner.engines.registry import launched_model
 from batchrunner.input.batch_lines import request_lines
+from batchrunner.input.compression import HEAD_BYTES, codec_of, decompressed
 from batchrunner.input.request_bodies import URL
-from batchrunner.input.text_files import BOM
+from batchrunner.input.text_files import skip_bom
+from batchrunner.input.text_lines import read_lines
 from batchrunner.job.call import CUSTOM_ID, job_of_batch
 from batchrunner.job.spec import Job
 from batchrunner.output.batch_results import CANCELLED, EXPIRED, publish
@@ -35,17 +39,17 @@ from batchrunner.serve.state import BATCHES, FILES, Record, State, now
 log = logging.getLogger(__name__)
 
 MOST_RUNNING = 10
-"""Batches that share the engine; the others wait until one of these ends."""
+"""Maximum number of batches that run on the engine at once. Further batches wait until one of them ends."""
 RETRY_S = 5.0
-"""Pause before an interrupted run resumes."""
+"""Seconds before an interrupted run resumes."""
 EARLY_STATUS = {EXPIRED: "expired", CANCELLED: "cancelled"}
-"""Final status of a batch that ended before all its lines were answered, by the reason."""
+"""Final status of a batch that ended before all its lines were answered, keyed by the reason."""
 _SHUTDOWN = "the server shuts down"
 _LINE_NUMBER = re.compile(r"lines? (\d+)")
 
 
 def request_counts(*, total: int, completed: int = 0, failed: int = 0) -> Record:
-    """Return `request_counts` of a batch."""
+    """Return the field `request_counts` of a batch, as OpenAI's API has it."""
     return {"total": total, "completed": completed, "failed": failed}
 
 
@@ -57,7 +61,8 @@ class Batches:
     ) -> None:
         """Run batches on an open engine.
 
-        `options` are those of `job_of_batch`; `server` stops the server when its engine is lost.
+        `options` are the arguments of `job_of_batch` that all batches share. `server` controls the life of
+        the server, which stops when its own engine is lost.
         """
         self._server = server
         self._state = state
@@ -67,9 +72,10 @@ class Batches:
         self._running: dict[str, tuple[Control, asyncio.Task[None]]] = {}
         self._turns = asyncio.Semaphore(MOST_RUNNING)
         self._whole_files = asyncio.Lock()
-        """Held while a file is read or written whole: memory suffices for one."""
+        """Held while a whole batch file is validated, or its results are written. The memory suffices for one
+        at a time."""
         self.lost: EngineLostError | None = None
-        """Why the server's own engine is lost for good."""
+        """Why the server's own engine is lost for good; None while it is not."""
 
     def start(self, batch: Record) -> None:
         """Start or resume a batch."""
@@ -84,7 +90,10 @@ class Batches:
         await self._state.save(BATCHES, batch, status="cancelling", cancelling_at=now())
 
     async def drain(self) -> None:
-        """Stop sending and wait 15 s for the requests in flight. The next start of the server resumes."""
+        """Stop sending, and wait up to 15 s for the requests in flight.
+
+        The next start of the server resumes the batches.
+        """
         for control, _ in self._running.values():
             control.drain(_SHUTDOWN)
         ends = asyncio.gather(*(task for _, task in self._running.values()), return_exceptions=True)
@@ -120,25 +129,27 @@ class Batches:
             if batch["in_progress_at"] is None:
                 async with self._whole_files:
                     await asyncio.to_thread(self._validate, batch)
-                status = batch["status"] if control.reason == CANCELLED else "in_progress"
-                await self._state.save(BATCHES, batch, status=status, in_progress_at=now())
+                changes = {} if control.reason == CANCELLED else {"status": "in_progress"}
+                await self._state.save(BATCHES, batch, in_progress_at=now(), **changes)
             await self._answer_lines(batch, control)
         except InputError as failure:
             if batch["in_progress_at"]:
                 raise
-            batch["errors"] = {"object": "list", "data": [_invalid_file(failure)]}
-            await self._finish(batch, "failed")
+            path = self._state.path_of(FILES, batch["input_file_id"])
+            errors = {"object": "list", "data": [_invalid_file(failure, path)]}
+            await self._finish(batch, "failed", errors=errors)
             return
         if control.reason == _SHUTDOWN:
             return
         if control.reason != CANCELLED:
             await self._state.save(BATCHES, batch, status="finalizing", finalizing_at=now())
+        reason = control.reason if control.reason in EARLY_STATUS else None
         async with self._whole_files:
-            await self._publish(batch, control.reason)
-        await self._finish(batch, EARLY_STATUS.get(control.reason or "", "completed"))
+            results = await self._publish(batch, reason)
+        await self._finish(batch, EARLY_STATUS[reason] if reason else "completed", **results)
 
     async def _answer_lines(self, batch: Record, control: Control) -> None:
-        """Run the batch in its turn until all lines are answered or `control` stops it."""
+        """Wait for the batch's turn, then run it until all lines are answered or `control` stops it."""
         try:
             await control.wait_for(self._turns.acquire(), "before its turn")
             try:
@@ -150,7 +161,7 @@ class Batches:
                 raise
 
     async def _execute(self, batch: Record, control: Control) -> None:
-        """Run the job of a batch; raises BatchrunError, also where lines remain."""
+        """Run the job of a batch; raises BatchrunError if it fails or lines remain without a result."""
 
         def show_counts(progress: Progress) -> None:
             completed = progress.rows_done - progress.rows_failed
@@ -170,9 +181,9 @@ class Batches:
         if report.rows_left:
             raise BatchrunError(report.reason)
 
-    async def _finish(self, batch: Record, status: str) -> None:
-        """Give a batch its final status and delete its run."""
-        await self._state.save(BATCHES, batch, **{"status": status, f"{status}_at": now()})
+    async def _finish(self, batch: Record, status: str, **changes: Any) -> None:
+        """Give a batch its final status, with further changes, and delete its run."""
+        await self._state.save(BATCHES, batch, **{"status": status, f"{status}_at": now(), **changes})
         run = self._state.path_of(BATCHES, batch["id"])
         await asyncio.to_thread(shutil.rmtree, run, ignore_errors=True)
 
@@ -183,7 +194,7 @@ class Batches:
         return job_of_batch(str(requests), str(run), **self._options)
 
     def _validate(self, batch: Record) -> None:
-        """Raise InputError for a file without requests, or with one for another endpoint than the batch's.
+        """Raise InputError for a file that has no requests, or one for another endpoint than the batch's.
 
         Other faults of a line fail that line alone.
         """
@@ -194,17 +205,21 @@ class Batches:
                 raise InputError(f"line {number}: its url differs from the endpoint of the batch")
 
     def _lines(self, batch: Record) -> Iterator[tuple[int, Mapping[str, Any], str | None]]:
-        """Yield each line of a batch's file: its number, its request, and what is wrong with it."""
+        """Yield each line of a batch's file: its number, its request, and its fault (None if it has none)."""
         path = self._state.path_of(FILES, batch["input_file_id"])
-        with path.open("rb") as file:
-            lines = itertools.chain([file.readline().removeprefix(BOM)], file)
-            for number, request, problem, _ in request_lines(lines, path.name):
+        with pa.OSFile(str(path)) as file:
+            codec = codec_of(file.read(HEAD_BYTES), None)
+            file.seek(0)
+            source = decompressed(file, codec)
+            skip_bom(source)
+            for number, request, problem, _ in request_lines(read_lines(source), path.name):
                 yield number, request, problem and f"{path.name}: line {number}: {problem}"
 
-    async def _publish(self, batch: Record, reason: str | None) -> None:
-        """Write the files of answered and failed lines; their names stay the same after a kill.
+    async def _publish(self, batch: Record, reason: str | None) -> Record:
+        """Write the files of answered and failed lines; return the changes of the batch's record.
 
-        `reason` says why the batch ended early; each unanswered line fails with it.
+        The names of the files follow from the batch's ID, so after a kill the next try replaces these files.
+        `reason` says why the batch ended early. Each unanswered line gets it as its error.
         """
         names = {kind: f"{batch['id'].replace('batch_', 'file-')}-{kind}" for kind in ("output", "error")}
         output, error = (self._state.path_of(FILES, name) for name in names.values())
@@ -216,12 +231,12 @@ class Batches:
         published = await asyncio.to_thread(publish, run, output, error, unanswered=unanswered)
         if published is None:
             raise BatchrunError("results of some lines are missing")
-        batch["usage"] = published.usage
-        batch["request_counts"] = request_counts(
+        counts = request_counts(
             total=published.completed + published.failed,
             completed=published.completed,
             failed=published.failed,
         )
+        changes: Record = {"usage": published.usage, "request_counts": counts}
         for (kind, name), path in zip(names.items(), (output, error), strict=True):
             if path.stat().st_size:
                 await self._state.add_file(
@@ -230,17 +245,21 @@ class Batches:
                     purpose="batch_output",
                     expires_after=batch["output_expires_after"],
                 )
-                batch[f"{kind}_file_id"] = name
+                changes[f"{kind}_file_id"] = name
             else:
                 path.unlink()
+        return changes
 
 
-def _invalid_file(failure: InputError) -> Record:
-    """Return the error of a batch whose file cannot be run, with the line number that its message names."""
+def _invalid_file(failure: InputError, path: Path) -> Record:
+    """Return the error of a batch whose file at `path` cannot be run, with the number of the wrong line.
+
+    Clients get the name of the file, but not its path on the server.
+    """
     line = _LINE_NUMBER.search(failure.message)
     return {
         "code": "invalid_file",
-        "message": failure.message,
+        "message": failure.message.replace(str(path), path.name),
         "param": None,
         "line": line and int(line[1]),
     }

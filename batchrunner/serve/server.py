@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from yarl import URL
 
 from batchrunner.core.console import show
-from batchrunner.core.errors import BatchrunError, EngineAwayError, JobError
+from batchrunner.core.errors import BatchrunError, EngineAwayError, JobError, StorageError
 from batchrunner.core.files import is_uri
 from batchrunner.core.processes import SignalWatch
 from batchrunner.core.types import BATCH_PATHS, EMBEDDINGS_PATH
@@ -43,25 +43,26 @@ API_KEY_VARIABLE = "BATCHRUN_API_KEY"
 LOCAL_HOSTS = {"localhost", "127.0.0.1", "::1"}
 """Addresses at which the server needs no API key."""
 BLOCK_BYTES = 1 << 20
-"""Bytes of an upload in memory."""
+"""Size in bytes of the blocks in which an upload is read and written."""
 MOST_FIELDS = 5
-"""Fields of an upload's form, each of at most 1 MiB."""
+"""Maximum number of fields in the form of an upload. Each field may have 1 MiB."""
 FORM_ERRORS = (ValueError, LookupError, RuntimeError, AssertionError, ConnectionError, TypeError)
 """Errors that aiohttp raises for an upload that is not a form or ends too early."""
 RESERVED_SHARE, RESERVED_BYTES = 0.05, 10_000_000_000
-"""Disk space that uploads leave for results: a share of the disk, but no more than these bytes."""
+"""Disk space that uploads must leave free for results: this share of the disk, or this number of bytes if
+that is less."""
 MODELS = "models"
 LARGEST_PAGE = 10_000
-"""Records in a page at most; also the default where DEFAULT_PAGE has none."""
+"""Maximum number of records in a page. It is also the default for the kinds that DEFAULT_PAGE lacks."""
 DEFAULT_PAGE = {BATCHES: 20}
-"""Records in a page whose call sets no `limit`, by kind."""
+"""Number of records in a page if the call sets no `limit`, by kind of record."""
 NULL_FIELDS = (
     "errors", "output_file_id", "error_file_id", "usage", "in_progress_at", "finalizing_at", "completed_at",
     "failed_at", "expired_at", "cancelling_at", "cancelled_at",
 )  # fmt: skip
 """Fields of a new batch that are null."""
 SWEEP_S = 60.0
-"""Pause between two deletions of expired files."""
+"""Seconds between two deletions of expired files."""
 _PARAMETER_ERRORS = {
     "missing": ("Missing required parameter: '{}'.", "missing_required_parameter"),
     "extra_forbidden": ("Unknown parameter: '{}'.", "unknown_parameter"),
@@ -130,7 +131,7 @@ class Page(BaseModel):
 
 
 class Api:
-    """Handlers of the calls; a dict that one returns is the JSON of the reply."""
+    """Handlers of the HTTP calls. If a handler returns a dict, the reply is that dict as JSON."""
 
     def __init__(
         self,
@@ -195,10 +196,14 @@ class Api:
     def _authorize(self, request: web.Request) -> None:
         """Raise ApiError for a call without the API key.
 
-        A server without a key serves local programs only: the page of a website could reach localhost too.
+        A server without a key serves only programs on this machine. It refuses web pages, because the page of
+        any website could send calls to localhost.
         """
         if not self._key:
-            host = (request.url.host or "").lower()
+            try:
+                host = (request.url.host or "").lower()
+            except ValueError:  # the header Host has a port beyond 65535, for example
+                host = ""
             if host not in LOCAL_HOSTS or "Origin" in request.headers:
                 raise ApiError(403, f"Only programs on this machine may call. Set {API_KEY_VARIABLE}.")
             return
@@ -225,7 +230,8 @@ class Api:
         records = self._records[kind]
         page = Page.model_validate({"limit": DEFAULT_PAGE.get(kind, LARGEST_PAGE), **request.query})
         remaining = iter(records.values() if page.order == "asc" else reversed(records.values()))
-        # The search for `after` takes the records up to it out of the iterator.
+        # The search for `after` consumes the iterator up to that record, so `remaining` then begins behind
+        # it.
         if page.after and records.get(page.after, {}) not in remaining:
             raise invalid("after", "no such ID")
         matching = [record for record in remaining if page.purpose in {None, record.get("purpose")}]
@@ -239,14 +245,14 @@ class Api:
         }
 
     async def _one(self, request: web.Request) -> Record:
-        """Return the record of a call; raises ApiError for an unknown ID."""
+        """Return the record that a call names; raises ApiError for an unknown ID."""
         kind, name = request.match_info["kind"], request.match_info["id"]
         if name not in self._records[kind]:
             raise ApiError(404, f"No such id in {kind}: '{name}'.", "id")
         return self._records[kind][name]
 
     def _check_file_count(self) -> None:
-        """Raise ApiError where there are too many files; an unfinished batch counts as two."""
+        """Raise ApiError if there are too many files. An unfinished batch counts as its two future files."""
         count = len(self._state.records[FILES]) + 2 * len(self._state.unfinished_batches())
         if count >= self._most_files:
             raise ApiError(400, f"There are {count} files: delete some.", code="too_many_files")
@@ -266,7 +272,7 @@ class Api:
         return await self._state.add_file(name, filename=new_file.pop("file"), **new_file)
 
     async def _read_form(self, request: web.Request, target: Path) -> Record:
-        """Write the file of an upload to `target`; return the fields, of which `file` is the file's name."""
+        """Write the file of an upload to `target`; return the form's fields (`file`: the file's name)."""
         fields: Record = {}
         async for part in await request.multipart():
             if not isinstance(part, BodyPartReader) or len(fields) == MOST_FIELDS:
@@ -286,7 +292,7 @@ class Api:
         return fields
 
     def _write(self, content: IO[bytes], block: bytes) -> None:
-        """Write a block of an upload; raises ApiError where the file is too large or the disk nearly full."""
+        """Write a block of an upload; raises ApiError if the file is too large or the disk nearly full."""
         if content.tell() + len(block) > self._most_bytes:
             raise ApiError(413, f"'file' is larger than {self._most_bytes} bytes.", "file", "too_large")
         disk = shutil.disk_usage(content.name)
@@ -300,9 +306,8 @@ class Api:
 
     async def _delete(self, request: web.Request) -> Record:
         name = (await self._one(request))["id"]
-        if any(batch["input_file_id"] == name for batch in self._state.unfinished_batches()):
+        if not await self._state.delete_file(name):
             raise ApiError(409, "A batch reads this file: cancel the batch first.", "id", "file_in_use")
-        self._state.delete_file(name)
         return {"id": name, "object": "file", "deleted": True}
 
     async def _create(self, request: web.Request) -> Record:
@@ -311,11 +316,12 @@ class Api:
         new_batch = NewBatch.model_validate_json(body)
         if new_batch.endpoint not in self._endpoints:
             raise invalid("endpoint", f"supported are {', '.join(self._endpoints)}")
-        file = self._records[FILES].get(new_batch.input_file_id)
-        if file is None or file["purpose"] != "batch":
-            raise invalid("input_file_id", "no such file with the purpose 'batch'")
+        file = self._records[FILES].get(new_batch.input_file_id, {})
+        no_input = invalid("input_file_id", "no such file with the purpose 'batch'")
+        if file.get("purpose") != "batch":
+            raise no_input
         self._check_file_count()
-        batch = await self._state.save(BATCHES, {
+        batch: Record = {
             **dict.fromkeys(NULL_FIELDS),
             **new_batch.model_dump(),
             "id": new_id("batch_"),
@@ -326,7 +332,9 @@ class Api:
             "expires_at": now() + math.ceil(new_batch.completion_window),
             "completion_window": json.loads(body)["completion_window"],
             "request_counts": request_counts(total=0),
-        })  # fmt: skip
+        }
+        if not await self._state.add_batch(batch):
+            raise no_input
         self._batches.start(batch)
         return batch
 
@@ -334,7 +342,7 @@ class Api:
         batch = await self._one(request)
         if batch["status"] in {"validating", "in_progress"}:
             await self._batches.cancel(batch)
-        elif batch["status"] != "cancelling":
+        if batch["status"] != "cancelling":
             raise ApiError(409, f"Cannot cancel a batch with status '{batch['status']}'.")
         return batch
 
@@ -356,7 +364,7 @@ async def open_engine_patiently(
     control: Control,
     stack: contextlib.AsyncExitStack,
 ) -> SharedEngine:
-    """Open the engine, which `stack` closes; wait for attached servers that are away."""
+    """Open the engine, and wait for attached servers that are away. `stack` closes the engine."""
     while True:
         try:
             async with contextlib.AsyncExitStack() as opening:
@@ -392,7 +400,7 @@ async def serve(
         )
     if is_uri(str(directory)):
         raise JobError(f"--dir {directory}: is a URI", hint="give a directory")
-    # A batch expires instead of having a deadline, and like OpenAI's it continues however many lines fail.
+    # A batch has its expiry in place of a deadline. Like OpenAI's, it continues however many lines fail.
     limits = ("limits.deadline=null", "limits.abort_failed_share=1")
     options: dict[str, Any] = {"engine": engine, "overrides": [*overrides, *limits]}
     job = job_of_batch("requests", str(directory), **options)
@@ -409,7 +417,7 @@ async def serve(
             stack.enter_context(hold_task(RunDir(directory), directory=directory))
             state = State(directory)
         address = f"--port {port}, --host {host}"
-        with using_run(address):  # An address in use is reported before a model loads for minutes.
+        with using_run(address):  # Report an address in use before the model loads.
             (await loop.create_server(asyncio.Protocol, host, port)).close()
         shared = await open_engine_patiently(job, task, log_directory=directory, control=control, stack=stack)
         batches = Batches(state=state, engine=shared, options=options, server=control)
@@ -434,7 +442,10 @@ async def serve(
             batches.start(batch)
         show([str(URL.build(scheme="http", host=host, port=runner.addresses[0][1], path="/v1"))])
         while not stop_event.is_set():
-            state.delete_expired()
+            try:
+                await state.delete_expired()
+            except StorageError as failure:
+                log.warning("%s; the next try is in %g s", failure, SWEEP_S)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop_event.wait(), SWEEP_S)
     if batches.lost is not None:

@@ -1,7 +1,11 @@
 """Files and batches in the server's directory, safe against a kill at any moment.
 
 `files/ID.json` and `batches/ID.json` are records; `files/ID` is the content of a file, `batches/ID` the run
-of an unfinished batch. The record of a file is written last: content without a record is deleted.
+of an unfinished batch. The record of a file is written after its content. Content without a record is
+incomplete, and the next start deletes it.
+
+A change is written to the disk before it is made in memory. So a client never sees a change that a kill could
+undo. A lock lets only one change at a time make its checks and be written.
 
 The server makes all names on the disk. A name from a client is only looked up among them.
 """
@@ -16,14 +20,14 @@ import time
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from batchrunner.output.files import make_directory, using_run, write_json
+from batchrunner.output.files import make_directory, sync_directory, using_run, write_json, writing
 
 log = logging.getLogger(__name__)
 
 Record: TypeAlias = dict[str, Any]
 """A file or a batch, with the keys of OpenAI's API."""
 FILES, BATCHES = "files", "batches"
-"""The two kinds of records, as in the paths of the API and on the disk."""
+"""The two kinds of records. The paths of the API and the directories have these names."""
 _SERVER_NAMES = re.compile(r"\.?(file-|batch_)[0-9a-f]{48}(-output|-error)?(\..*tmp)?")
 """Names of contents, runs and temporary files. Nothing else in the directory is touched."""
 FINAL_STATUSES = {"completed", "failed", "expired", "cancelled"}
@@ -65,7 +69,7 @@ class State:
                 shutil.rmtree(path)
             else:
                 path.unlink()
-        self._saving = asyncio.Lock()
+        self._changing = asyncio.Lock()
 
     def path_of(self, kind: str, name: str) -> Path:
         """Return the path of a file's content, or of a batch's run."""
@@ -76,14 +80,31 @@ class State:
         return [batch for batch in self.records[BATCHES].values() if batch["status"] not in FINAL_STATUSES]
 
     async def save(self, kind: str, record: Record, **changes: Any) -> Record:
-        """Add or change a record, in memory and on the disk; return it. Raises StorageError."""
-        record.update(changes)
+        """Add or change a record; return it. Raises StorageError.
+
+        A batch that has a final status stays as it is, because a client may cancel it just when it ends.
+        """
+        async with self._changing:
+            if record["status"] not in FINAL_STATUSES:
+                await self._write(kind, record, changes)
+        return record
+
+    async def add_batch(self, batch: Record) -> bool:
+        """Add a batch; return False if its input file has been deleted. Raises StorageError."""
+        async with self._changing:
+            has_input = batch["input_file_id"] in self.records[FILES]
+            if has_input:
+                await self._write(BATCHES, batch, {})
+        return has_input
+
+    async def _write(self, kind: str, record: Record, changes: Record) -> None:
+        """Write a changed record to the disk, then change it in memory."""
         name = record["id"]
-        async with self._saving:
-            await asyncio.to_thread(write_json, self.path_of(kind, f"{name}.json"), {**record})
+        path = self.path_of(kind, f"{name}.json")
+        await asyncio.to_thread(write_json, path, {**record, **changes})
+        record.update(changes)
         self.records[kind][name] = record
         log.info("%s: %s", name, record["status"])
-        return record
 
     async def add_file(
         self, name: str, *, filename: str, purpose: str, expires_after: Record | None
@@ -105,16 +126,25 @@ class State:
             "status_details": None,
         })  # fmt: skip
 
-    def delete_file(self, name: str) -> None:
-        """Delete a file and its record."""
-        del self.records[FILES][name]
-        self.path_of(FILES, f"{name}.json").unlink(missing_ok=True)
-        self.path_of(FILES, name).unlink(missing_ok=True)
+    async def delete_file(self, name: str) -> bool:
+        """Delete a file and its record; return False if an unfinished batch reads it. Raises StorageError."""
+        async with self._changing:
+            is_used = any(batch["input_file_id"] == name for batch in self.unfinished_batches())
+            if not is_used:
+                await asyncio.to_thread(self._unlink, name)
+                self.records[FILES].pop(name, None)
+        return not is_used
 
-    def delete_expired(self) -> None:
-        """Delete expired files, except those that a batch reads."""
-        files_in_use = {batch["input_file_id"] for batch in self.unfinished_batches()}
+    def _unlink(self, name: str) -> None:
+        """Delete a file's record durably, then its content."""
+        content = self.path_of(FILES, name)
+        with writing(content):
+            content.with_name(f"{name}.json").unlink(missing_ok=True)
+            sync_directory(content.parent)
+            content.unlink(missing_ok=True)
+
+    async def delete_expired(self) -> None:
+        """Delete expired files, except those that an unfinished batch reads. Raises StorageError."""
         for name, file in [*self.records[FILES].items()]:
-            is_expired = file["expires_at"] and file["expires_at"] < now()
-            if is_expired and name not in files_in_use:
-                self.delete_file(name)
+            if file["expires_at"] and file["expires_at"] < now():
+                await self.delete_file(name)

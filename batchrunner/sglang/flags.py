@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 HELP_TIMEOUT_S = 120.0
 """Patience in seconds: `--help` imports torch, which takes 6 s, and more from a cold network disk."""
@@ -13,6 +13,10 @@ CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
 """Environment variable: most tokens that SGLang reserves for the output of a request (schedule_policy)."""
 VARIABLES = frozenset({CLIP})
 """Variables that count as flags."""
+MAX_BLANKS_FLAG = "constrained-json-max-whitespace-cnt"
+"""Flag: most blanks between two tokens of JSON that follows a schema (xgrammar); unbounded without it."""
+MOST_BLANKS = 64
+"""Its value where the run sets it: a line end and the indentation of 15 levels of four."""
 CHECK_HELP = "unknown version: these are the newest spellings, check them with --help"
 """Note below advice where the version's flags are unknown."""
 _SPELLINGS = (
@@ -129,6 +133,12 @@ def version_of(python: str | None, environ: Mapping[str, str]) -> str | None:
     return output_of(command, HELP_TIMEOUT_S, program_environment(environ)).strip() or None
 
 
+def is_at_least(version: str | None, *least: int) -> bool:
+    """Tell whether a version of SGLang, such as 0.5.23, is known and at least another."""
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version or "")
+    return numbers is not None and tuple(map(int, numbers.groups())) >= least
+
+
 def of_arguments(version: str | None, arguments: Iterable[str]) -> Flags:
     """Return the flags of a server by all its arguments, from `/server_info` or its log."""
     return Flags(version, frozenset(name.replace("_", "-") for name in arguments))
@@ -144,6 +154,39 @@ def parse_help(text: str, version: str | None = None) -> Flags:
 def spellings(name: str) -> tuple[str, ...]:
     """Return all names of a flag, the newest first."""
     return next((names for names in _SPELLINGS if name in names), (name,))
+
+
+class StatePool(NamedTuple):
+    """The pool of one scheduler for the states of a hybrid model. A state does not grow with its request."""
+
+    slots: int
+    """`max_mamba_cache_size`."""
+    per_request: int
+    """Slots that a running request takes."""
+    gb: float | None = None
+    """Memory of the pool in GB."""
+    kv_gb: float | None = None
+    """Memory of the KV pool in GB, which shares the card with it."""
+
+    @property
+    def most_running(self) -> int:
+        """Most running requests whose states it holds."""
+        return self.slots // self.per_request
+
+
+STATE_RATIO = 0.9
+"""SGLang's default of `--mamba-full-memory-ratio`: memory of the state pool by memory of the KV pool."""
+_SLOTS = {"extra_buffer": 5, "extra_buffer_lazy": 4}
+"""State slots of a running request by `--mamba-radix-cache-strategy`; 3 with any other, 1 without a prefix
+cache (`_calculate_mamba_ratio` in SGLang's kv_cache_configurator.py)."""
+
+
+def slots_per_request(arguments: Mapping[str, Any]) -> int:
+    """Return the state slots that a running request takes, by the server's resolved arguments."""
+    if arguments.get("disable_radix_cache"):
+        return 1
+    slots = _SLOTS.get(str(arguments.get("mamba_radix_cache_strategy")), 3)
+    return slots - (slots == _SLOTS["extra_buffer"] and bool(arguments.get("disable_overlap_schedule")))
 
 
 @functools.cache

@@ -204,9 +204,20 @@ def class_names(model: str) -> tuple[str, ...]:
     return tuple(str(names.get(str(number), f"LABEL_{number}")) for number in range(len(names)))
 
 
+def _attention_layers(config: Mapping[str, Any]) -> Any:
+    """Return the number of layers with a KV cache: those of a hybrid model that keep a state have none."""
+    layers, kinds = config.get("num_hidden_layers"), config.get("layer_types")
+    if isinstance(kinds, list):
+        return sum(kind not in {"linear_attention", "mamba"} for kind in kinds)
+    if isinstance(pattern := config.get("hybrid_override_pattern"), str):  # Nemotron-H
+        return pattern.count("*")
+    every = config.get("full_attention_interval")
+    return layers // every if isinstance(layers, int) and isinstance(every, int) and every > 0 else layers
+
+
 def kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
     """Return the bytes of KV cache per token, at `width` bytes a number; None if unknown."""
-    layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
+    layers, heads = _attention_layers(config), config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim")
     if not head_dim and isinstance(heads, int) and isinstance(config.get("hidden_size"), int):

@@ -16,11 +16,13 @@ EXPECTED = 0.05
 promises more than one from 4 to 8. A step is untried if no run with this model, machine and shape of job took
 it."""
 CARE = "schedule-conservativeness"
-"""Flag that is lowered together with a raise of `max_running_requests`: while that cap holds requests back,
-no sample shows that the reservation would hold them back too."""
-STEPS = frozenset({
+"""Flag that is lowered together with a raise of `max_running_requests` or of the state pool: while they hold
+requests back, no sample shows that the reservation would hold them back too."""
+WIDER = ("running-capped", "states-full")
+"""Rules after whose change more requests run."""
+ADAPTING_RULES = frozenset({
     "conservative", "running-capped", "memory-left", "cuda-graph", "prefill-full", "running-low",
-    "long-prompts", "retractions", "pool-small",
+    "long-prompts", "retractions", "pool-small", "states-full",
 })  # fmt: skip
 """Rules of advice whose flags change during a run."""
 
@@ -57,13 +59,16 @@ def steps_for(
     steps: list[tuple[Step, float]] = []
     for advice in apply_all(situation, flags):
         args = {**advice.args, **advice.env}
-        if advice.rule == "running-capped" and may_change(CARE) and _may_be_bolder(situation):
+        if args and advice.rule in WIDER and may_change(CARE) and _may_be_bolder(situation):
             args |= next_setting("held", CARE, situation.server, flags)
-        if advice.rule not in STEPS or not args or not all(map(may_change, args)):
+        if advice.rule not in ADAPTING_RULES or not args or not all(map(may_change, args)):
             continue
         old = {name: situation.server.now(name) for name in args}
         name = f"{advice.rule}, {command_line(old)}"
-        gain = gains.get(name, EXPECTED * _doublings(old, args))
+        doublings = _doublings(old, args)
+        if would_run := advice.evidence.get("would_run"):
+            doublings = max(doublings, math.log2(would_run / situation.server.running))
+        gain = gains.get(name, EXPECTED * doublings)
         if gain > 0:
             steps.append((Step(name, args, advice.sign), gain))
     if not steps:

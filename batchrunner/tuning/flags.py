@@ -10,8 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from batchrunner.sglang.flags import CLIP, Flags
-from batchrunner.sglang.logs.reader import FP8, Architecture, Facts, prefill_graph_off
+from batchrunner.sglang.flags import CLIP, STATE_RATIO, Flags
+from batchrunner.sglang.logs.reader import (
+    FP8,
+    Architecture,
+    Facts,
+    prefill_graph_off,
+)
 from batchrunner.tuning.signals import GUIDES
 
 OF_DECODING = frozenset({
@@ -43,10 +48,14 @@ class Server:
     """Tokens of an output, on average."""
     longest_output: int | None = None
     """Tokens that nearly all outputs stay under."""
+    shared: float | None = None
+    """Share of the prompt tokens that are in the prefix cache, or could be; None where it is unknown."""
     repeated: float = 1.0
     """Tokens that a decode step would yield with n-gram speculation from earlier outputs."""
     most_pool_tokens: float = 0.0
     """Tokens of the largest KV pool that a CPU's memory allows."""
+    media: bool | None = None
+    """Whether prompts have images, sounds or videos; None where it is unknown."""
     why: str = ""
     """Log line that names the cause of its death."""
 
@@ -86,8 +95,10 @@ LEAST_POOL = 0.05
 """Fraction of a card that a useful KV pool needs at least."""
 DP_ATTENTION_CONSERVATIVENESS = 0.3
 """Factor by which SGLang multiplies `--schedule-conservativeness` with DP attention (parallel_hook.py)."""
-_DIVIDED = {"chunked-prefill-size", "max-running-requests"}
+_DIVIDED = {"chunked-prefill-size", "max-running-requests", "max-mamba-cache-size"}
 """Flags whose values DP attention divides by the number of its ranks, each of which logs its own part."""
+_TOTALS = {"max-running-requests", "max-mamba-cache-size"}
+"""Those of `_DIVIDED` whose argument in the log is the flag's own value."""
 _AT_READY = {
     "chunked-prefill-size": "chunked_prefill_size",
     "max-running-requests": "max_running_requests",
@@ -103,9 +114,7 @@ def in_effect(facts: Facts, flag: str) -> float | None:
         return facts.graph_max_bs
     at_ready = getattr(facts.ready, _AT_READY.get(flag, ""), None)
     value = facts.number(flag.replace("-", "_")) if at_ready is None else at_ready
-    if value is None or (
-        at_ready is None and flag == "max-running-requests"
-    ):  # The log has the flag's own value.
+    if value is None or (at_ready is None and flag in _TOTALS):
         return None if value is None else int(value)
     value = as_flag(facts, flag, value)
     return int(value) if value == int(value) else value
@@ -157,6 +166,11 @@ MOST_POOL = 8
 """Most times by which a CPU's pool is made larger at once."""
 LARGER_POOL = 1.1
 """Least factor by which a larger pool is worth it."""
+MOST_STATES = 0.9
+"""Most of the memory of both pools that the state pool of a hybrid model gets."""
+STATE_STRATEGY = "mamba-radix-cache-strategy"
+LAZY_SLOTS = 4
+"""State slots of a request with the strategy `extra_buffer_lazy`."""
 GRAPH_SIZES = (256, 512, 1024, 2048, 4096)
 """Values of `--cuda-graph-max-bs-decode`, in requests."""
 GRAPH, LEAST_GRAPH = 64, 16
@@ -164,7 +178,15 @@ GRAPH, LEAST_GRAPH = 64, 16
 REPEATED = 1.3
 """Tokens of a decode step from which n-grams are worth a trial: a step that checks guesses takes longer."""
 TOKENIZERS = 4
-"""`--tokenizer-worker-num` where one front process is too slow."""
+"""`--tokenizer-worker-num` and `--detokenizer-worker-num` where one process is too slow."""
+LOADERS, PROCESSORS = 16, 2
+"""`--mm-io-worker-num` and `--mm-processor-worker-num`, in threads: SGLang's own values for some models with
+many images (multimodal/processors/kimi_k3.py)."""
+_LANGUAGE_ALONE = (
+    "DeepseekV4ForCausalLM", "MuseGlimmerForConditionalGeneration", "Cosmos3ForConditionalGeneration",
+    "Cosmos3EdgeForConditionalGeneration",
+)  # fmt: skip
+"""Models that take `--language-model-only` (LANGUAGE_MODEL_ONLY_ARCHITECTURES in server_args.py)."""
 _BACKENDS: Mapping[Architecture, tuple[str, str]] = {
     "hopper": ("fa3", "flashinfer"),
     "blackwell": ("trtllm_mha", "flashinfer"),
@@ -179,7 +201,7 @@ _CHOSEN_FOR = (
 """Models for which SGLang chooses the backend itself: some have attention sinks, which flashinfer lacks (its
 model_config and model_overrides)."""
 
-Steps = Callable[[Server], Sequence[Any]]
+NextValues = Callable[[Server], Sequence[Any]]
 
 
 def _bolder(s: Server) -> list[float]:
@@ -304,6 +326,101 @@ def _smaller_graphs(s: Server) -> list[int]:
     return [lower] if lower < captured and not s.facts.graph_disabled else []
 
 
+def state_slots(s: Server, per_request: int, size: float = 1.0) -> int:
+    """Return the state slots with which both pools hold as many requests; 0 if too little is known.
+
+    A running request takes `per_request` slots, each `size` times as large as now, and its tokens of the KV
+    pool, which counts as well used at `usage_good`. Both pools keep the memory that they have together.
+    """
+    pool, share = s.facts.states, s.facts.state_share
+    if pool is None or not share or s.running < 1:
+        return 0
+    slot = size * share / pool.slots
+    tokens = (1 - share) * s.usage / GUIDES.usage_good / s.running
+    requests = min(1 / (per_request * slot + tokens), MOST_STATES / (per_request * slot), MOST_RUNNING)
+    return int(requests) * per_request
+
+
+def state_args(
+    s: Server, per_request: int, size: float = 1.0, *, without_cache: bool = False
+) -> dict[str, Any]:
+    """Return the flag that gives the state pool its `state_slots`; empty if too little is known.
+
+    That is `--max-mamba-cache-size` where the arguments set the slots. `without_cache` tells whether the
+    prefix cache is switched off with it: then `--max-running-requests` sets them too.
+    """
+    slots, pool = state_slots(s, per_request, size), s.facts.states
+    if not slots or pool is None:
+        return {}
+    sets_running = without_cache and s.facts.number("max_running_requests")
+    if s.facts.sizes_states or sets_running:
+        return {"max-mamba-cache-size": int(as_flag(s.facts, "max-mamba-cache-size", slots))}
+    part = (slots + 1) * size * (s.facts.state_share or 0.0) / pool.slots
+    return {"mamba-full-memory-ratio": math.ceil(100 * part / (1 - part)) / 100}
+
+
+def _state_pool(flag: str, *, grows: bool) -> NextValues:
+    """Return the size of the state pool that a flag sets, if requests wait for the pool that should grow."""
+
+    def values(s: Server) -> list[Any]:
+        pool = s.facts.states
+        if pool is None:
+            return []
+        slots = state_slots(s, pool.per_request)
+        is_worth_it = slots >= LARGER_POOL * pool.slots if grows else 0 < slots * LARGER_POOL <= pool.slots
+        args = state_args(s, pool.per_request) if is_worth_it else {}
+        return [args[flag]] if flag in args else []
+
+    return values
+
+
+def _twice_ratio(s: Server) -> list[float]:
+    ratio = s.now("mamba-full-memory-ratio") or STATE_RATIO
+    most = MOST_STATES / (1 - MOST_STATES)
+    return [] if s.facts.sizes_states or 2 * ratio > most else [2 * ratio]
+
+
+def _twice_slots(s: Server) -> list[int]:
+    return [int(2 * slots)] if (slots := s.now("max-mamba-cache-size")) else []
+
+
+def _lazy_states(s: Server) -> list[str]:
+    """Return the strategy with fewer slots for a request that still caches prefixes and overlaps."""
+    now, pool = s.facts.arguments.get(STATE_STRATEGY.replace("-", "_")), s.facts.states
+    saves = pool is not None and now == "extra_buffer" and pool.per_request > LAZY_SLOTS
+    return ["extra_buffer_lazy"] if saves and not _cache_off(s) else []
+
+
+def _cache_off(s: Server) -> list[bool]:
+    """Return True where prefixes are known not to be shared: cached states take most of the state pool."""
+    is_shared = s.shared is None or s.shared >= GUIDES.shared
+    return [] if is_shared or not s.facts.states or s.facts.states.per_request == 1 else [True]
+
+
+def _shorter_states(s: Server) -> list[str]:
+    dtype = s.facts.arguments.get("mamba_ssm_dtype") or s.facts.config.get("mamba_ssm_dtype") or "float32"
+    return ["bfloat16"] if s.facts.states and dtype == "float32" else []
+
+
+def slots_after(args: Mapping[str, Any], per_request: int) -> int:
+    """Return the state slots of a request after a change of flags."""
+    if args.get("disable-radix-cache"):
+        return 1
+    return LAZY_SLOTS if STATE_STRATEGY in args else per_request
+
+
+def beside(name: str, value: Any, s: Server) -> dict[str, Any]:
+    """Return the flags that must change with a flag: the size of the state pool, if states change."""
+    pool = s.facts.states
+    if pool is None:
+        return {}
+    if name not in {"disable-radix-cache", STATE_STRATEGY, "mamba-ssm-dtype"}:
+        return {}
+    per_request = slots_after({name: value}, pool.per_request)
+    size = 0.5 if name == "mamba-ssm-dtype" else 1.0
+    return state_args(s, per_request, size, without_cache=per_request == 1)
+
+
 def best_backends(facts: Facts) -> Sequence[str]:
     """Return the guides' attention backend for a card and a model, then the one to compare it with.
 
@@ -331,9 +448,32 @@ def _interval(s: Server) -> list[int]:
     return [] if s.now("prefill-decode-interval") else [round(math.sqrt(2 * s.output_tokens))]
 
 
-def _set(flag: str, value: Any) -> Steps:
+def _set(flag: str, value: Any) -> NextValues:
     """Return the only step of a flag that is either set or not."""
     return lambda s: [] if s.facts.arguments.get(flag.replace("-", "_")) == value else [value]
+
+
+def _at_least(flag: str, least: int) -> NextValues:
+    """Return the only step of a flag that is a number of threads or processes."""
+    return lambda s: [least] if (s.now(flag) or 0) < least else []
+
+
+def _for_media(flag: str, least: int) -> NextValues:
+    """Return the same where prompts have media."""
+    return lambda s: _at_least(flag, least)(s) if s.media else []
+
+
+def _language_alone(s: Server) -> list[bool]:
+    unused = s.media is False and s.facts.model in _LANGUAGE_ALONE
+    return [True] if unused and not s.facts.arguments.get("language_model_only") else []
+
+
+def _adaptive(s: Server) -> list[bool]:
+    """Return True where SGLang supports it (`adaptive_unsupported_reason`)."""
+    arguments = s.facts.arguments
+    fits = arguments.get("speculative_algorithm") in {"EAGLE", "EAGLE3"} and s.facts.attn_dp == 1
+    one_guess = arguments.get("speculative_eagle_topk") in {None, 1}
+    return [True] if fits and one_guess and not arguments.get("speculative_adaptive") else []
 
 
 def _other_layouts(s: Server) -> list[int]:
@@ -363,7 +503,7 @@ def _kv_once(s: Server) -> list[int]:
 class Move(NamedTuple):
     """The change of a flag that a sign calls for."""
 
-    steps: Steps
+    values: NextValues
     """The values to take, in order; empty where none remains, or too little is known."""
     rule: str
     """The steps in words."""
@@ -406,7 +546,7 @@ class Flag:
 
     def values(self, sign: str, server: Server) -> Sequence[Any]:
         """Return the values that a sign calls for, the next one first; none where the flag does not fit."""
-        return self.moves[sign].steps(server) if self.fits(sign, server) else ()
+        return self.moves[sign].values(server) if self.fits(sign, server) else ()
 
 
 FLAGS: Mapping[str, Flag] = {
@@ -653,10 +793,83 @@ FLAGS: Mapping[str, Flag] = {
             "tokenizer-worker-num",
             moves={
                 "starved": Move(
-                    lambda s: [TOKENIZERS] if (s.now("tokenizer-worker-num") or 1) < TOKENIZERS else [],
+                    _at_least("tokenizer-worker-num", TOKENIZERS),
                     rule="up: 4",
                     source="SGLang",
                     cost="cores of the machine",
+                )
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "enable-http-worker-reuseport",
+            moves={
+                "starved": Move(
+                    lambda s: (
+                        _set("enable-http-worker-reuseport", value=True)(s)
+                        if (s.now("tokenizer-worker-num") or 1) > 1
+                        else []
+                    ),
+                    rule="on: with several tokenizer workers",
+                    source="SGLang; not tried on a GPU",
+                )
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "detokenizer-worker-num",
+            moves={
+                "starved": Move(
+                    _at_least("detokenizer-worker-num", TOKENIZERS),
+                    rule="up: 4",
+                    source="SGLang; not tried on a GPU",
+                    cost="cores of the machine",
+                )
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "mm-io-worker-num",
+            moves={
+                "starved": Move(
+                    _for_media("mm-io-worker-num", LOADERS),
+                    rule="up: 16, where prompts have images, sounds or videos",
+                    source="SGLang; not tried on a GPU",
+                    cost="cores of the machine",
+                )
+            },
+        ),
+        Flag(
+            "mm-processor-worker-num",
+            moves={
+                "starved": Move(
+                    _for_media("mm-processor-worker-num", PROCESSORS),
+                    rule="up: 2, where prompts have images, sounds or videos",
+                    source="SGLang; not tried on a GPU",
+                    cost="cores of the machine",
+                )
+            },
+        ),
+        Flag(
+            "language-model-only",
+            moves={
+                "no-media": Move(
+                    _language_alone,
+                    rule="on: for a job without images, sounds and videos",
+                    source="SGLang; not tried on a GPU",
+                    cost="the server refuses images, sounds and videos",
+                )
+            },
+            needs="a GPU",
+        ),
+        Flag(
+            "speculative-adaptive",
+            moves={
+                "speculates": Move(
+                    _adaptive,
+                    rule="on, with EAGLE or EAGLE3 and one guess at a time",
+                    source="SGLang; not tried on a GPU",
+                    cost="graphs for several numbers of guesses: memory, and seconds at the start",
                 )
             },
             needs="a GPU",
@@ -711,8 +924,89 @@ FLAGS: Mapping[str, Flag] = {
             },
         ),
         Flag(
+            "mamba-full-memory-ratio",
+            {
+                "states": Move(
+                    _state_pool("mamba-full-memory-ratio", grows=True),
+                    rule="up: so that state pool and KV pool hold as many requests",
+                    source="SGLang; arithmetic, not tried on a GPU",
+                    cost="a smaller KV pool",
+                ),
+                "full": Move(
+                    _state_pool("mamba-full-memory-ratio", grows=False),
+                    rule="down: the same",
+                    source="SGLang; arithmetic, not tried on a GPU",
+                    cost="a smaller state pool",
+                ),
+                "no-states": Move(
+                    _twice_ratio,
+                    rule="up: doubled",
+                    source="SGLang",
+                    cost="a smaller KV pool",
+                ),
+            },
+            schedules=True,
+        ),
+        Flag(
+            "max-mamba-cache-size",
+            {
+                "states": Move(
+                    _state_pool("max-mamba-cache-size", grows=True),
+                    rule="up: the same, where it is set",
+                    source="SGLang; arithmetic, not tried on a GPU",
+                    cost="a smaller KV pool",
+                ),
+                "full": Move(
+                    _state_pool("max-mamba-cache-size", grows=False),
+                    rule="down: the same, where it is set",
+                    source="SGLang; arithmetic, not tried on a GPU",
+                    cost="a smaller state pool",
+                ),
+                "no-states": Move(
+                    _twice_slots,
+                    rule="up: doubled, where it is set",
+                    source="SGLang",
+                    cost="a smaller KV pool",
+                ),
+            },
+            schedules=True,
+        ),
+        Flag(
+            STATE_STRATEGY,
+            {
+                "states": Move(
+                    _lazy_states,
+                    rule="set: extra_buffer_lazy instead of extra_buffer, 4 states a request instead of 5",
+                    source="SGLang; not tried on a GPU",
+                )
+            },
+            schedules=True,
+        ),
+        Flag(
             "disable-radix-cache",
-            {"cache-off": Move(lambda _: [None], rule="off", source="measured")},
+            {
+                "cache-off": Move(lambda _: [None], rule="off", source="measured"),
+                "states": Move(
+                    _cache_off,
+                    rule="on, where prefixes are not shared: 1 state a request instead of 3 to 5",
+                    source="SGLang; not tried on a GPU",
+                    cost="no prefix is computed only once",
+                ),
+            },
+            schedules=True,
+        ),
+        Flag(
+            "mamba-ssm-dtype",
+            {
+                "states": Move(
+                    _shorter_states,
+                    rule="set: bfloat16",
+                    source="SGLang's message; not tried on a GPU",
+                    cost="answers change a little",
+                )
+            },
+            needs="a GPU",
+            changes_answers=True,
         ),
         Flag(
             "quantization",
@@ -775,6 +1069,15 @@ FLAGS: Mapping[str, Flag] = {
 def next_setting(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
     """Return the next value that a sign calls for, as `engine.args` of this version; empty without one."""
     return next((flags.setting(name, value) for value in FLAGS[name].values(sign, server)), {})
+
+
+def with_state_pool(name: str, server: Server, flags: Flags) -> dict[str, Any]:
+    """Return the next value against a full state pool, with the size of the pool that fits it."""
+    args: dict[str, Any] = {}
+    for value in FLAGS[name].values("states", server):
+        for each, setting in {name: value, **beside(name, value, server)}.items():
+            args |= flags.setting(each, setting)
+    return args
 
 
 def with_memory(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:

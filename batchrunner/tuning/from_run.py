@@ -1,7 +1,6 @@
 """Read the situation of a run, which may still be running, from its event logs and its engines' logs."""
 
 import contextlib
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,12 +17,13 @@ from batchrunner.output.columns import has_texts
 from batchrunner.output.events import read_events
 from batchrunner.output.run_dir import RunDir, look_at_run
 from batchrunner.output.run_json import require_run_json
+from batchrunner.output.samples import RunSample, sample_of
 from batchrunner.sglang.flags import number
 from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import LogReader
-from batchrunner.sglang.logs.series import LoadSample, Prefills, Series
+from batchrunner.sglang.logs.series import Prefills, Series, sample_of_load
 from batchrunner.tuning.signals import has_enough
-from batchrunner.tuning.situation import ClientActivity, Situation
+from batchrunner.tuning.situation import ClientActivity, Situation, has_media
 
 MOST_PARTS = 20
 """Newest parts that are read for the lengths of outputs."""
@@ -76,13 +76,10 @@ def _client(facts: Mapping[str, Any]) -> ClientActivity:
         max_new_tokens=most if isinstance(most, int) else None,
         ignore_eos=sampling.get("ignore_eos") is True,
         order=job.get("order", "auto"),
+        media=has_media(facts["fingerprint"].get("prompt", {})),
         simulated=bool(facts["engine"].get("simulated")),
         decodes=job.get("task", GENERATE) == GENERATE,
     )
-
-
-_SAMPLED = {"signals", "in_flight", "window", "rows_total", "rows_done"}
-"""Fields that a load sample needs. In a damaged event log a sample may lack some."""
 
 
 class _WorkerReader:
@@ -114,6 +111,8 @@ class _WorkerReader:
     def read(self, path: Path) -> None:
         """Read the worker's event log to its end."""
         for event in read_events(path):
+            if (sample := sample_of(event)) is not None:
+                self.add(sample, at=sample.time)
             match event["event"]:
                 case "start":
                     if self._start and not _alike(self._start, event):
@@ -132,8 +131,6 @@ class _WorkerReader:
                     self.client.tokenize = event.get("where")
                 case "order":
                     self.client.possible_share = _possible_share(event)
-                case "sample" if event.keys() >= _SAMPLED:
-                    self.add(event)
 
     def _restart(self) -> None:
         """Drop this worker's load so far: its servers had other flags."""
@@ -146,40 +143,32 @@ class _WorkerReader:
     def _track(self, scheduler: str) -> str:
         return self._tracks.setdefault(scheduler, f"{self._name} {len(self._tracks)}")
 
-    def add(self, sample: Mapping[str, Any], server: str | None = None) -> None:
-        """Add a load sample of all schedulers, or only its readings of one server."""
-        client, signals = self.client, sample["signals"]
-        retracted, self._retractions = self._retractions, sample.get("retractions", 0)
-        in_flight, window, rows_done = sample["in_flight"], sample["window"], sample["rows_done"]
-        unsent = sample.get("unsent", sample["rows_total"] - rows_done - in_flight)
-        client.widest = max(client.widest, in_flight)
+    def add(self, sample: RunSample, at: float, server: str | None = None) -> None:
+        """Add a load sample of all schedulers, or only its readings of one server; `at` is its time."""
+        client, signals = self.client, sample.signals
+        retracted, self._retractions = self._retractions, sample.retractions
+        client.widest = max(client.widest, sample.in_flight)
         if self._began is None:
-            self._began, self._peak = rows_done, 0
-        running = sum(load["running"] for load in signals)
+            self._began, self._peak = sample.rows_done, 0
+        running = sum(load.running for load in signals)
         self._peak = max(self._peak, running)
-        starts, ends = rows_done - self._began <= self._peak, unsent + in_flight <= window
-        if not in_flight or not signals or starts or ends:
+        starts = sample.rows_done - self._began <= self._peak
+        ends = sample.unsent + sample.in_flight <= sample.window
+        if not sample.in_flight or not signals or starts or ends:
             return
         self._load.retractions += self._retractions - retracted
         for load in signals:
-            if server not in {None, load["scheduler"].partition("#")[0]}:
+            if server not in {None, load.scheduler.partition("#")[0]}:
                 continue
-            load_sample = LoadSample(
-                at=sample["time"],
-                running=load["running"],
-                queue=load["queue"],
-                usage=load["token_usage"],
-                max_running=load.get("max_running"),
-                rate=sample["output_tokens_per_s"] / len(signals),
-                unsent=unsent,
-            )
-            self._load.add(self._track(load["scheduler"]), load_sample)
-        if not any(load["queue"] for load in signals):
+            rate = sample.output_tokens_per_s / len(signals)
+            load_sample = sample_of_load(load, at=at, rate=rate, unsent=sample.unsent)
+            self._load.add(self._track(load.scheduler), load_sample)
+        if not any(load.queue for load in signals):
+            is_full = sample.in_flight >= FULL * sample.window
             client.empty += 1
-            full = in_flight >= FULL * window
-            client.at_window += full
-            client.on_way += full and 2 * running < in_flight
-            client.resting += not full and sample.get("resting", 0) > 0
+            client.at_window += is_full
+            client.on_way += is_full and 2 * running < sample.in_flight
+            client.resting += not is_full and sample.resting > 0
 
 
 class ServerWatch:
@@ -191,23 +180,22 @@ class ServerWatch:
         self._log = LogReader()
         self.begin()
 
-    @functools.cached_property
-    def _client(self) -> ClientActivity:
-        """Activity of the runner. It is read at the first load sample: run.json is written shortly before."""
-        return _client(require_run_json(self._run_dir))
-
     def begin(self) -> None:
         """Begin a new window: steady work begins once as many rows have ended as run at once."""
         self._load = Series()
         self._reader: _WorkerReader | None = None
-        self._first: Mapping[str, Any] | None = None
+        self._first: RunSample | None = None
         """Last load sample before the steady work."""
 
-    def take(self, sample: Mapping[str, Any]) -> None:
-        """Add a load sample, and the lines that the server has logged since the last one."""
-        if self._reader is None:
-            self._reader = _WorkerReader("", self._load, self._client)
-        self._reader.add(sample, self._url)
+    def take(self, sample: RunSample, now: float) -> None:
+        """Add a load sample, read at `now`, and what the server has logged since the last one.
+
+        Reads files: the server's log, once a window run.json and, once there is enough to judge, the parts.
+        """
+        if self._reader is None:  # run.json is written shortly before the first load sample
+            client = _client(require_run_json(self._run_dir))
+            self._reader = _WorkerReader("", self._load, client)
+        self._reader.add(sample, now, self._url)
         if self._first is None or not self._load.counted:
             self._first, self._log.series = sample, Series()
         self._last = sample
@@ -217,6 +205,8 @@ class ServerWatch:
                 if line.endswith(b"\n"):
                     self._at += len(line)
                     self._log.take(line.decode(errors="replace"))
+        if self.busy_s and not self._reader.client.outputs:
+            _lengths(self._run_dir, self._reader.client)
 
     @property
     def busy_s(self) -> float:
@@ -232,20 +222,18 @@ class ServerWatch:
         """
         passes = [(sample.running, sample.rate) for sample in self._log.series.samples if sample.rate]
         seconds = sum(running / rate for running, rate in passes)
-        prompt, output = (
-            self._last[name] - self._first[name] if self._first else 0
-            for name in ("prompt_tokens", "output_tokens")
-        )
-        if not seconds or not output:
+        if not seconds or self._first is None or self._last.output_tokens == self._first.output_tokens:
             return 0.0, 0.0
+        output = self._last.output_tokens - self._first.output_tokens
+        prompt = self._last.prompt_tokens - self._first.prompt_tokens
         rate = sum(running for running, _ in passes) / seconds
         return rate, rate * (1 + prompt / output)
 
     @property
     def situation(self) -> Situation:
         """The situation that the rules of advice judge."""
-        _lengths(self._run_dir, self._client)
-        return Situation(self._load, self._log.series, self._log.facts, self._client)
+        client = self._reader.client if self._reader else None
+        return Situation(self._load, self._log.series, self._log.facts, client)
 
 
 def _alike(start: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 from batchrunner.core.console import counted
 from batchrunner.core.engine_info import QueueBand
@@ -10,8 +11,12 @@ from batchrunner.tuning.flags import (
     FLAGS,
     LESS_CONSERVATIVE,
     MOST_RUNNING,
+    STATE_STRATEGY,
     next_setting,
+    slots_after,
+    state_slots,
     with_memory,
+    with_state_pool,
 )
 from batchrunner.tuning.signals import (
     ADMITS_TOO_FEW,
@@ -33,6 +38,13 @@ _OTHER_WAY = {
 """Remedy for a slow front process if no flag helps, keyed by whether the model runs on a CPU."""
 
 
+FRONT_LEVERS = (
+    "mm-io-worker-num", "mm-processor-worker-num", "tokenizer-worker-num", "enable-http-worker-reuseport",
+    "detokenizer-worker-num",
+)  # fmt: skip
+"""Flags for a front process that is too slow, in the order in which they are advised."""
+
+
 def conservativeness(s: Situation) -> float:
     """Return the conservativeness in effect, which differs from the flag with DP attention."""
     value = s.facts.number("schedule_conservativeness")
@@ -50,7 +62,8 @@ def queue_empty(s: Situation, flags: Flags) -> Finding | None:
     else:
         change, why = _slow_part(s.client, keep)
     slow = s.client is not None and not change
-    args = next_setting("starved", "tokenizer-worker-num", s.server, flags) if slow else {}
+    settings = (next_setting("starved", name, s.server, flags) for name in FRONT_LEVERS)
+    args = next(filter(None, settings), {}) if slow else {}
     while_rows = " while rows were left to send" if s.client else ""
     return Finding(
         f"#queue-req is 0 {s.often('empty')}{while_rows}: {why}",
@@ -148,12 +161,42 @@ def running_capped(s: Situation, _: Flags) -> Finding | None:
     most = s.max_running or 0
     if not frequent(s.load, "capped") or s.fills_up or not 0 < most < MOST_RUNNING:
         return None
-    if s.log.median("usage") >= GUIDES.usage_good:  # /v1/loads leaves out the states of a hybrid model.
+    if s.waits_for_states:
         return None
     return Finding(
         f"as many requests run as may ({most}), others wait, and token usage is {s.load.median('usage'):.2f} "
         f"{s.often('capped')}: max_running_requests is the limit, not memory",
         evidence={**s.evidence("capped"), "max_running_requests": most},
+    )
+
+
+STATE_LEVERS = ("disable-radix-cache", STATE_STRATEGY, "mamba-full-memory-ratio", "max-mamba-cache-size")
+"""Flags against a full state pool, those first that take fewer states for a request."""
+
+
+def states_full(s: Situation, flags: Flags) -> Finding | None:
+    """Find that the state pool of a hybrid model is the limit while the KV pool has room."""
+    if not s.waits_for_states or s.fills_up:
+        return None
+    pool, args = s.facts.states, dict[str, Any]()
+    for lever in STATE_LEVERS:
+        args = args or with_state_pool(lever, s.server, flags)
+    held, ways, would_run = "", [command_line(args)], 0
+    if pool and args:
+        after = slots_after(args, pool.per_request)
+        would_run = state_slots(s.server, after) // after
+    if pool is None:
+        ways.append("a larger --mamba-full-memory-ratio or --max-mamba-cache-size")
+    else:
+        held = f" of {pool.slots} states, {pool.per_request} for each request,"
+    if FLAGS["mamba-ssm-dtype"].values("states", s.server):
+        ways.append("--mamba-ssm-dtype bfloat16, which halves a state and changes answers a little")
+    return Finding(
+        f"{s.load.median('running'):.0f} requests run, others wait, and token usage is "
+        f"{s.load.median('usage'):.2f}: the state pool{held} is the limit, not max_running_requests",
+        args,
+        ", or ".join(filter(None, ways)),
+        {**s.evidence("states"), "state_slots": pool and pool.slots, "would_run": would_run},
     )
 
 

@@ -12,7 +12,7 @@ from batchrunner.core.console import counted
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.timing import TIMING
 from batchrunner.sglang.logs.reader import Facts
-from batchrunner.sglang.logs.series import LoadSample
+from batchrunner.sglang.logs.series import sample_of_load
 from batchrunner.tuning.signals import is_frequent, share
 
 MOST_STEADY_S = 120.0
@@ -22,11 +22,11 @@ GENERATIONS = 2
 rows began together, so it is not steady."""
 WAVE = 0.5
 """Generations by which a trial may lag without being slow: rows that began together end together."""
-WORTH = 0.02
-"""Least gain, as a share, that is worth another trial."""
+LEAST_GAIN = 0.02
+"""Least gain of a change of flags, as a share, that is not noise."""
 NEARLY_ALL = 0.99
 """Quantile of the outputs' lengths that counts as the longest output."""
-MEASURED = ("empty", "waiting", "conservative", "capped", "at_cap", "full", "kv_bound")
+MEASURED = ("empty", "waiting", "conservative", "capped", "at_cap", "full", "kv_bound", "states")
 """Signs of the load that a trial measures."""
 
 Ended = Literal["measured", "behind", "died", "cut"]
@@ -242,14 +242,5 @@ class TrialWatch:
 
 def _shares(readings: Sequence[SchedulerLoad]) -> dict[str, float]:
     """Return the share of the readings that show each sign."""
-    samples = [
-        LoadSample(
-            at=None,
-            running=load.running,
-            queue=load.queue,
-            usage=load.token_usage,
-            max_running=load.max_running,
-        )
-        for load in readings
-    ]
+    samples = [sample_of_load(load, at=None) for load in readings]
     return {sign: round(share(samples, sign), 3) for sign in MEASURED}

@@ -6,7 +6,8 @@ names arguments that need less memory, by SGLang's tuning guides:
 - in prefill: smaller chunks; in decode: fewer running requests; at graph capture: smaller graphs;
 - if the flag of such a step has no smaller value: a smaller fraction of the card for the KV pool;
 - if the phase is unknown: a smaller pool, then smaller chunks, then fewer running requests;
-- on a CPU, where the size of the pool is a number of tokens: a smaller number.
+- on a CPU, where the size of the pool is a number of tokens: a smaller number;
+- if a hybrid model's states have no room: a larger pool for them, then fewer running requests.
 
 Advice proposes these arguments. A launched engine that died gets them from its `Healer`, which remembers
 them.
@@ -32,6 +33,7 @@ Kind = Literal["killed", "crash"]
 NAMES: Mapping[Phase | Kind, str] = {
     "prefill": "out of memory in prefill",
     "decode": "out of memory in decode",
+    "states": "the state pool is too small",
     "graph": "out of memory at graph capture",
     "general": "out of memory",
     "load": "the weights do not fit",
@@ -89,10 +91,13 @@ POOL = ("max-total-tokens", "mem-fraction-static")
 GRAPHS = ("cuda-graph-max-bs-decode", *POOL)
 """Flags to change after a failed capture. The pool shrinks too, because prefill may have graphs, and another
 failed capture would cost minutes."""
+STATES = ("mamba-full-memory-ratio", "max-mamba-cache-size")
+"""Flags that set the size of a hybrid model's state pool; the server's arguments decide which one counts."""
 NO_GRAPHS = ("cuda-graph-backend-decode", "cuda-graph-backend-prefill")
-STEPS: Mapping[Phase | Kind, tuple[tuple[str, ...], ...]] = {
+FLAGS_AFTER: Mapping[Phase | Kind, tuple[tuple[str, ...], ...]] = {
     "prefill": (CHUNK, POOL),
     "decode": (RUNNING, POOL),
+    "states": (STATES, RUNNING),
     "graph": (GRAPHS, NO_GRAPHS),
     "pool": (POOL,),
     "general": (POOL, CHUNK, RUNNING),
@@ -107,10 +112,14 @@ def safer(death: Death, facts: Facts, flags: Flags) -> dict[str, Any]:
     # The host's memory ran out, and a smaller pool on the GPU would free none of it.
     if death.kind == "killed" and not facts.on_cpu:
         return {}
-    sign = "no-pool" if death.kind == "pool" else "oom"
+    signs = {"no-pool" if death.kind == "pool" else "oom", "no-states"}
     server = Server(facts, running=death.running, why=death.why)
-    for names in STEPS.get(death.kind, ()):
-        settings = [next_setting(sign, name, server, flags) for name in names if sign in FLAGS[name].moves]
+    for names in FLAGS_AFTER.get(death.kind, ()):
+        settings = [
+            next_setting(sign, name, server, flags)
+            for name in names
+            for sign in signs & FLAGS[name].moves.keys()
+        ]
         if any(settings):
             return {name: value for args in settings for name, value in args.items()}
     return {}
@@ -160,9 +169,11 @@ class Healer:
         # An earlier death of another server changed `args`; this server was started without these changes.
         if not self._had_all(ended.args):
             return True
-        args = safer(death, facts, flags) if self._changes < MOST_CHANGES else {}
-        if not args:
+        args = safer(death, facts, flags)
+        if not args or self._changes == MOST_CHANGES:
             hint = _HOPELESS.get(death.kind, "no safer arguments are left")
+            if args:
+                hint = f"gives up after {MOST_CHANGES} changes of its arguments; {_shown(args)} would be next"
             log.warning("%s: %s: %s", name, NAMES[death.kind], hint)
             return False
         self._changes += 1

@@ -11,7 +11,7 @@ from batchrunner.sglang.flags import Flags, command_line
 from batchrunner.sglang.logs.lines import Phase
 from batchrunner.tuning import load_rules, memory_rules, setup_rules
 from batchrunner.tuning.flags import FLAGS, Move, next_setting
-from batchrunner.tuning.recover import STEPS, Kind
+from batchrunner.tuning.recover import FLAGS_AFTER, Kind
 from batchrunner.tuning.situation import Certainty, Finding, Situation
 
 
@@ -122,6 +122,7 @@ _LOAD_RULES = (
     *_TAKES_MEMORY,
     "conservative",
     "running-capped",
+    "states-full",
     "retractions",
     "memory-left",
     "memory-tight",
@@ -139,7 +140,8 @@ SILENCES: dict[str, tuple[str, ...]] = {
     "pages-large": ("pool-small", "conservative", "running-low"),
     "pool-small": ("conservative", "running-low"),
     "queue-deep": ("queue-empty",),
-    "retractions": (*_TAKES_MEMORY, "running-capped"),
+    "retractions": (*_TAKES_MEMORY, "running-capped", "states-full"),
+    "states-full": ("running-capped", "conservative", "running-low"),
     "running-capped": ("conservative",),
     "memory-tight": _TAKES_MEMORY,
     "cuda-graph": ("long-prompts", "running-low", "prefill-full", "memory-left"),
@@ -162,7 +164,7 @@ OFTEN = "often"
 
 def _safe_side(kind: Phase | Kind) -> str:
     """Name the flags that recovery changes after a death, in order."""
-    steps = (" and ".join(f"`--{name}`" for name in names) for names in STEPS[kind])
+    steps = (" and ".join(f"`--{name}`" for name in names) for names in FLAGS_AFTER[kind])
     return f"the safe side of {', then of '.join(steps)}"
 
 
@@ -308,6 +310,17 @@ RULES: tuple[Rule, ...] = (
         flag="max-running-requests",
         on="capped",
         certainty="high",
+    ),
+    Rule(
+        name="states-full",
+        sign=f"a hybrid model whose running requests take ≥ 90% of its state pool; `#queue-req` > 0, token "
+        f"usage < 0.9 {OFTEN}, the pool full in < 10%",
+        judge=load_rules.states_full,
+        effect="as many requests run as both pools hold",
+        other="`--disable-radix-cache` where no prefixes are shared, or `--mamba-radix-cache-strategy "
+        "extra_buffer_lazy`, with the `--mamba-full-memory-ratio` or `--max-mamba-cache-size` that fits",
+        source="SGLang; arithmetic",
+        cost="a smaller KV pool; without the prefix cache no prefix is computed only once",
     ),
     Rule(
         name="running-low",
@@ -466,6 +479,25 @@ RULES: tuple[Rule, ...] = (
         effect="fewer, fused kernels",
         flag="enable-torch-compile",
         on="small-model",
+        certainty="low",
+        option=True,
+    ),
+    Rule(
+        name="encoder-unused",
+        sign="a model that can leave out its part for images, sounds and videos, and a job without them",
+        judge=setup_rules.encoder_unused,
+        effect="the memory of that part goes to the KV pool",
+        flag="language-model-only",
+        on="no-media",
+        option=True,
+    ),
+    Rule(
+        name="fixed-guesses",
+        sign="speculation by EAGLE or EAGLE3 with one guess at a time, not adaptive",
+        judge=setup_rules.fixed_guesses,
+        effect="as many guesses as are accepted",
+        flag="speculative-adaptive",
+        on="speculates",
         certainty="low",
         option=True,
     ),

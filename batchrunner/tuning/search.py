@@ -15,7 +15,7 @@ import orjson
 from batchrunner.core.console import counted
 from batchrunner.sglang.flags import command_line, name_in
 from batchrunner.tuning.flags import FLAGS, Flag
-from batchrunner.tuning.measurement import WORTH, Incumbent, TrialResult, TrialSigns
+from batchrunner.tuning.measurement import LEAST_GAIN, Incumbent, TrialResult, TrialSigns
 from batchrunner.tuning.space import TUNED_FLAGS, Args, FlagChange, Machine, candidates, together
 
 GUESS, GUESS_WEIGHT = 0.05, 4
@@ -37,7 +37,7 @@ def compare(
     spread: tuple[float, int],
     *,
     more_per_pass: bool = False,
-    worth: float = WORTH,
+    worth: float = LEAST_GAIN,
 ) -> tuple[RaceVerdict, str]:
     """Return whether a challenger is faster than the best, and the interval of their ratio as text.
 
@@ -291,7 +291,7 @@ class Search:
         if schedules and same_work(newest.signs, best.signs):
             return False, "no faster: the same passes and batches as the best"
         fuller = schedules and more_per_pass(newest.signs, best.signs)
-        worth = -WORTH if tuned_flag.small_steps else WORTH
+        worth = -LEAST_GAIN if tuned_flag.small_steps else LEAST_GAIN
         verdict, text = compare(setting.speeds, best_speeds, self._noise(), more_per_pass=fuller, worth=worth)
         return None if verdict == "again" else (verdict == "faster", f"{verdict}: {text}")
 

@@ -9,12 +9,10 @@ from batchrunner.core.console import counted
 from batchrunner.sglang.flags import Flags, command_line
 from batchrunner.tuning.flags import best_backends, next_setting
 from batchrunner.tuning.signals import GUIDES, frequent
-from batchrunner.tuning.situation import Finding, Situation
+from batchrunner.tuning.situation import FEW_PROMPTS, Finding, Situation
 
 ROOM_FOR_KV = 0.6
 """Share of a GPU's memory that all weights may take for one GPU to be enough; the rest holds the KV pool."""
-FEW_PROMPTS = 50
-"""Prompts below which the share of cached tokens says little."""
 LONG_ENOUGH = 1024
 """Tokens of a prompt from which a copy of its prefix in host memory is cheaper than computing it again."""
 _GENERAL = {"triton", "torch_native", "flex_attention", "flashinfer"}
@@ -78,6 +76,16 @@ def expert_parallel(s: Situation, _: Flags) -> Finding:
 def dp_attention(s: Situation, _: Flags) -> Finding:
     """Name a model with latent attention (MLA) whose KV cache is repeated on each GPU."""
     return Finding(f"{s.facts.model} keeps the same KV cache on each of {s.facts.tp} GPUs")
+
+
+def encoder_unused(s: Situation, _: Flags) -> Finding:
+    """Name a model whose part for images, sounds or videos a job does not need."""
+    return Finding(f"{s.facts.model} takes more than text, and the job has no more")
+
+
+def fixed_guesses(s: Situation, _: Flags) -> Finding:
+    """Name speculation with a fixed number of guesses."""
+    return Finding(f"{s.facts.arguments.get('speculative_algorithm')} guesses as many tokens in each step")
 
 
 def torch_compile(s: Situation, _: Flags) -> Finding | None:

@@ -105,6 +105,10 @@ class Gauges(Protocol):
         """Token usage: the fraction of the KV pool in use."""
 
     @property
+    def state_usage(self) -> float:
+        """Fraction of a hybrid model's state pool that running requests take; 0 without one."""
+
+    @property
     def max_running(self) -> int | None:
         """Most requests that the scheduler runs at once; None where it does not say."""
 
@@ -128,9 +132,28 @@ def is_at_cap(load: Gauges) -> bool:
     return reaches_cap(load.running, load.max_running)
 
 
+def fills_states(load: Gauges) -> bool:
+    """Tell whether a hybrid model's state pool has no room for more requests.
+
+    At the cap of running requests one free place still counts as full; then the state pool has to be what
+    sets the cap: it holds the states of `running / state_usage` requests.
+    """
+    is_cap_by_states = load.running <= load.state_usage * (load.max_running or 0) + ROUNDING
+    return load.state_usage >= GUIDES.usage_good or (is_at_cap(load) and is_cap_by_states)
+
+
+ROUNDING = 1e-6
+"""Largest error of a computed number of requests."""
+
+
+def waits_for_states(load: Gauges) -> bool:
+    """Tell whether requests wait for room in the state pool, while the KV pool has room."""
+    return load.queue > 0 and fills_states(load) and not is_full(load)
+
+
 def waits_beside_room(load: Gauges) -> bool:
-    """Tell whether requests wait although the KV pool has room."""
-    return load.queue > 0 and not is_full(load)
+    """Tell whether requests wait although the KV pool, and a hybrid model's state pool, have room."""
+    return load.queue > 0 and not is_full(load) and not fills_states(load)
 
 
 def holds_back(load: Gauges) -> bool:
@@ -165,6 +188,7 @@ SIGNS: dict[str, Callable[[LoadSample], bool | None]] = {
     "capped": lambda s: waits_beside_room(s) and is_at_cap(s),
     "at_cap": is_at_cap,
     "far_below": _runs_far_below,
+    "states": waits_for_states,
     "full": is_full,
     "kv_bound": lambda s: s.queue > 0 and is_full(s) and not is_at_cap(s),
     "no_graph": lambda s: _lacks_graph(s, GUIDES.graph_batch),
@@ -240,6 +264,7 @@ class Corner(StrEnum):
     SHORT = "short"
     FULL = "full"
     GOOD = "good"
+    STATES = "states"
     FILLING = "filling"
     HELD = "held"
 
@@ -260,6 +285,8 @@ def corner_of(load: Gauges, *, overfull: bool, share_held: float) -> Corner | No
         return Corner.FILLING
     if admits_too_few(share_held=share_held, retracts=overfull):
         return Corner.HELD
+    if waits_for_states(load):
+        return Corner.STATES
     if is_full(load):
         return Corner.GOOD if load.queue else Corner.FULL
     return None if load.queue else Corner.SHORT
@@ -270,6 +297,10 @@ _WORDS = {
     Corner.SHORT: ("queue short", ": more rows are sent"),
     Corner.FULL: ("KV pool full", ": the pool is full, more rows in the queue cannot help"),
     Corner.GOOD: ("KV pool well used", ": as it should be"),
+    Corner.STATES: (
+        "state pool full",
+        ": the model's state pool limits the running requests, sending more cannot help",
+    ),
     Corner.FILLING: (
         "KV pool fills up",
         ", more than about one retraction a minute: rows are sent as the pool takes them",
@@ -289,12 +320,16 @@ FLAG_SIGNS = {
     "memory-tight": "little memory of the card is left",
     "chunk-full": "prefill passes take all the tokens that they may",
     "capped": "as many requests run as may, and the KV pool has room",
+    "states": "requests wait for room in the model's state pool, and the KV pool has room",
+    "no-states": "the state pool is too small",
     "graph-off": "decode passes run without a CUDA graph",
     "reordered": "the server takes rows in an order of its own",
     "shared": "prompts share prefixes, and few requests wait",
     "slow-backend": "the card has an attention backend of its own",
     "evicted": "prompts share prefixes, and the KV pool is full",
     "starved": "no request waits, and fewer run than may",
+    "no-media": "the model takes images, sounds or videos, and the job has none",
+    "speculates": "each step guesses a fixed number of tokens",
     "split-experts": "each expert is split over several GPUs",
     "kv-copies": "several GPUs keep the same KV cache",
     "layout": "the GPUs could hold more or fewer replicas",

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from batchrunner.core.media import KIND_OF_FIELD
 from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import Facts
 from batchrunner.sglang.logs.series import Series
@@ -28,6 +29,8 @@ POOL_SHARE = 4
 """Divisor of a machine's free memory: a KV pool may grow by a quarter of it at most."""
 FLOAT32_BYTES = 4
 """Bytes of a number in a CPU's KV pool: float32 at most."""
+FEW_PROMPTS = 50
+"""Prompts below which the share of cached tokens says little."""
 LONGEST_LINE = 160
 """Characters of a log line that advice shows."""
 
@@ -66,6 +69,8 @@ class ClientActivity:
     """Whether the job's task generates tokens; otherwise token usage says nothing."""
     longest_output: int | None = None
     """99th percentile of the outputs' lengths, in tokens."""
+    media: bool | None = None
+    """Whether prompts have images, sounds or videos; None where it is unknown."""
     possible_share: float | None = None
     """Share of the prompt tokens that a cache could serve, by the rows sampled for their order."""
 
@@ -80,6 +85,14 @@ class ClientActivity:
         if not self.outputs or not self.max_new_tokens:
             return None
         return self.output_tokens / self.outputs / self.max_new_tokens
+
+
+def has_media(prompt: Mapping[str, Any]) -> bool | None:
+    """Tell whether prompts have images, sounds or videos; None where messages or a rollout may add some."""
+    if any(prompt.get(field) for field in KIND_OF_FIELD):
+        return True
+    is_text = any(prompt.get(field) for field in ("user", "text", "input_ids"))
+    return False if is_text and not prompt.get("rollout") else None
 
 
 @dataclass
@@ -114,8 +127,23 @@ class Situation:
             self.decodes,
             output_tokens=self.decoded / max(1, self.log.prefills.prompts),
             longest_output=self.client.longest_output if self.client else None,
+            shared=self._shared,
+            media=self.client.media if self.client else None,
             most_pool_tokens=self._most_pool_tokens,
         )
+
+    @property
+    def _shared(self) -> float | None:
+        """Share of the prompt tokens that a cache serves or could serve; None after few prompts."""
+        prefills, possible = self.log.prefills, self.client.possible_share if self.client else None
+        if prefills.prompts < FEW_PROMPTS:
+            return possible
+        return max(prefills.cached_share, possible or 0.0)
+
+    @property
+    def waits_for_states(self) -> bool:
+        """Whether requests often wait for room in the state pool of a hybrid model."""
+        return frequent(self.load, "states") or frequent(self.log, "states")
 
     @property
     def decode_steps(self) -> int:

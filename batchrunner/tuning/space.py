@@ -14,10 +14,10 @@ from batchrunner.job.spec import Job
 from batchrunner.sglang.device import cards, free_bytes, gpus, on_cpu
 from batchrunner.sglang.flags import CLIP, Flags, installed
 from batchrunner.sglang.model_files import cards_of, read_config
-from batchrunner.tuning.flags import FLAGS, NEEDS, Flag, Server, with_memory
+from batchrunner.tuning.flags import FLAGS, NEEDS, Flag, Server, beside, with_memory
 from batchrunner.tuning.measurement import TrialResult, TrialSigns
 from batchrunner.tuning.signals import FLAG_SIGNS, GUIDES, admits_too_few, retracts_often
-from batchrunner.tuning.situation import pool_tokens
+from batchrunner.tuning.situation import has_media, pool_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,9 @@ class Machine:
     says_tp: bool = False
     """Whether the job has `engine.tp`, which stands for `--tp-size`."""
     allow_fp8: bool = False
-    """Whether 8-bit numbers may be tried, which change answers."""
+    """Whether narrower numbers may be tried: weights and KV cache of 8 bits, states of 16. Answers change."""
+    media: bool | None = None
+    """Whether prompts have images, sounds or videos; None where it is unknown."""
 
     def replicas_of(self, args: Mapping[str, Any]) -> int:
         """Return the number of replicas with these flags that fit on the GPUs; at least 1."""
@@ -70,6 +72,7 @@ def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> M
         replicas=replicas if isinstance(replicas, int) else max(1, count // gpus_a_replica),
         says_tp=getattr(job.engine, "tp", None) is not None,
         allow_fp8=allow_fp8,
+        media=has_media(job.prompt.model_dump()),
     )
 
 
@@ -97,8 +100,10 @@ def server_of(result: TrialResult, machine: Machine) -> Server:
         signs.usage,
         output_tokens=signs.output_tokens,
         longest_output=signs.longest_output,
+        shared=signs.cached_share,
         repeated=signs.repeated,
         most_pool_tokens=machine.most_pool_tokens,
+        media=machine.media,
     )
 
 
@@ -124,6 +129,7 @@ SEEN: Mapping[str, Callable[[TrialSigns, Server], bool]] = {
     "full": lambda s, _: _waits_below_cap(s),
     "chunk-full": lambda s, v: (s.prefill_per_pass or 0.0) >= PASS_IS_FULL * (v.facts.chunk or 1),
     "capped": lambda s, _: s.shows("capped"),
+    "states": lambda s, _: s.shows("states"),
     "graph-off": lambda s, _: (s.graph_off_share or 0.0) >= GRAPH_OFF_OFTEN,
     "reordered": lambda _, __: True,
     "shared": lambda s, _: s.cached_share >= GUIDES.shared and s.queue <= GUIDES.lpm_queue,
@@ -138,6 +144,8 @@ SEEN: Mapping[str, Callable[[TrialSigns, Server], bool]] = {
         and (s.decodes_per_prefill or math.inf) < math.sqrt(2 * s.output_tokens)
     ),
     "repeated": lambda _, __: True,
+    "no-media": lambda _, v: v.media is False,
+    "speculates": lambda _, v: bool(v.facts.arguments.get("speculative_algorithm")),
     "wide-numbers": lambda _, __: True,
 }
 """For each sign that calls for a flag: the test whether a trial shows it."""
@@ -178,7 +186,7 @@ def _with_others(flag: Flag, value: Any, server: Server) -> list[Args]:
     if flag.name == "speculative-algorithm" and most:
         fits = 2 ** math.ceil(math.log2(max(server.running, 1)))
         return [{flag.name: value, "max-running-requests": min(int(most), fits)}]
-    return [{flag.name: value}]
+    return [{flag.name: value} | beside(flag.name, value, server)]
 
 
 def together(changes: Collection[FlagChange]) -> FlagChange | None:

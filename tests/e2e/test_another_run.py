@@ -1,11 +1,13 @@
 """A start is refused whose input, model or parts changed, and a run ends whose input changes meanwhile."""
 
 import asyncio
+import errno
 import gzip
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -106,6 +108,24 @@ def test_a_damaged_part(tmp_path: Path, server: FakeSGLang) -> None:
     part.rename(tmp_path / "damaged")
     assert batchrunner.run(job).rows_ok == 10
     assert rows_sent(server) == list(range(10))
+
+
+def test_a_part_that_the_disk_does_not_read_for_a_while(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing calls it damaged, and the same command goes on once the disk reads it."""
+    job = some_done(tmp_path, server)
+    (part,) = (tmp_path / "run" / "parts").iterdir()
+    server.forget()
+    with monkeypatch.context() as patch:
+        failing = Mock(side_effect=OSError(errno.EIO, "Error reading bytes from file"))
+        patch.setattr("pyarrow.parquet.ParquetFile.read", failing)
+        for command in ([write_job(job, tmp_path), "-q"], ["merge", tmp_path / "run"]):
+            failed = batchrun(*command)
+            assert failed.exit_code == 1
+            told(failed.stderr, f"{part}: cannot be read: Input/output error: it is kept; run the same")
+    assert batchrunner.run(job).rows_ok == 10
+    assert not set(rows_sent(server)) & set(pq.read_table(part)["row"].to_pylist())
 
 
 def test_a_second_writer_is_refused(tmp_path: Path, server: FakeSGLang) -> None:

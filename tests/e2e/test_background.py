@@ -8,7 +8,8 @@ import pytest
 import batchrunner
 from batchrunner.core.errors import EngineStartError, JobError
 from batchrunner.core.timing import TIMING
-from tests.conftest import batchrun, column_of, job_of, report_of, run_job, write_job
+from tests.conftest import batchrun, column_of, job_of, report_of, run_job, write_job, write_rows
+from tests.e2e.test_batch_files import Batch, request_of
 from tests.support.fake_sglang import TOKENS_OF_ABORTED, Behaviour, FakeSGLang, Sent
 from tests.support.functions import write_module
 from tests.support.runs import rows_once
@@ -108,6 +109,26 @@ def test_rollouts(tmp_path: Path, servers: int) -> None:
         job = job_of(tmp_path, [one, other][:servers], rows=ROWS, prompt={"rollout": "hooks:solve"})
         run_job(job, tmp_path, "--background")
     rows_once(job, ROWS)
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_shared_prefixes(tmp_path: Path, *, batch: bool) -> None:
+    """Rows that begin alike choose their replica before any row has ended, too, in a job and in a batch."""
+    beginnings = [f"{number % 4} {'long beginning ' * 200}" for number in range(ROWS)]
+    with FakeSGLang(max_running=SLOTS) as one, FakeSGLang(max_running=SLOTS) as other:
+        if batch:
+            messages = [[{"role": "user", "content": f"{text} {n}"}] for n, text in enumerate(beginnings)]
+            requests = [request_of(number, messages=each) for number, each in enumerate(messages)]
+            done = Batch(tmp_path, requests)
+            ran = done.do("--background", "--engine", other.url, engine=one)
+            assert ran.exit_code == 0, ran.stderr
+            assert len(done.results.read_text().splitlines()) == ROWS
+        else:
+            texts = [f"{text} {number}" for number, text in enumerate(beginnings)]
+            write_rows(tmp_path / "input.parquet", ROWS, text=texts)
+            job = job_of(tmp_path, [one, other])
+            run_job(job, tmp_path, "--background")
+            rows_once(job, ROWS)
 
 
 def test_what_goes_without_background(tmp_path: Path) -> None:

@@ -291,6 +291,40 @@ def test_a_cut_answer_is_asked_for_with_more_tokens(
     assert report_of(job)["checks"]["asked_again"] == 3
 
 
+def test_json_that_is_padded_with_blanks_is_not_lengthened(tmp_path: Path, server: FakeSGLang) -> None:
+    """It is counted as such, no more of the same is asked for, and a further try ends where it is padded."""
+    padded = '{"kind":' + " \n" * 40
+    texts = [(padded, "length"), ('{"kind":', "stop"), (json.dumps(GOOD), "stop")]
+    server.script = lambda sent: says(sent, *texts[sent.tries - 1])
+    job = schema_job(
+        tmp_path, server, on_length="longer", accept={"tries": 3}, sampling={"max_new_tokens": 50}
+    )
+    assert batchrunner.run(job).exit_code == 0
+    samplings = [sampling_of(sent) for sent in server.sent]
+    assert [sampling["max_new_tokens"] for sampling in samplings] == [50] * 3
+    assert [sampling.get("stop_regex") for sampling in samplings] == [None, [r"\s{64}"], [r"\s{64}"]]
+    (cause,) = report_of(job)["checks"]["causes"]
+    assert cause["rows"] == 2
+    assert cause["example"].endswith("start the server with --constrained-json-max-whitespace-cnt 64")
+    server.script = lambda sent: says(sent, padded, "length")
+    job["accept"] = {"tries": 1}
+    batchrunner.run(job, fresh=True)
+    (row,) = results_of(job)
+    assert row["error"].startswith("the answer was padded with blanks: ")
+    assert len(server.sent) == 4
+
+
+def test_rows_after_a_padded_answer_end_where_they_are_padded(tmp_path: Path, server: FakeSGLang) -> None:
+    """On a server that bounds no blanks, the first padded answer tells; until then no request pays for it."""
+    server.script = lambda sent: (
+        says(sent, "{" + " " * 64, "length") if len(server.sent) == 1 else says(sent, json.dumps(GOOD))
+    )
+    job = schema_job(tmp_path, server, rows=3, window=1, sampling={"stop_regex": "x"})
+    assert batchrunner.run(job).rows_ok == 2
+    stops = [sampling_of(sent)["stop_regex"] for sent in server.sent]
+    assert stops == ["x", ["x", r"\s{64}"], ["x", r"\s{64}"]]
+
+
 def test_a_row_that_is_refused_later_keeps_its_answer(tmp_path: Path, server: FakeSGLang) -> None:
     """With more tokens it may be too long for the model."""
     server.script = lambda sent: says(sent, "x", "length") if len(server.sent) == 1 else "too long"

@@ -27,8 +27,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     for name, value in {"adapt": 1.0, "launch_poll": 0.02, "first_retry": 0.01, "load_poll": 0.05}.items():
         monkeypatch.setattr(TIMING, name, value)
     monkeypatch.setattr(GUIDES, "span_s", 0.5)
-    monkeypatch.setattr(send, "SAMPLE_S", 0.1)
-    monkeypatch.setattr(adapt, "WORTH", 0.01)
+    monkeypatch.setattr(send, "LOGGED_EVERY_S", 0.1)
+    monkeypatch.setattr(adapt, "GAIN_TO_COST", 0.01)
 
 
 def slotted(

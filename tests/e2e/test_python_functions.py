@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.conftest import (
     INSTANT,
     batchrun,
     column_of,
+    ended,
     eventually,
     job_of,
     merged_table,
@@ -255,6 +257,76 @@ def test_functions_are_part_of_the_run(tmp_path: Path, server: FakeSGLang) -> No
     write_module(tmp_path, "# changed\n" + LABEL)
     run_job(job, tmp_path)
     assert len(server.sent) == 4
+
+
+HELPED = """
+UNIT = 1
+
+def size_of(text):
+    return len(text) * UNIT
+"""
+"""What stands beside a function and belongs to its code."""
+CHANGED = "parse: its code has changed since the last start: finished rows keep what the old code made"
+
+
+@pytest.mark.parametrize("options", [[], ["--join"]], ids=["alone", "join"])
+def test_code_that_changes_between_starts(tmp_path: Path, server: FakeSGLang, options: list[str]) -> None:
+    """A start whose rows come of other code than earlier ones says so, once; a comment is no code."""
+    label = LABEL.replace("len(answer)", "size_of(answer)")
+    job = job_of(tmp_path, server, rows=10, parse="hooks:label")
+
+    def start(code: str, limit: int) -> str:
+        write_module(tmp_path, code)
+        return run_job(job, tmp_path, "--limit", limit, *options).stderr
+
+    def lengths() -> list[bool]:
+        """Tell for each row whether its length is that of its answer."""
+        return [row["length"] == len(row["output"]) for row in results_of(job)]
+
+    assert CHANGED not in start(HELPED + label, 2)
+    assert CHANGED not in start("# Columns of an answer\n" + HELPED + "\n\n" + label, 4)
+    changed = HELPED.replace("UNIT = 1", "UNIT = 2") + label
+    assert start(changed, 6).count(CHANGED) == 1
+    assert CHANGED not in start(changed, 8)
+    assert lengths() == [True] * 4 + [False] * 4
+    assert start(HELPED + label, 8).count(CHANGED) == 1  # it finds nothing to do
+    if not options:
+        assert CHANGED not in run_job(job, tmp_path, "--fresh").stderr
+        assert lengths() == [True] * 10
+
+
+PROGRAM = """
+import sys
+from typing import TypedDict
+
+import batchrunner
+
+class Size(TypedDict):
+    length: int
+
+def size(answer) -> Size:
+    return {"length": len(answer)}
+
+batchrunner.run(sys.argv[1], overrides=[f"input.limit={sys.argv[2]}"])
+"""
+
+
+def test_code_of_a_program_that_changes(tmp_path: Path, server: FakeSGLang) -> None:
+    """The same holds for a function that a program gives; its other lines may change."""
+    job = job_of(tmp_path, server, rows=10)
+    program = PROGRAM.replace("sys.argv[1]", f"{{**{job!r}, 'parse': size}}")
+    changed = program.replace("len(answer)", "2 * len(answer)")
+
+    def start(code: str, limit: int) -> str:
+        file = write_module(tmp_path, code, "program")
+        done = ended(sys.executable, file, "", limit)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    assert CHANGED not in start(program, 2)
+    assert CHANGED not in start("# A program\n" + program + "\nprint('done')\n", 4)
+    assert CHANGED in start(changed, 6)
+    assert len(server.sent) == 6
 
 
 def test_a_kill_in_the_midst(tmp_path: Path, server: FakeSGLang) -> None:

@@ -1,5 +1,6 @@
 """A row that is refused is itself why only while others are answered; a replica may be wrong, too."""
 
+import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -219,18 +220,42 @@ def test_a_replica_that_refuses_everything(
 
 FAILURES: list[Behaviour] = ["disconnect", "broken 500", "abort", "empty", "no answer"]
 """Ways to fail a row that may be the row's fault."""
+WRONG: dict[str, Behaviour | Body | OnWire] = {
+    **{what: what for what in (*FAILURES, *REFUSED)},
+    **{str(status): says(status) for status in (401, 404, 418, 500, 507)},
+    "truncated JSON": Body(b'{"text": "answ'),
+    "a body that ends": OnWire(b'HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"text": "a'),
+    "no body": Body(b""),
+    "nothing": OnWire(b""),
+    "an error with 200": Body(b'{"error": {"message": "CUDA error", "code": 500}}'),
+    "a refusal with 200": Body(b'{"object": "error", "message": "no", "code": 400}'),
+    "a page": PAGE,
+}
+"""Everything that a replica may answer at once in place of an answer."""
 
 
-@pytest.mark.parametrize("what", [*FAILURES, *REFUSED])
-def test_a_replica_that_fails_everything(
-    tmp_path: Path, server: FakeSGLang, wrong: FakeSGLang, what: Behaviour
-) -> None:
-    """However it fails rows, no row fails that two other ones answer, and no attempt there counts."""
-    wrong.script, server.delay_s = lambda _: what, 0.01
-    with FakeSGLang(delay_s=0.01) as third:
-        job = job_of(tmp_path, [wrong, server, third], rows=MANY, limits={**PATIENT, "max_attempts": 1})
+@pytest.mark.parametrize(("what", "replicas"), [*((what, 3) for what in WRONG), ("418", 8), ("abort", 8)])
+def test_a_replica_that_fails_everything(tmp_path: Path, wrong: FakeSGLang, what: str, replicas: int) -> None:
+    """However it fails rows, no row fails that the others answer, and no attempt there counts."""
+    wrong.script = lambda _: WRONG[what]
+    with contextlib.ExitStack() as stack:
+        right = [stack.enter_context(FakeSGLang(delay_s=0.01)) for _ in range(replicas - 1)]
+        job = job_of(tmp_path, [wrong, *right], rows=MANY, limits={**PATIENT, "max_attempts": 1})
         run_job(job, tmp_path)
     rows_once(job, MANY)
+
+
+@pytest.mark.parametrize("what", [what for what in WRONG if what != "empty"])  # in a body this is an answer
+def test_a_replica_that_fails_the_requests_of_a_batch(
+    tmp_path: Path, server: FakeSGLang, wrong: FakeSGLang, what: str
+) -> None:
+    """So it is with a batch file."""
+    wrong.script, server.delay_s = lambda _: WRONG[what], 0.01
+    batch = Batch(tmp_path, map(request_of, range(MANY)))
+    patient = ("--set", "limits.max_attempts=1", "--set", f"limits.engine_wait={PATIENCE_S}")
+    ran = batch.do("--errors", batch.errors, "--engine", wrong.url, *patient, engine=server)
+    assert (ran.exit_code, batch.errors.read_text()) == (0, "")
+    assert len(batch.results.read_text().splitlines()) == MANY
 
 
 @pytest.mark.parametrize("what", FAILURES)

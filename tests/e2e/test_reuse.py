@@ -17,12 +17,20 @@ from tests.support.answers import Body, Said
 from tests.support.fake_sglang import FakeSGLang, Sent, answer
 from tests.support.functions import LABEL, write_module
 from tests.support.refusals import refusal, told
-from tests.support.runs import failed_rows, rows_once, rows_sent
+from tests.support.runs import failed_rows, rows_once, rows_sent, status_of
 from tests.support.store_server import StoreBucket
 
 NOW = "{{ text }}{% if id % 6 == 0 %} now{% endif %}"
 """A template that is corrected for 7 of 40 rows."""
 CORRECTED = [row for row in range(40) if row % 6 == 0]
+
+
+JUDGE = """
+LEAST = 1
+
+def is_good(answer):
+    return len(answer) > LEAST
+"""
 
 
 def both(directory: Path, server: Any, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -162,16 +170,58 @@ def test_another_model(tmp_path: Path, server: FakeSGLang) -> None:
 
 
 def test_no_engine_is_needed_where_all_is_known(tmp_path: Path, server: FakeSGLang) -> None:
-    """Another column to carry costs no row; columns of `parse` are taken, if its function is the same."""
-    write_module(tmp_path, LABEL + "\n" + LABEL.replace("label", "other"))
+    """Another column to carry costs no row, and columns of `parse` are made again."""
+    write_module(tmp_path, LABEL)
     old, new = both(tmp_path, server, parse="hooks:label", python_path=[str(tmp_path)])
     batchrunner.run(old)
     gone = {**new, "engine": "http://127.0.0.1:9", "input": {**old["input"], "columns": ["id"]}}
     report = batchrunner.run(gone)
     assert (report.exit_code, report.rows_ok, report.rows_reused) == (0, 40, 40)
     assert all((row["id"], row["length"]) == (row["row"], len(row["output"])) for row in results_of(new))
-    with pytest.raises(JobError, match="parse was 'hooks:label' and is 'hooks:other'"):
-        batchrunner.run({**new, "parse": "hooks:other", "output": {**new["output"], "path": f"{tmp_path}/c"}})
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_corrected_parse(tmp_path: Path, server: FakeSGLang, samples: int) -> None:
+    """Columns are made again of reused answers, with the row; an answer that cannot be parsed fails alone."""
+    write_module(tmp_path, LABEL)
+    changes = {"sampling": {"n": samples, "temperature": 1}, "limits": {"max_failed_rows": 1}}
+    old, new = both(
+        tmp_path,
+        server,
+        parse="hooks:label",
+        python_path=[str(tmp_path)],
+        input={"columns": ["id"]},
+        **changes,
+    )
+    batchrunner.run(old)
+    corrected = LABEL.replace("label(answer)", "label(answer, row)").replace("length: int", "length: float")
+    corrected = corrected.replace("len(answer)", "row['id'] + 1 / (7 - row['id'])")
+    write_module(tmp_path, corrected)
+    report = batchrunner.run({**new, "engine": "http://127.0.0.1:9"})
+    assert (report.exit_code, report.rows_ok, report.rows_failed, report.rows_reused) == (0, 39, 1, 40)
+    before = answers(old)
+    for row in results_of(new):
+        number = row["row"]
+        assert row["output"] == before[number]
+        if number == 7:
+            assert row["length"] is None
+            told(row["error"], "hooks.py:", "ZeroDivisionError")
+        else:
+            length = number + 1 / (7 - number)
+            assert row["length"] == (length if samples == 1 else [length] * samples)
+
+
+def test_a_corrected_judge(tmp_path: Path, server: FakeSGLang) -> None:
+    """Answers that older code of `accept.python` judged good are not taken; a comment changes nothing."""
+    write_module(tmp_path, JUDGE, "judge")
+    checks = {"accept": {"python": "judge:is_good"}, "python_path": [str(tmp_path)]}
+    old, new = both(tmp_path, server, **checks)
+    batchrunner.run(old)
+    write_module(tmp_path, JUDGE.replace("LEAST = 1", "LEAST = 2"), "judge")
+    with pytest.raises(JobError, match=r"/run: the code of accept\.python has changed since"):
+        batchrunner.run(new)
+    write_module(tmp_path, "# what is good\n" + JUDGE, "judge")
+    assert batchrunner.run(new).rows_reused == 40
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -279,6 +329,27 @@ def test_a_fresh_start(tmp_path: Path, server: FakeSGLang, *, retry: bool) -> No
     rows_once(new, 40)
 
 
+@pytest.mark.parametrize("option", ["--fresh", "--retry-failed"])
+def test_an_engine_that_is_down(tmp_path: Path, server: FakeSGLang, option: str) -> None:
+    """A start that discards results and reuses answers changes nothing until its engine is ready."""
+    server.script = lambda sent: "too long" if sent.row < 5 else "answer"
+    old, new = both(tmp_path, server, limits={"max_failed_rows": 5, "abort_failed_share": 1})
+    batchrunner.run({**new, "output": {"path": new["output"]["path"]}})
+    server.script = lambda _: "answer"
+    batchrunner.run({**old, "input": {**old["input"], "limit": 3}})
+    before = status_of(tmp_path / "new")
+    with FakeSGLang(model="other/model") as other:
+        for engine, problem in (("http://127.0.0.1:9", "no connection"), (other.url, "'other/model'")):
+            told(run_job({**new, "engine": engine}, tmp_path, option, code=2).stderr, problem)
+            assert status_of(tmp_path / "new") == before
+            assert (len(rows_in(new)), len(failed_rows(new))) == (40, 5)
+    server.forget()
+    run_job(new, tmp_path, option)
+    rows_once(new, 40)
+    assert failed_rows(new) == []
+    assert rows_sent(server) == ([3, 4] if option == "--retry-failed" else list(range(3, 40)))
+
+
 @pytest.mark.parametrize("options", [[], ["--join"]], ids=["alone", "join"])
 def test_failed_rows_take_answers(tmp_path: Path, server: FakeSGLang, options: list[str]) -> None:
     """Where failed rows are tried again, those that another run has an answer for are not sent."""
@@ -299,7 +370,10 @@ def test_failed_rows_take_answers(tmp_path: Path, server: FakeSGLang, options: l
     told(refusal(new, tmp_path, "--retry-failed"), "not a run's output path")
 
 
-def test_rows_that_are_corrected_after_their_answers_were_taken(tmp_path: Path, server: FakeSGLang) -> None:
+@pytest.mark.parametrize("join", [False, True], ids=["alone", "join"])
+def test_rows_that_are_corrected_after_their_answers_were_taken(
+    tmp_path: Path, server: FakeSGLang, *, join: bool
+) -> None:
     """A run knows the input that it took answers for, also where it was stopped before it sent a row."""
     source = tmp_path / "in"
     write_rows(source / "a.parquet", 4)
@@ -307,11 +381,15 @@ def test_rows_that_are_corrected_after_their_answers_were_taken(tmp_path: Path, 
     old, new = both(tmp_path, server, input={"path": str(source)})
     batchrunner.run(old)
     (source / "b.parquet").unlink()
-    batchrunner.run(new)
+    batchrunner.run(new, join=join)
     write_rows(source / "b.parquet", 4, first=4)
     write_rows(source / "c.parquet", 1, first=8)
     with pytest.raises(BatchrunError):
-        batchrunner.run(new, overrides=["engine.urls=['http://127.0.0.1:9']"])
+        batchrunner.run(new, overrides=["engine.urls=['http://127.0.0.1:9']"], join=join)
     assert rows_in(new) == list(range(8))
+    state = status_of(tmp_path / "new")
+    assert (state["rows_on_disk"], state["rows_total"], state["finished"]) == (8, 9, False)
+    told(batchrun("merge", tmp_path / "new").stderr, "not finished: 8 of 9 rows ok, 0 failed, 1 left")
     write_rows(source / "b.parquet", 4, first=40)
-    told(refusal(new, tmp_path), f"the input file {source}/b.parquet changed")
+    refused = refusal(new, tmp_path, *(["--join"] if join else []))
+    told(refused, f"the input file {source}/b.parquet changed")

@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from aiohttp import web
 
 import batchrunner
 from batchrunner.core.errors import EngineLostError
@@ -295,6 +296,42 @@ def test_an_odd_answer_fails_its_row_alone(tmp_path: Path, server: FakeSGLang, o
     assert len(results[3]["error"].splitlines()) == 1
     assert results[3]["attempts"] == 2
     assert server.prompts.count(ODD_ROW) == 2
+
+
+class Torrent(FakeSGLang):
+    """A server whose answers do not end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = dict[object, int]()
+        """Bytes of each answer that goes on."""
+        self.most_large = 0
+        """Most answers at once of which 16 MiB were taken: more than the buffers of a connection hold."""
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        answer, block = object(), b"1" * (1 << 18)
+        self.sizes[answer] = 0
+        try:
+            while True:
+                await response.write(block)
+                self.sizes[answer] += len(block)
+                large = sum(size > 16 << 20 for size in self.sizes.values())
+                self.most_large = max(self.most_large, large)
+        finally:
+            del self.sizes[answer]
+
+
+def test_answers_that_do_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is given up when it is too large, and few are in memory at once."""
+    monkeypatch.setattr("batchrunner.engines.http.replies.LARGE_AT_ONCE", 1)
+    monkeypatch.setattr("batchrunner.engines.http.replies.MOST_ANSWER_BYTES", 24 << 20)
+    with Torrent() as server:
+        job = job_of(tmp_path, server, rows=4, limits={"max_attempts": 1})
+        assert batchrunner.run(job).exit_code == 3
+        assert server.most_large == 1
+    assert set(column_of(job, "error")) == {"the answer is larger than 24 MiB"}
 
 
 def test_ever_new_finish_reasons(tmp_path: Path, server: FakeSGLang) -> None:

@@ -223,6 +223,28 @@ def test_a_store_that_is_away_at_the_start(
     assert len(server.sent) == (10 if comes_back else 0)
 
 
+def test_a_store_that_is_away_while_the_lock_is_taken(
+    tmp_path: Path,
+    store_bucket: StoreBucket,
+    server: FakeSGLang,
+    monkeypatch: pytest.MonkeyPatch,
+    proxy: StoreProxy,
+) -> None:
+    """The lock of the run is taken once the store answers again."""
+    monkeypatch.setattr(TIMING, "store_retries", 0.1)
+    refusals_of_owner = 5
+
+    def refuse_owner(method: str, path: str, times: int) -> Fault | Refusal:
+        is_refused = method == "PUT" and path.endswith("tasks/main/owner") and times < refusals_of_owner
+        return Refusal(500, "InternalError") if is_refused else "none"
+
+    proxy.faults = refuse_owner
+    result = run_job(job_of(tmp_path, server, output={"path": f"{store_bucket.uri}/run"}), tmp_path)
+    told(result.stderr, "waiting for the store (limits.disk_wait)")
+    assert proxy.asked["PUT", f"/{store_bucket.name}/run/tasks/main/owner"] > refusals_of_owner
+    assert rows_in_parts(store_bucket) == list(range(10))
+
+
 def test_commands_that_are_refused(tmp_path: Path, store_bucket: StoreBucket) -> None:
     """A URI without a run, and what is written as a plain file as a URI: one line, and nothing is made."""
     run = f"{store_bucket.uri}/run"

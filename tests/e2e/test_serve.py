@@ -1,6 +1,8 @@
 """`batchrun serve`: OpenAI's own client, unmodified, on a server of Files and Batches; and kills of it."""
 
+import asyncio
 import contextlib
+import gzip
 import itertools
 import json
 import os
@@ -12,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,10 +26,13 @@ from openai.types import Batch
 from batchrunner.serve.state import FILES, State
 from tests.conftest import ROOT, batchrun, eventually
 from tests.e2e.test_batch_files import CHAT, request_of
+from tests.e2e.test_refused_rows import WRONG as WRONG_ANSWERS
 from tests.support.blocks import blocks_of
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.server_thread import PATIENCE_S
 
+LIFE = ["validating", "in_progress", "finalizing", "completed"]
+"""Statuses of a batch, in order."""
 ENDED = {"completed", "failed", "expired", "cancelled"}
 
 
@@ -103,6 +109,41 @@ def serving(*args: Any, **options: Any) -> Iterator[Server]:
         yield server
     finally:
         server.kill()
+
+
+def test_a_replica_that_fails_everything(tmp_path: Path) -> None:
+    """No line of a batch fails that another replica answers, whatever the first one says."""
+    with FakeSGLang() as wrong, FakeSGLang(delay_s=0.01) as right:
+        engines = ("--engine", right.url, "--set", "limits.max_attempts=1")
+        with serving(tmp_path / "d", *engines, engine=wrong.url) as server:
+            for what in ("418", "500", "abort", "no body", "truncated JSON", "an error with 200"):
+                wrong.script = lambda _, what=what: WRONG_ANSWERS[what]  # type: ignore[misc]
+                batch = server.ended(server.begin(server.upload(requests_of(100))))
+                assert batch.request_counts is not None
+                counts = {"total": 100, "completed": 100, "failed": 0}
+                assert (what, batch.request_counts.to_dict()) == (what, counts)
+                assert wrong.sent
+                wrong.forget(clients_stay=True)
+
+
+@pytest.mark.parametrize("users", [False, True])
+def test_several_engines_in_the_background(tmp_path: Path, *, users: bool) -> None:
+    """Batches whose lines begin alike are done, also where users had all slots as they began."""
+    messages = [[{"role": "system", "content": f"{number % 4} {'long beginning ' * 200}"},
+                 {"role": "user", "content": f"question {number}"}] for number in range(40)]  # fmt: skip
+    content = b"".join(
+        json.dumps(request_of(number, messages=messages[number])).encode() + b"\n" for number in range(40)
+    )
+    with FakeSGLang() as one, FakeSGLang() as other:
+        for engine in (one, other):
+            engine.others = 2 * engine.max_running if users else 0
+        with serving(tmp_path / "d", "--background", "--engine", other.url, engine=one.url) as server:
+            batches = [server.begin(server.upload(content)) for _ in range(2)]
+            polled = one.polled
+            eventually(lambda: one.polled > polled + 2)
+            one.others = other.others = 0
+            assert {server.ended(batch).status for batch in batches} == {"completed"}
+        assert len(one.sent) + len(other.sent) >= 80
 
 
 def test_in_the_background(tmp_path: Path) -> None:
@@ -239,6 +280,9 @@ def test_batches_that_fail(tmp_path: Path) -> None:
         for content, line in (
             (b"\x00\xff\n" * 3, 1),
             (b"", None),
+            (b"PK\x03\x04", None),
+            (gzip.compress(requests_of(3))[:-20], None),
+            (gzip.compress(requests_of(3)), 1),
             (b"\n \n" + requests_of(3), 3),
             (requests_of(2) + requests_of(2).replace(CHAT.encode(), b"/v1/responses"), 3),
         ):
@@ -254,7 +298,7 @@ def test_batches_that_fail(tmp_path: Path) -> None:
 def test_a_batch_ends_early(tmp_path: Path, early: str) -> None:
     """What is done is in the output, and each other line in the errors, also after a kill."""
     with serving(tmp_path / "state", *SLOW) as server:
-        file = server.upload(requests_of(400, max_tokens=10))
+        file = server.upload(gzip.compress(requests_of(400, max_tokens=10)))
         batch = server.begin(file, window="4s" if early == "expired" else "24h")
         with pytest.raises(openai.ConflictError):
             server.client.files.delete(file)
@@ -276,6 +320,41 @@ def test_a_batch_ends_early(tmp_path: Path, early: str) -> None:
         assert sorted(map(number_of, done + left)) == [*range(400)]
         assert {line["error"]["code"] for line in left} == {f"batch_{early}"}
         assert {line["response"] for line in left} == {None}
+
+
+def test_a_file_is_deleted_as_a_batch_begins(tmp_path: Path) -> None:
+    """One of the two calls is refused: no batch begins without its file."""
+    outcomes = []
+    with serving(tmp_path / "state", *FAST) as server, ThreadPoolExecutor(2) as both:
+        for _ in range(20):
+            file = server.upload(requests_of(2))
+            creating = both.submit(_create, server.client, file)
+            deleting = both.submit(server.client.files.delete, file)
+            refused = deleting.exception() or creating.exception()
+            assert isinstance(refused, openai.ConflictError | openai.BadRequestError)
+            outcomes.append(creating.exception() is None)
+            assert outcomes[-1] == (deleting.exception() is not None)
+        batches = [server.ended(batch) for batch in server.client.batches.list(limit=100)]
+    assert [batch.status for batch in batches] == ["completed"] * sum(outcomes)
+
+
+def test_what_is_said_is_durable(tmp_path: Path) -> None:
+    """Whatever a client reads of a batch is on the disk already, at each step of its life."""
+    with serving(tmp_path / "state", *FAST) as server:
+        file = server.upload(requests_of(2))
+        for _ in range(10):
+            batch = server.begin(file)
+            record = tmp_path / "state" / "batches" / f"{batch.id}.json"
+            while batch.status not in ENDED:
+                batch = server.client.batches.retrieve(batch.id)
+                stored = json.loads(record.read_text())
+                assert LIFE.index(stored["status"]) >= LIFE.index(batch.status)
+                assert batch.output_file_id in {None, stored["output_file_id"]}
+        server.client.files.delete(file)
+        server.kill()
+        server.start()
+        assert {each.status for each in server.client.batches.list()} == {"completed"}
+        assert file not in {each.id for each in server.client.files.list()}
 
 
 def test_files_expire(tmp_path: Path) -> None:
@@ -302,7 +381,7 @@ def test_files_without_a_lifetime_stay(tmp_path: Path, monkeypatch: pytest.Monke
     state = State(tmp_path)
     state.records[FILES]["file-a"] = {"expires_at": None}
     monkeypatch.setattr("batchrunner.serve.state.now", itertools.count().__next__)
-    state.delete_expired()
+    asyncio.run(state.delete_expired())
     assert state.records[FILES]
 
 
@@ -384,7 +463,8 @@ def test_who_may_call(tmp_path: Path) -> None:
     with serving(tmp_path / "one", *FAST) as server:
         assert status(server, "/v1/files") == 200
         assert status(server, "/v1/files", Origin="https://evil.example") == 403
-        assert status(server, "/v1/files", Host="evil.example") == 403
+        for host in ("evil.example", "localhost:99999", "localhost:port", "a b", ""):
+            assert (host, status(server, "/v1/files", Host=host)) == (host, 403)
     with serving(tmp_path / "two", *FAST, key="secret-key") as server:
         assert [*server.client.files.list()] == []
         assert status(server, "/health") == 200
@@ -395,8 +475,9 @@ def test_who_may_call(tmp_path: Path) -> None:
         assert [*server.client.files.list()] == []
 
 
-def test_the_engine_comes_later_and_changes(tmp_path: Path) -> None:
-    """An engine that is not up yet is waited for; a batch waits for its own model, until its time is over."""
+@pytest.mark.parametrize("early", ["cancelled", "expired"])
+def test_the_engine_comes_later_and_changes(tmp_path: Path, early: str) -> None:
+    """An engine that is not up yet is waited for; a batch waits for its own model, until it ends early."""
     with FakeSGLang() as first:
         url, port = first.url, int(first.url.rpartition(":")[2])
     served = Server(tmp_path / "state", engine=url)
@@ -405,21 +486,24 @@ def test_the_engine_comes_later_and_changes(tmp_path: Path) -> None:
     time.sleep(1)
     with FakeSGLang(lambda sent: "answer" if engine.requests < 20 else "hold", port=port) as engine:
         starting.join()
-        batch = served.begin(served.upload(requests_of(40)), window="20s")
+        window = "20s" if early == "expired" else "24h"
+        batch = served.begin(served.upload(requests_of(40)), window=window)
         engine.wait_for(20)
         served.kill()
     with FakeSGLang(model="another/model", port=port):
         served.start()
         assert served.client.models.list().data[0].id == "another/model"
+        if early == "cancelled":
+            assert served.client.batches.cancel(batch.id).status == "cancelling"
         batch = served.ended(batch)
-        assert (batch.status, batch.model) == ("expired", "fake/model")
+        assert (batch.status, batch.model) == (early, "fake/model")
         files = [file for file in (batch.output_file_id, batch.error_file_id) if file]
         assert sorted(number_of(line) for file in files for line in served.lines_of(file)) == [*range(40)]
         served.kill()
 
 
 def test_the_engine_has_another_model_for_a_while(tmp_path: Path) -> None:
-    """Batches go on when their model is back."""
+    """Batches go on when their model is back; meanwhile they can be cancelled."""
     with FakeSGLang() as first:
         url, port = first.url, int(first.url.rpartition(":")[2])
         served = Server(tmp_path / "state", engine=url)
@@ -427,6 +511,9 @@ def test_the_engine_has_another_model_for_a_while(tmp_path: Path) -> None:
     with FakeSGLang(model="another/model", port=port) as another:
         batch = served.begin(served.upload(requests_of(4)))
         time.sleep(3)  # each second it is asked for its model
+        unwanted = served.begin(served.upload(requests_of(4)))
+        served.client.batches.cancel(unwanted.id)
+        assert served.ended(unwanted).status == "cancelled"
         assert not another.requests
     with FakeSGLang(port=port):
         assert served.ended(batch).status == "completed"

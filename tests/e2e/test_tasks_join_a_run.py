@@ -32,6 +32,7 @@ from tests.conftest import (
     write_rows,
 )
 from tests.support.fake_sglang import FakeSGLang
+from tests.support.refusals import told
 from tests.support.runs import Task, held_from, rows_once, rows_sent, status_of, until_stored
 
 
@@ -126,8 +127,8 @@ def test_nothing_is_free(tmp_path: Path, server: FakeSGLang) -> None:
     file = write_job(job, tmp_path)
     with started(file, "--join") as first:
         eventually(lambda: len(server.sent) == 20)
-        told = run_job(job, tmp_path, "--join").stderr
-        assert "nothing is free: other tasks do the rest: 0 of 20 rows ok, 0 failed, 20 left" in told
+        refused = run_job(job, tmp_path, "--join").stderr
+        told(refused, "no rows are free: other workers hold the rest: 0 of 20 rows ok, 0 failed, 20 left")
         assert "done with --join" in run_job(job, tmp_path, code=2).stderr
         assert "is writing this run" in run_job(job, tmp_path, "--fresh", code=2).stderr
         server.answer_held()
@@ -158,6 +159,46 @@ def test_what_is_added_later(
     assert "rows that were done are in no part" in caplog.text
     task.work(10_000)
     assert rows_in(job) == list(range(80))
+
+
+def test_the_last_worker_judges_the_run(tmp_path: Path, server: FakeSGLang) -> None:
+    """Failed rows of earlier workers count for each later one, so no start of a run contradicts another."""
+    source = tmp_path / "in"
+    write_rows(source / "a.parquet", 20)
+    server.script = lambda sent: "too long" if sent.row < 5 else "answer"
+    job = job_of(
+        tmp_path, server, input={"path": str(source)}, limits={"max_failed_rows": 4, "abort_failed_share": 1}
+    )
+    told(run_job(job, tmp_path, "--join", code=3).stderr, "more rows failed than limits.max_failed_rows")
+    write_rows(source / "b.parquet", 20, first=20)
+    told(run_job(job, tmp_path, "--join", code=3).stderr, "done, but 5 rows of the run failed, more than")
+    told(run_job(job, tmp_path, "--join", code=3).stderr, "35 of 40 rows ok, 5 failed")
+    write_rows(source / "c.parquet", 20, first=40)
+    run_job(job, tmp_path, "--join", "--set", "limits.max_failed_rows=10%")
+    assert rows_in(job) == list(range(60))
+
+
+def test_a_part_that_is_moved_away_from_a_running_worker(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker does not call the run done, and the next one does the rows of that part."""
+    parts = tmp_path / "run" / "parts"
+    server.script = lambda sent: "hold" if sent.row >= 35 else "answer"
+    job = job_of(tmp_path, server, rows=40, output={"part_rows": 5, "durable": 0.1}, order="input", window=40)
+    with started(write_job(job, tmp_path), "--join") as worker:
+        eventually(lambda: [*parts.glob("part-*")])
+        part = min(parts.glob("part-*"))
+        rows = pq.read_table(part)["row"].to_pylist()
+        part.rename(tmp_path / "moved")
+        server.answer_held()
+        missing = f"{len(rows)} rows of the run are missing from all parts"
+        worker.wait_for_line(f"{missing}: run the same command again")
+        assert worker.end() == 1
+    server.forget()
+    monkeypatch.setattr(TIMING, "parts_appear", 0.0)  # nobody waits for another host's parts to be seen
+    run_job(job, tmp_path, "--join")
+    assert rows_sent(server) == rows
+    rows_once(job, 40)
 
 
 def test_a_run_in_one_piece_is_joined(tmp_path: Path, server: FakeSGLang) -> None:

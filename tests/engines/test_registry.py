@@ -9,8 +9,10 @@ import pytest
 from batchrunner.core.errors import (
     JobError,
 )
-from batchrunner.engines.registry import for_task
+from batchrunner.engines.registry import bound_blanks, for_task
+from batchrunner.job.engine import ServerEngine
 from batchrunner.job.load import parse_engine
+from batchrunner.sglang import flags
 
 
 @pytest.mark.parametrize(
@@ -59,3 +61,23 @@ def test_a_server_for_embeddings(
     assert made["args"] == {"is-embedding": True, **on_a_cpu, **args, **own}
     assert set(made["env"].values()) == env
     assert for_task(given, "generate") == given
+
+
+@pytest.mark.parametrize(
+    ("version", "own", "blanks"),
+    [
+        ("0.5.23", {}, 64),
+        ("0.6.0rc1", {}, 64),
+        ("0.5.23", {"constrained_json_max_whitespace_cnt": 8}, 8),
+        ("0.5.16", {}, None),
+        (None, {}, None),
+    ],
+)
+def test_json_is_not_padded_without_end(
+    version: str | None, own: dict[str, Any], blanks: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that the run starts bounds the blanks in JSON where its version can; the job's bound stays."""
+    monkeypatch.setattr(flags, "version_of", lambda *_: version)
+    spec = parse_engine({"kind": "server", "model": "m", "args": own})
+    assert isinstance(spec, ServerEngine)
+    assert bound_blanks(spec).args.get("constrained-json-max-whitespace-cnt") == blanks

@@ -48,7 +48,7 @@ def test_a_filter_of_a_text_that_was_meant_as_a_number(tmp_path: Path, name: str
         "text is in size: ",
         "NAME | float",
     )
-    assert ("input.types gives others" in said) == (name == "data.csv")
+    assert ("other types in input.types" in said) == (name == "data.csv")
     job["input"]["filter"] = "size != '8' or size > 5"  # it fails on one row, and is true for the others
     report = batchrunner.run(job)
     assert (report.rows_ok, report.rows_failed) == (2, 1)

@@ -16,9 +16,11 @@ from tests.conftest import (
     job_of,
     merged_table,
     results_of,
+    rows_in,
     write_rows,
 )
 from tests.support.fake_sglang import FakeSGLang
+from tests.support.refusals import told
 
 
 @examples(8)
@@ -66,7 +68,7 @@ def add_a_part_of_others(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "problem"),
     [
         (cut_a_part, "is damaged: move it away"),
         (lose_a_part, ".parquet: is gone: run the same command again, which does its rows again"),
@@ -74,14 +76,29 @@ def add_a_part_of_others(run: Path) -> None:
         (lambda run: (run / "merged").write_text(""), "merged: cannot be written"),
     ],
 )
-def test_what_cannot_be_merged(tmp_path: Path, spoil: Callable[[Path], object], told: str) -> None:
+def test_what_cannot_be_merged(tmp_path: Path, spoil: Callable[[Path], object], problem: str) -> None:
     """Damaged parts and obstacles are reported in one line."""
     batchrunner.run(job_of(tmp_path))
     spoil(tmp_path / "run")
     refused = batchrun("merge", tmp_path / "run")
     assert refused.exit_code == 2
-    assert told in refused.stderr
+    assert problem in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["run/parts/part-main-000000.parquet", "run/parts/x.csv", "link/run.jsonl"])
+def test_files_of_the_run_are_no_target(tmp_path: Path, name: str) -> None:
+    """A merge replaces no part and adds no file beside the parts; other files may lie in the directory."""
+    run = tmp_path / "run"
+    batchrunner.run(job_of(tmp_path))
+    (tmp_path / "link").symlink_to(run / "parts")
+    before = sorted(run.rglob("*"))
+    refused = batchrun("merge", run, tmp_path / name, "--force")
+    assert refused.exit_code == 2
+    told(refused.stderr, f"{name}: belongs to the run {run}: give a path outside of it")
+    assert sorted(run.rglob("*")) == before
+    assert rows_in(job_of(tmp_path)) == list(range(10))
+    assert batchrun("merge", run, run / "results.csv").exit_code == 0
 
 
 def test_a_merge_does_not_outlive_the_next_start(tmp_path: Path) -> None:

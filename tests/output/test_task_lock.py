@@ -5,6 +5,7 @@ import errno
 import itertools
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -14,11 +15,19 @@ from typing import TypeAlias
 import pytest
 
 import batchrunner
-from batchrunner.core.errors import OutputError, TaskLockLostError
+from batchrunner.core.errors import InputError, OutputError, TaskLockLostError
 from batchrunner.output.holder import LockHolder, parse_holder, this_process
 from batchrunner.output.liveness import DEAD_AFTER_S
 from batchrunner.output.objects import RunObjects
-from batchrunner.output.task_lock import STORE_HEARTBEAT_S, TRUSTED_S, FileTaskLock, StoreTaskLock, TaskLock
+from batchrunner.output.run_dir import RunDir
+from batchrunner.output.task_lock import (
+    STORE_HEARTBEAT_S,
+    TRUSTED_S,
+    FileTaskLock,
+    StoreTaskLock,
+    TaskLock,
+    hold_task,
+)
 from tests.conftest import job_of, results_of, started, write_job
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.server_thread import PATIENCE_S
@@ -275,6 +284,40 @@ def _holds(lock: TaskLock) -> bool:
     except TaskLockLostError:
         return False
     return True
+
+
+def test_a_file_that_the_successor_deleted(tmp_path: Path) -> None:
+    """A worker that wakes without its lock says so, and not that the files which it misses are damaged."""
+    run_dir = RunDir(tmp_path)
+    missing = InputError("the sorted rows of this run are missing")
+    with pytest.raises(InputError, match="are missing"), hold_task(run_dir):
+        raise missing
+    elsewhere = json.dumps(dataclasses.asdict(on_host("elsewhere")))
+
+    def wake_without_the_lock() -> None:
+        with hold_task(run_dir):
+            (run_dir.task_directory / "owner").write_text(elsewhere)
+            raise missing
+
+    with pytest.raises(TaskLockLostError, match="on elsewhere took this task over") as lost:
+        wake_without_the_lock()
+    assert lost.value.__cause__ is missing
+
+
+def test_a_directory_that_is_discarded_while_its_lock_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that starts while another one discards the run takes its lock again."""
+    run_dir, sync, discards = RunDir(tmp_path), os.fsync, iter([True])
+
+    def discard_at_first(file: int) -> None:
+        if (run_dir.task_directory / "owner").exists() and next(discards, False):
+            shutil.rmtree(tmp_path / "tasks")
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", discard_at_first)
+    with hold_task(run_dir) as lock:
+        lock.verify()
 
 
 @pytest.mark.parametrize("join", [[], ["--join"]])

@@ -53,10 +53,14 @@ def test_report(tmp_path: Path, server: FakeSGLang) -> None:
 
 @pytest.mark.parametrize(
     ("exit_code", "left"),
-    [(0, "6 left to other tasks"), (3, "6 left to other tasks"), (1, "6 left: run the same command again")],
+    [
+        (0, "6 left to other workers"),
+        (3, "6 left to other workers"),
+        (1, "6 left: run the same command again"),
+    ],
 )
 def test_who_does_the_rows_that_are_left(exit_code: int, left: str) -> None:
-    """Remaining rows belong to living tasks if this one is done, so no line says to run it again."""
+    """Remaining rows belong to living workers if this one is done, so no line says to run it again."""
     report = batchrunner.Report(
         path="out", exit_code=exit_code, reason="done", rows_total=10, rows_ok=3, rows_failed=1
     )

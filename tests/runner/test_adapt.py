@@ -1,5 +1,6 @@
 """When a server is started again with other flags, in virtual time."""
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +9,8 @@ from typing import Any
 import pytest
 
 from batchrunner.core.engine_info import Incident
-from batchrunner.runner.adapt import WORTH, Adaptation
+from batchrunner.output.samples import RunSample
+from batchrunner.runner.adapt import GAIN_TO_COST, Adaptation
 from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import Facts
 from batchrunner.sglang.logs.series import LoadSample, Prefills, Series
@@ -65,7 +67,7 @@ class Server:
     def begin(self) -> None:
         self.window_s = 0.0
 
-    def take(self, _: Mapping[str, Any]) -> None:
+    def take(self, _: RunSample, __: float) -> None:
         self.down_s -= TICK_S
         self.up = self.up or self.down_s <= 0
         self.window_s += TICK_S * (self.up and (self.fills or not self.starts))
@@ -100,20 +102,32 @@ class Watch:
         return getattr(self.server, name)
 
 
+def run_sample(**values: Any) -> RunSample:
+    """Return the state of a run with these values."""
+    usual = dict.fromkeys(RunSample.__struct_fields__, 0) | {"signals": [], "bands": {}, "task": "generate"}
+    del usual["rollouts"], usual["background"]
+    return RunSample(**usual | values)
+
+
 def adaptation(directory: Path, *servers: Server, ends_at: float = 1e9) -> Adaptation:
     watches: Any = {server: Watch(server) for server in servers}
     return Adaptation(watches, FlagMemory(Memory(directory / "learned.jsonl"), "shape", []), ends_at)
 
 
 def run(it: Adaptation, ticks: int, left_s: float | None, **sample: Any) -> None:
-    usual = {"in_flight": 10, "rows_per_s": 10.0, "unsent": 999, "window": 20}
-    for tick in range(ticks):
-        it.take({**usual, "time": tick * TICK_S, "time_left_s": left_s, **sample})
+    usual = {"in_flight": 10, "rows_per_s": 10.0, "unsent": 999, "window": 20, "time_left_s": left_s}
+    begins_at = sample.pop("time", 0.0)
+
+    async def take_all() -> None:
+        for tick in range(ticks):
+            await it.take(run_sample(**usual | sample), begins_at + tick * TICK_S)
+
+    asyncio.run(take_all())
 
 
 GAINS, LOSES = {4: 40.0, 16: 120.0}, {4: 40.0, 16: 30.0}
 LIFE_S = 1.0  # of a row, 10 in flight at 10 a second
-NEEDED_S = WORTH * (START_S + LIFE_S) / (2 * EXPECTED)  # from 4 places to 16 are two doublings
+NEEDED_S = GAIN_TO_COST * (START_S + LIFE_S) / (2 * EXPECTED)  # from 4 places to 16 are two doublings
 
 
 @pytest.mark.parametrize(

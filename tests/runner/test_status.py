@@ -75,7 +75,9 @@ def steps(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("parts", [0, 1])
 def test_merge_of_a_run_at_work(tmp_path: Path, server: FakeSGLang, parts: int) -> None:
     """`merge` writes what is done, says how many rows are missing, and what to do; exit code 1."""
-    missing = "merged: 30 of 40 rows, 10 are missing: wait for tasks at work, or run the same command"
+    missing = (
+        "merged: 30 of 40 rows, 10 are missing: wait for workers that still run, or run the same command"
+    )
     server.script = lambda sent: "hold" if sent.row >= 30 else "answer"
     part_rows = 20 if parts else 10_000
     job = job_of(tmp_path, server, rows=40, output={"part_rows": part_rows, "durable": 0.1}, window=10)

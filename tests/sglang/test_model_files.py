@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from batchrunner.sglang.device import gpus, oom_kills
+from batchrunner.sglang.model_files import kv_bytes
 from tests.support.sglang_logs import LogWriter, changes, judged
 
 
@@ -57,3 +58,20 @@ def test_advice_goes_by_the_config(name: str, tmp_path: Path) -> None:
     )  # fmt: skip
     found = changes(judged(log.decode(30).text(), tmp_path))
     assert ("expert-parallel" in found, "dp-attention" in found) == (is_moe, is_mla)
+
+
+@pytest.mark.parametrize(
+    ("hybrid", "layers"),
+    [
+        ({}, 8),
+        ({"full_attention_interval": 4}, 2),
+        ({"layer_types": ["linear_attention", "full_attention"] * 4}, 4),
+        ({"layer_types": ["mamba"] * 7 + ["attention"]}, 1),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 4}, 8),
+        ({"hybrid_override_pattern": "M-M*-M*-"}, 2),
+    ],
+)
+def test_layers_with_states_have_no_kv_cache(hybrid: dict[str, Any], layers: int) -> None:
+    """A token of a hybrid model takes KV cache only in its layers with attention."""
+    config = {"num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 64}
+    assert kv_bytes(config | hybrid, 2) == 2 * 2 * layers * 2 * 64

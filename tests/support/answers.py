@@ -48,6 +48,17 @@ class Said:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """An answer that is written event by event: each has the text up to then. One that `ends` is whole.
+
+    Any other goes on until it is aborted.
+    """
+
+    texts: tuple[str, ...]
+    ends: bool = False
+
+
 TOOL_CALL: dict[str, Any] = {
     "id": "call_1",
     "index": 0,
@@ -113,6 +124,8 @@ def is_bundle(body: dict[str, Any]) -> bool:
 def rows_of(body: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the body that each row would have alone."""
     assert body["stream"] is True
+    if not is_bundle(body):
+        return [body]
     prompts, sampling, lora = body["input_ids"], body["sampling_params"], body.get("lora_path")
     samplings = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
     loras = lora if isinstance(lora, list) else [lora] * len(prompts)

@@ -21,6 +21,7 @@ from tests.support.answers import (
     Body,
     Endless,
     EventAnswer,
+    Growing,
     OnWire,
     Said,
     add_asked,
@@ -81,7 +82,7 @@ class Sent:
 
 Bundles: TypeAlias = Literal["rows"] | Body | OnWire | Endless
 """What becomes of a request with several rows: each is answered by the script, or all have one answer."""
-Script: TypeAlias = Callable[[Sent], Behaviour | Body | OnWire | Said]
+Script: TypeAlias = Callable[[Sent], Behaviour | Body | OnWire | Said | Growing]
 
 TOKENS_OF_ABORTED = 7
 SILENT = {"empty", "said nothing"}
@@ -152,7 +153,7 @@ class FakeSGLang(ServerThread):
         """Names of the requests that were to be aborted."""
         self.takes_aborts = True
         """False: aborts need the key of an admin."""
-        self._named: dict[str | None, asyncio.Future[web.StreamResponse]] = {}
+        self._named: dict[str | None, asyncio.Future[Any]] = {}
         self._in_flight, self._released, self._is_dead = 0, False, False
         self._tries: Counter[str] = Counter()
         self._news = threading.Condition()
@@ -304,7 +305,7 @@ class FakeSGLang(ServerThread):
         if is_score(body):
             return await self._score(request)
         self.requests += 1
-        if is_bundle(body):
+        if body.get("stream"):
             return await self._stream(request, body)
         sent = self._note(request.path, body)
         self._in_flight += 1
@@ -411,7 +412,9 @@ class FakeSGLang(ServerThread):
                 return await answer.refuse(*REFUSALS[refused.pop()])
             await answer.begin()
             endings = [
-                asyncio.ensure_future(self._end_row(answer, index, sent, what))
+                asyncio.ensure_future(
+                    self._end_row(answer, {"index": index} if is_bundle(body) else {}, sent, what)
+                )
                 for index, (sent, what) in enumerate(zip(rows, whats, strict=True))
                 if what not in {"disconnect", "die"}
             ]
@@ -430,12 +433,30 @@ class FakeSGLang(ServerThread):
         finally:
             self._in_flight -= left
 
-    async def _end_row(self, answer_to: EventAnswer, index: int, sent: Sent, what: Any) -> None:
+    async def _grow(self, answer_to: EventAnswer, place: dict[str, int], sent: Sent, what: Growing) -> None:
+        """Write an answer event by event, and then its end: its own, or that of an abort."""
+        aborting = self._named[sent.body["rid"]] = asyncio.get_running_loop().create_future()
+        for text in what.texts:
+            event = _sample(sent, text)
+            event["meta_info"]["finish_reason"] = None
+            await answer_to.write_json({**event, **place})
+        if not what.ends:
+            await asyncio.wait([aborting], timeout=PATIENCE_S)
+            await answer_to.write_json({**aborted(sent, None, "Aborted"), **place})
+            return
+        last = _sample(sent, what.texts[-1])
+        last["meta_info"]["finish_reason"] = {"type": "length", "length": 0}
+        await answer_to.write_json({**last, **place})
+
+    async def _end_row(self, answer_to: EventAnswer, place: dict[str, int], sent: Sent, what: Any) -> None:
         if what == "hold":
             await self._hold(sent)
         if self.delay_s and _is_good(what):
             async with self._slots:
                 await asyncio.sleep(self.delay_s)
+        if isinstance(what, Growing):
+            await self._grow(answer_to, place, sent, what)
+            return
         if isinstance(what, Body):
             await answer_to.write(what.content)
             return
@@ -446,8 +467,8 @@ class FakeSGLang(ServerThread):
         reply = aborted(sent, *error) if error else _answered(sent, what, self.weights)
         if error is None and what not in SILENT:
             begun = {**reply["meta_info"], "finish_reason": None, "completion_tokens": 1}
-            await answer_to.write_json({"text": "answer", "meta_info": begun, "index": index})
-        await answer_to.write_json({**reply, "index": index})
+            await answer_to.write_json({"text": "answer", "meta_info": begun, **place})
+        await answer_to.write_json({**reply, **place})
 
     def _note(self, path: str, body: dict[str, Any], together: int = 1) -> Sent:
         if path == "/generate":

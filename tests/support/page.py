@@ -14,11 +14,21 @@ from typing import Any
 import aiohttp
 
 from batchrunner.output.run_dir import RunDir
+from batchrunner.output.samples import LoggedSample
 from batchrunner.report.html.page import write_page
 from tests.conftest import skip_without
 from tests.support.server_thread import PATIENCE_S
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>\x00\x1b[31m\u202e{{ 7*7 }}"
+
+COUNTS = set(LoggedSample.__struct_fields__) - {"rollouts", "background"}
+IDLE = dict.fromkeys(COUNTS, 0) | {
+    "event": "sample",
+    "task": "generate",
+    "stopping": False,
+    "simulated": False,
+}
+"""The fields of a load sample before the first row, but for the schedulers."""
 
 
 class Reader(HTMLParser):
@@ -56,10 +66,10 @@ def page_of(run: Path) -> Reader:
     return Reader(write_page(RunDir(run)).read_text(encoding="utf-8"))
 
 
-def sample(time: float, **values: Any) -> dict[str, Any]:
-    """Return a sample event; `queue` is that of the one scheduler."""
-    signal = {"scheduler": "s", "running": 8, "queue": values.pop("queue", 0), "token_usage": 0.5}
-    return {"event": "sample", "time": time, "signals": [signal], "bands": {"s": [4, 16]}, **values}
+def sample(time: float, queue: int = 0, **values: Any) -> dict[str, Any]:
+    """Return a sample event; `queue` is that of its one scheduler, and other values are 0."""
+    signal = {"scheduler": "s", "running": 8, "queue": queue, "token_usage": 0.5}
+    return {**IDLE, "time": time, "signals": [signal], "bands": {"s": [4, 16]}, **values}
 
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")

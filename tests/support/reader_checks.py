@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -69,12 +70,25 @@ class _Answers:
             self.texts[index] = result.texts
 
 
+async def _abort(_: Endpoint, rids: Sequence[str]) -> bool:
+    return bool(rids)
+
+
 def check_bundle(events: list[bytes], rows: int) -> dict[int, list[str]]:
     """Read the events of an answer to so many rows; return the texts of those that were answered."""
     ref = RowRef(0, _CARRIED, 0)
     requests = [Request(ref, "input_ids", [n], {}) for n in range(rows)]
     answers = _Answers()
-    answer = BundleAnswer(requests, answers.ended, Endpoint(URL, HangDetector(60.0)), ModelGuard())
+    endpoint = Endpoint(URL, HangDetector(60.0))
+    answer = BundleAnswer(
+        requests=requests,
+        ended=answers.ended,
+        endpoint=endpoint,
+        guard=ModelGuard(),
+        large_answers=asyncio.Semaphore(),
+        rids=[f"rid_{n}" for n in range(rows)],
+        abort=_abort,
+    )
 
     async def read() -> None:
         with contextlib.suppress(AnotherModelError):  # two versions of the weights: it ends a run on purpose

@@ -1,6 +1,7 @@
 """Searches and trials in virtual time: the simulated scheduler in the engine's place, and a client."""
 
 import asyncio
+import itertools
 import math
 import random
 from collections import defaultdict
@@ -11,16 +12,20 @@ from typing import Any
 from batchrunner.engines.simulation.replica import CostModel, Replica
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
 from batchrunner.runner.tune import TrialHistory, TuningSummary, run_search, summarize
-from batchrunner.sglang.flags import CLIP, Flags
+from batchrunner.sglang.flags import CLIP, Flags, StatePool, slots_per_request
 from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import Facts
+from batchrunner.sglang.logs.series import Prefills, Series, sample_of_load
 from batchrunner.tuning.measurement import TrialResult, TrialWatch
 from batchrunner.tuning.search import Search, TrialRequest, key_of
+from batchrunner.tuning.situation import ClientActivity, Situation
 from batchrunner.tuning.space import Args, Machine
 
 TICK_S = 0.25
 TINY_CPU = CostModel(base_s=6e-3, sample_s=2.5e-4, kv_token_s=1e-7, prefill_token_s=5e-5)
 """About what the tiny model takes on two cores."""
+FAST_GPU = CostModel(base_s=1e-2, sample_s=5e-5, kv_token_s=2e-8, prefill_token_s=1e-5)
+"""A pass that takes little longer with more requests, as on a card."""
 CPU = Machine(Flags(), most_pool_tokens=0)
 
 
@@ -38,6 +43,37 @@ class Card:
 
     def spare_gb(self, fraction: float) -> float:
         return 80 * (1 - fraction) - self.other_gb
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """Memory for the two pools of a hybrid model, divided as by SGLang (`_handle_max_mamba_cache`)."""
+
+    pools_gb: float = 5.2
+    state_gb: float = 0.05
+    """A state in float32."""
+    tokens_a_gb: int = 2000
+
+    def states(self, args: Args) -> StatePool:
+        state_gb = self.state_gb / (2 if args.get("mamba-ssm-dtype") == "bfloat16" else 1)
+        ratio = args.get("mamba-full-memory-ratio", 0.9)
+        slots = args.get("max-mamba-cache-size")
+        if slots is None and args.get("disable-radix-cache"):
+            slots = args.get("max-running-requests")
+        if slots is None:
+            slots = int((self.pools_gb * ratio / (1 + ratio) - state_gb) // state_gb)
+        pool_gb = (slots + 1) * state_gb
+        return StatePool(slots, slots_per_request(arguments_of(args)), pool_gb, self.pools_gb - pool_gb)
+
+    def pool_tokens(self, args: Args) -> int:
+        kv_gb = self.states(args).kv_gb
+        assert kv_gb is not None
+        return int(kv_gb * self.tokens_a_gb)
+
+
+def arguments_of(args: Args) -> dict[str, Any]:
+    """Return flags by the names that a server's log has for them."""
+    return {name.replace("-", "_"): value for name, value in args.items()}
 
 
 @dataclass
@@ -60,6 +96,10 @@ class Lab:
     """Default of the server's `--chunked-prefill-size`."""
     card: Card | None = None
     """A GPU whose `--mem-fraction-static` makes the pool, instead of `pool_tokens`."""
+    hybrid: Hybrid | None = None
+    """Memory of a hybrid model's pools, instead of `pool_tokens`."""
+    waiting: int = 50
+    """Requests in flight beyond those that may run."""
     asked: list[tuple[Args, int]] = field(default_factory=list)
     spent_s: float = 0.0
 
@@ -84,7 +124,7 @@ class Lab:
         end = None
         while end is None:
             in_flight = replica.scheduler.in_flight
-            while waiting and in_flight < replica.scheduler.config.max_running + 50:
+            while waiting and in_flight < config.most_running + self.waiting:
                 prompt, output, asked = waiting.pop()
                 replica.scheduler.submit(SimulatedRequest(prompt, output, asked))
                 in_flight += 1
@@ -106,30 +146,76 @@ class Lab:
             prefill_per_pass=scheduler.prefilled_tokens / scheduler.prefill_passes,
             decodes_per_prefill=scheduler.decode_passes / scheduler.prefill_passes,
         )
-        arguments = {name.replace("-", "_"): value for name, value in request.args.items()}
+        arguments = arguments_of(request.args)
         spare_gb = None
         if self.card is not None:
             fraction = self._fraction(request.args)
             spare_gb, arguments["mem_fraction_static"] = self.card.spare_gb(fraction), fraction
         chunk = config.chunked_prefill_tokens
         ready = ServerReady(config.max_total_tokens, chunk, config.max_running, gpu_gb=spare_gb)
-        return replace(result, signs=signs, facts=Facts(arguments=arguments, ready=ready))
+        states = self.hybrid.states(request.args) if self.hybrid else None
+        return replace(result, signs=signs, facts=Facts(arguments=arguments, ready=ready, states=states))
 
     def _fraction(self, args: Args) -> float:
         fraction: float = args.get("mem-fraction-static", 0.7)
         return fraction
 
     def config(self, args: Args) -> SchedulerConfig:
+        pool_tokens = args.get("max-total-tokens", self.pool_tokens)
+        if self.card:
+            pool_tokens = self.card.pool_tokens(self._fraction(args))
+        if self.hybrid:
+            pool_tokens = self.hybrid.pool_tokens(args)
+        states = self.hybrid.states(args) if self.hybrid else None
         return SchedulerConfig(
             args.get("max-running-requests", self.max_running),
-            self.card.pool_tokens(self._fraction(args))
-            if self.card
-            else args.get("max-total-tokens", self.pool_tokens),
+            pool_tokens,
+            radix_cache=not args.get("disable-radix-cache"),
+            state_slots=states.slots if states else None,
+            slots_per_request=states.per_request if states else 1,
             conservativeness=args.get("schedule-conservativeness", 1.0),
             chunked_prefill_tokens=args.get("chunked-prefill-size", self.chunk),
             clip_tokens=args.get(CLIP, 4096),
             decode_interval=args.get("prefill-decode-interval", 0),
         )
+
+
+UNSET = dict.fromkeys((
+    "mamba_full_memory_ratio", "max_mamba_cache_size", "disable_radix_cache", "mamba_radix_cache_strategy",
+    "mamba_ssm_dtype", "max_running_requests",
+))  # fmt: skip
+"""Arguments that every server of a hybrid model logs."""
+WAITING = 450
+
+
+def live(lab: Lab, args: Args, shared: float = 0.0, seconds: float = 120.0) -> tuple[Situation, float]:
+    """Return what a run sees of a hybrid model with `WAITING` requests in its queue, and output tokens/s.
+
+    `shared` is the share of the prompt tokens that the prefix cache serves.
+    """
+    assert lab.hybrid is not None
+    config, rows = lab.config(args), itertools.cycle(lab.rows)
+    replica, load = Replica(config, lab.cost), Series()
+    now, begins_at, prompt_tokens, tokens = 0.0, seconds / 3, 0, 0
+    while now < seconds:
+        while replica.scheduler.queue < WAITING:
+            replica.scheduler.submit(SimulatedRequest(*next(rows)))
+        now += 2 * TICK_S
+        for ended in replica.advance(now):
+            prompt_tokens += ended.sample.prompt_tokens
+            tokens += ended.sample.outputs if now > begins_at else 0
+        if now > begins_at:
+            load.add("one", sample_of_load(replica.load, at=now, unsent=9999))
+    cached = int(shared * prompt_tokens)
+    prefills = Prefills(passes=9, prompts=999, new_tokens=prompt_tokens - cached, cached_tokens=cached)
+    care = args.get("schedule-conservativeness", 1.0)
+    facts = Facts(
+        arguments=UNSET | arguments_of(args) | {"schedule_conservativeness": care},
+        ready=ServerReady(config.max_total_tokens, 8192, config.most_running, 100_000),
+        states=lab.hybrid.states(args),
+    )
+    situation = Situation(load, Series(load.tracks, prefills), facts, ClientActivity(max_new_tokens=400))
+    return situation, tokens / (seconds - begins_at)
 
 
 def chat_rows(count: int, seed: int = 3, asked: int = 400) -> list[tuple[int, int, int]]:

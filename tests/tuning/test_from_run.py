@@ -9,8 +9,12 @@ import orjson
 import pytest
 
 from batchrunner.api import run
+from batchrunner.output.events import read_events
+from batchrunner.output.run_dir import look_at_run
+from batchrunner.output.samples import sample_of
 from batchrunner.runner.advise import advise
 from batchrunner.tuning.advise import advise_run
+from batchrunner.tuning.from_run import ServerWatch
 from tests.conftest import job_of
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.launchable import launchable
@@ -30,13 +34,17 @@ def tell(path: Path, samples: int = 60, *, torn: bool = False, **values: Any) ->
     load |= {name: values.pop(name) for name in list(values) if name in load}
     lines = [{"time": 1000.0, "elapsed_s": 0.0, "event": "start", "rows_total": 9000}]
     for number in range(-1, samples):
-        sample = {
+        sample: dict[str, Any] = {
             "time": 1000.0 + number, "elapsed_s": number, "event": "sample",
-            "rows_total": 9000, "rows_done": 4000, "rows_per_s": 5.0,
-            "output_tokens_per_s": 900.0, "window": 400, "in_flight": 400, "resting": 0,
-            "retractions": 0, "signals": [load], "bands": {},
+            "rows_total": 9000, "rows_done": 4000, "rows_failed": 0, "rows_reused": 0, "rows_per_s": 5.0,
+            "time_left_s": None, "stopping": False, "output_tokens_per_s": 900.0,
+            "prompt_tokens_per_s": 0.0, "cached_tokens_per_s": 0.0, "output_tokens": 0, "prompt_tokens": 0,
+            "cached_tokens": 0, "window": 400, "in_flight": 400, "resting": 0, "retractions": 0,
+            "signals": [load], "bands": {}, "task": "generate", "simulated": False,
         }  # fmt: skip
-        lines.append({**sample, **values} | ({"rows_done": 10, "retractions": 0} if number < 0 else {}))
+        sample |= values | ({"rows_done": 10, "retractions": 0} if number < 0 else {})
+        sample.setdefault("unsent", 9000 - sample["rows_done"] - sample["in_flight"])
+        lines.append(sample)
     text = b"\n".join(map(orjson.dumps, lines)) + b"\n"
     path.write_bytes(text[:-40] if torn else text)
 
@@ -99,6 +107,11 @@ def test_an_attached_server_whose_memory_is_the_cap(tmp_path: Path, asked: int, 
         ({"tokenizer_worker_num": 1}, "--tokenizer-worker-num 4"),
         ({}, "`engine.replicas`: servers with a front process each"),
         ({"tokenizer_worker_num": 1, "device": "cpu"}, "a machine with more cores"),
+        (
+            {"tokenizer_worker_num": 4, "enable_http_worker_reuseport": False},
+            "--enable-http-worker-reuseport",
+        ),
+        ({"tokenizer_worker_num": 4, "detokenizer_worker_num": 1}, "--detokenizer-worker-num 4"),
     ],
 )
 def test_the_front_process_may_be_too_slow(arguments: dict[str, Any], expected: str, own: Path) -> None:
@@ -107,6 +120,33 @@ def test_the_front_process_may_be_too_slow(arguments: dict[str, Any], expected: 
     LogWriter().started(**arguments).write(own, "engine-server.log")
     tell(own / "events.jsonl", queue=0, running=20, in_flight=400)
     assert changes(advise(str(own)))["queue-empty"].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "advised"),
+    [
+        ({"user": "$text"}, True),
+        ({"user": "$text", "images": {"columns": ["picture"]}}, False),
+        ({"messages": "chat"}, False),
+    ],
+)
+def test_a_job_without_images_needs_no_encoder(prompt: dict[str, Any], own: Path, *, advised: bool) -> None:
+    """A model that takes images can leave their part out, unless prompts have some, or may have some."""
+    change_facts(own, "fingerprint", prompt=prompt)
+    model = "Load weight end. elapsed=9 s, type=DeepseekV4ForCausalLM, avail mem=40.0 GB, mem usage=30.00 GB."
+    log = LogWriter().started(language_model_only=False).say(model)
+    log.decode(9).write(own, "engine-server.log")
+    tell(own / "events.jsonl")
+    expected = {"encoder-unused": "--language-model-only"} if advised else {}
+    assert changes(advise(str(own))) == expected
+
+
+def test_images_are_read_by_more_threads(own: Path) -> None:
+    """A front process that is too slow with images gets threads to read them first."""
+    change_facts(own, "fingerprint", prompt={"user": "$text", "images": {"columns": ["picture"]}})
+    LogWriter().started(mm_io_worker_num=0, tokenizer_worker_num=1).write(own, "engine-server.log")
+    tell(own / "events.jsonl", queue=0, running=20, in_flight=400)
+    assert changes(advise(str(own)))["queue-empty"] == "--mm-io-worker-num 16"
 
 
 def test_connections_may_be_what_limits(own: Path) -> None:
@@ -272,3 +312,25 @@ def test_what_the_cache_could_serve_is_read(shares: dict[str, Any], own: Path, *
     with (own / "events.jsonl").open("ab") as log:
         log.write(orjson.dumps({"time": 1000.0, "elapsed_s": 0.0, "event": "order", **shares}) + b"\n")
     assert ("cache-off" in changes(advise(str(own)))) is named
+
+
+def test_each_window_of_a_watch_counts_afresh(own: Path) -> None:
+    """A new window forgets what the client did in the last one, and judging a window reads no file."""
+    log = LogWriter().started().decode(30).write(own, "engine-server.log")
+    tell(own / "events.jsonl", samples=40, queue=0)
+    samples = [sample for event in read_events(own / "events.jsonl") if (sample := sample_of(event))]
+    watch = ServerWatch(look_at_run(own), "engine", log, since=0)
+    for begins_at in (0, 100):
+        watch.begin()
+        for number, sample in enumerate(samples):
+            if number % 10 == 0:  # it logs on
+                log.write_text(log.read_text() + LogWriter().decode(5).text())
+            sample.output_tokens = 100 * (begins_at + number)
+            watch.take(sample, begins_at + number)
+        assert watch.busy_s
+    hidden = own.rename(own.with_name("elsewhere"))
+    client = watch.situation.client
+    hidden.rename(own)
+    assert client is not None
+    assert client.empty == 40
+    assert client.longest_output == 5

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,12 @@ from batchrunner.engines.hang_detector import WARM_UP, HangDetector, SilenceTime
 from batchrunner.sglang.flags import Flags, of_arguments
 from batchrunner.sglang.logs.lines import Phase, ServerReady
 from batchrunner.sglang.logs.reader import Facts, LogReader
+from batchrunner.tuning.memory import Memory
 from batchrunner.tuning.recover import (
+    MOST_CHANGES,
     Death,
     EndedServer,
+    Healer,
     Kind,
     examine,
     safer,
@@ -70,6 +74,16 @@ def died_of(life: EndedServer) -> Death:
             ("Capture target prefill CUDA graph begin. backend=breakable, num_tokens=[4]\n"
             "[2026-11-22 10:00:00] OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
             f"{traceback('layers/attention/flashinfer_backend.py forward_extend')}\n{CUDA}"),
+        ),
+        (
+            "states",  # 0.5.23, memory_pool.py and kv_cache_configurator.py
+            (f"{READY}\nAssertionError: Not enough space for mamba cache, try to increase "
+            "--mamba-full-memory-ratio or --max-mamba-cache-size. mid=None, self.mamba_pool.size=48,"),
+        ),
+        (
+            "states",
+            ("RuntimeError: Hybrid (mamba/linear-attention) state cache is too small to serve any requests. "
+            "max_mamba_cache_size=4, mamba_ratio=5, resulting max_num_reqs=0."),
         ),
         ("load", f"[2025-08-11 17:10:10 TP0] Load weight begin. avail mem=78.50 GB\n{CUDA}"),
         ("general", f"Load weight begin. avail mem=78 GB\nLoad weight end. avail mem=63 GB\n{OLD_CUDA}"),
@@ -169,6 +183,9 @@ CPU = {
         ("general", GPU | {"mem_fraction_static": 0.7},
          [{"mem-fraction-static": 0.6}, {"chunked-prefill-size": 4096}, {"chunked-prefill-size": 2048},
           {"max-running-requests": 225}]),
+        ("states", GPU, [{"mamba-full-memory-ratio": 1.8}, {"mamba-full-memory-ratio": 3.6},
+                         {"mamba-full-memory-ratio": 7.2}, {"max-running-requests": 225}]),
+        ("states", GPU | {"max_mamba_cache_size": 48}, [{"max-mamba-cache-size": 96}]),
         ("pool", GPU, [{"mem-fraction-static": 0.88}, {"mem-fraction-static": 0.93}, {}]),
         ("killed", CPU, [{"max-total-tokens": 10_000}, {"max-total-tokens": 5_000},
                          {"max-running-requests": 24}]),
@@ -237,6 +254,21 @@ def test_work_is_never_a_hang(pauses: list[float], polls: float) -> None:
         while now < until:
             assert timer.poll(now, work, busy=True) is None
             now += polls
+
+
+def test_the_reason_why_recovery_gives_up_is_the_true_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Changes that are used up are not called arguments that are used up."""
+    healer = Healer({}, Memory(tmp_path / "memory"), [])
+    log = f"{READY}\nRuntimeError: Decode out of memory. Try to lower your batch size."
+    running = "[2025-08-11 17:18:00 TP0] Decode batch, #running-req: 4000, #queue-req: 1"
+    ended = EndedServer([*f"{running}\n{log}".splitlines()])
+    for _ in range(MOST_CHANGES):
+        assert healer.heal("replica 0", ended._replace(args=healer.args))
+    caplog.clear()
+    assert not healer.heal("replica 0", ended._replace(args=healer.args))
+    assert f"gives up after {MOST_CHANGES} changes of its arguments; max-running-requests" in caplog.text
 
 
 def test_how_long_a_silence_is_borne() -> None:

@@ -1,5 +1,6 @@
 """Each failure in a log of SGLang has its remedy, and no two remedies contradict each other."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,19 @@ POOL_CAP = (
     "cache capacity."
 )
 """What SGLang 0.5.23 logs where memory allows fewer running requests than were asked for."""
+POOLS = (
+    "Mamba Cache is allocated. max_mamba_cache_size: 490, conv_state size: 0.60GB, ssm_state size: 23.40GB ",
+    "KV Cache is allocated. dtype: torch.bfloat16, #tokens: 450000, K size: 13.33 GB, V size: 13.33 GB",
+)
+
+
+def hybrid(*, before_ready: Sequence[str] = (STATES_CAP,), **arguments: Any) -> LogWriter:
+    """Begin the log of a hybrid model whose state pool caps the running requests."""
+    unset = dict.fromkeys(("max_mamba_cache_size", "mamba_full_memory_ratio", "mamba_ssm_dtype"))
+    strategy = {"disable_radix_cache": False, "mamba_radix_cache_strategy": "extra_buffer"}
+    return LogWriter().started(most=98, before_ready=before_ready, **{**unset, **strategy, **arguments})
+
+
 FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
     "prefill, SGLang's line": (
         LogWriter().started().decode(9).prefill(2)
@@ -109,7 +123,34 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         {"running-capped": "--max-running-requests 256"},
     ),
     "at the cap of a hybrid model's state pool": (
-        LogWriter().started(most=98, before_ready=(STATES_CAP,)).decode(30, r=98, u=0.3), {},
+        hybrid().decode(30, r=98, u=0.3).prefill(60, hit=2000),
+        {"states-full": "--mamba-radix-cache-strategy extra_buffer_lazy --mamba-full-memory-ratio 2.14, "
+         "or --mamba-ssm-dtype bfloat16, which halves a state and changes answers a little",
+         "shared-prefixes": "send requests that begin alike one after another, as batchrun does"},
+    ),
+    "at the cap of a state pool, and no prefix is shared": (
+        hybrid().decode(30, r=98, u=0.3).prefill(60),
+        {"states-full": "--disable-radix-cache --mamba-full-memory-ratio 0.55, "
+         "or --mamba-ssm-dtype bfloat16, which halves a state and changes answers a little"},
+    ),
+    "at the cap of a state pool whose size is set": (
+        hybrid(max_mamba_cache_size=490, mamba_ssm_dtype="bfloat16", before_ready=(STATES_CAP, *POOLS))
+        .decode(30, r=98, u=0.3).prefill(60, hit=2000),
+        {"states-full": "--mamba-radix-cache-strategy extra_buffer_lazy --max-mamba-cache-size 704",
+         "shared-prefixes": "send requests that begin alike one after another, as batchrun does"},
+    ),
+    "at the cap of a state pool of a size that is not known": (
+        LogWriter().started(most=98, before_ready=(STATES_CAP,)).decode(30, r=98, u=0.3),
+        {"states-full": "--mamba-ssm-dtype bfloat16, which halves a state and changes answers a little"},
+    ),
+    "below the cap of a state pool": (hybrid().decode(30, r=60, u=0.95), {}),
+    "EAGLE with a fixed number of guesses": (
+        LogWriter().started(speculative_algorithm="EAGLE3", speculative_eagle_topk=1,
+                            speculative_adaptive=False).decode(30),
+        {"fixed-guesses": "--speculative-adaptive"},
+    ),
+    "an n-gram server": (
+        LogWriter().started(speculative_algorithm="NGRAM", speculative_adaptive=False).decode(30), {},
     ),
     "at the cap of the KV pool": (
         LogWriter().started(most=98, before_ready=(POOL_CAP,)).decode(30, r=98, u=0.3), {},

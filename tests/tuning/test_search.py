@@ -22,7 +22,20 @@ from batchrunner.tuning.measurement import Incumbent, TrialResult
 from batchrunner.tuning.search import Search, TrialRequest, compare, key_of, trial_noise
 from batchrunner.tuning.space import TUNED_FLAGS, Args
 from tests.conftest import examples
-from tests.support.tuning_lab import CARD, CPU, ROWS, WRONG, Card, Kept, Lab, chat_rows, tuned
+from tests.support.tuning_lab import (
+    CARD,
+    CPU,
+    FAST_GPU,
+    ROWS,
+    WAITING,
+    WRONG,
+    Card,
+    Hybrid,
+    Kept,
+    Lab,
+    chat_rows,
+    tuned,
+)
 
 
 def measured(args: Args, incumbent: Incumbent | None = None, rows: int = len(ROWS)) -> TrialResult:
@@ -117,6 +130,23 @@ def test_memory_in_small_steps_to_the_edge() -> None:
     assert [*dict.fromkeys(tried)] == [None, 0.89, 0.9, 0.91]
     assert found.args["mem-fraction-static"] == 0.9
     assert search.notes["mem-fraction-static"] == "--mem-fraction-static 0.91: unsafe: OOM"
+
+
+def test_memory_of_a_hybrid_model_goes_where_it_is_needed() -> None:
+    """Where 48 states cap what runs, two trials divide the memory nearly as well as the best of a grid."""
+    lab = Lab(ROWS, max_running=2048, cost=FAST_GPU, hybrid=Hybrid(), waiting=WAITING)
+    own = {"mamba-radix-cache-strategy": "extra_buffer"}
+    found, search = tuned(lab, own, machine=CARD, budget_s=5000)
+    assert found.args["disable-radix-cache"] is True
+    assert "mamba-radix-cache-strategy" not in found.args
+    assert search.notes["mamba-ssm-dtype"] == "it changes answers: only with --allow fp8"
+    flags = own | found.args | {CLIP: int(found.env[CLIP])}
+    grid = [flags | {"mamba-full-memory-ratio": ratio} for ratio in (0.5, 0.7, 0.9)]
+    best = max(lab.measure(TrialRequest(args, "", 0)).tokens_per_s for args in grid)
+    assert found.best_tokens_per_s >= 0.97 * best
+    assert found.best_tokens_per_s > 3 * found.own_tokens_per_s
+    divided = [trial["args"].get("mamba-full-memory-ratio") for trial in found.trials]
+    assert len(dict.fromkeys(divided)) <= 3
 
 
 def test_flags_that_die_at_once() -> None:

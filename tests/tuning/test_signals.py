@@ -12,7 +12,7 @@ from batchrunner.dispatch.concurrency.law import Controller, Reading
 from batchrunner.sglang.flags import Flags
 from batchrunner.sglang.logs.reader import Facts, LogReader
 from batchrunner.sglang.logs.series import LoadSample, Series
-from batchrunner.tuning.adapt import STEPS
+from batchrunner.tuning.adapt import ADAPTING_RULES
 from batchrunner.tuning.flags import Server
 from batchrunner.tuning.measurement import TrialSigns, TrialWatch
 from batchrunner.tuning.rules import apply_all
@@ -40,9 +40,13 @@ READINGS = 1200
 
 
 def load(
-    running: int = 100, queue: int = 300, usage: float = 0.5, max_running: int | None = 256
+    running: int = 100,
+    queue: int = 300,
+    usage: float = 0.5,
+    max_running: int | None = 256,
+    state_usage: float = 0.0,
 ) -> LoadSample:
-    return LoadSample(None, running, queue, usage, max_running)
+    return LoadSample(None, running, queue, usage, max_running, state_usage=state_usage)
 
 
 def recorded(name: str) -> list[LoadSample]:
@@ -72,6 +76,12 @@ TRACES: dict[str, list[LoadSample]] = {
         load(running=7, max_running=8),
         load(running=8, max_running=8),
     ],
+    "states have no room": [load(state_usage=0.95)],
+    "states cap a small pool, and a place is being filled": [
+        load(running=8, max_running=9, state_usage=8 / 9)
+    ],
+    "both pools are full": [load(usage=0.95, state_usage=0.95)],
+    "the flag caps, and half of the states are free": [load(running=256, state_usage=0.5)],
     **{name: recorded(name) for name in sorted(path.name for path in LOGS.glob("*.log"))},
     "h200_slots_full.readings": recorded("h200_slots_full.readings"),
 }
@@ -105,6 +115,7 @@ def law_of(samples: Sequence[LoadSample], retractions_a_reading: float = 0.0) ->
             usage=sample.usage,
             retractions=int(at * retractions_a_reading),
             max_running=sample.max_running,
+            state_usage=sample.state_usage,
         )
         law.sample(at * STEP_S, reading)
     return law
@@ -137,6 +148,7 @@ def loads_of(sample: LoadSample) -> SchedulerLoad:
         queue=sample.queue,
         token_usage=sample.usage,
         max_running=sample.max_running,
+        state_usage=sample.state_usage,
     )
 
 
@@ -158,10 +170,25 @@ def test_all_agree_whether_the_server_admits_too_few(name: str, retractions_a_re
     advice = {each.rule for each in apply_all(situation, Flags()) if each.change}
     is_memory_bound = share(situation.load.samples, "full") >= GUIDES.peaks  # a bolder server does not help
     assert ("conservative" in advice) is (expected and not is_memory_bound)
-    assert "conservative" in STEPS  # changes during a run are this advice
+    assert "conservative" in ADAPTING_RULES  # changes during a run are this advice
 
 
-@pytest.mark.parametrize("sign", ["empty", "capped", "full", "kv_bound", "at_cap"])
+@pytest.mark.parametrize("name", TRACES)
+def test_all_agree_whether_the_state_pool_is_the_limit(name: str) -> None:
+    """A hybrid model's second pool has a sign of its own, which is neither the cap's nor the KV pool's."""
+    samples = TRACES[name]
+    expected = "states" in name and "the flag" not in name
+    situation = situation_of(samples)
+    assert situation.waits_for_states is expected
+    assert (law_of(samples).corner is Corner.STATES) is expected
+    assert SEEN["states"](trial_of(samples), Server(Facts())) is expected
+    advice = {each.rule for each in apply_all(situation, Flags()) if each.change}
+    assert ("states-full" in advice) is expected
+    assert not expected or not advice & {"running-capped", "conservative"}
+    assert "states-full" in ADAPTING_RULES
+
+
+@pytest.mark.parametrize("sign", ["empty", "capped", "full", "kv_bound", "at_cap", "states"])
 @pytest.mark.parametrize("name", TRACES)
 def test_advice_and_tuning_measure_the_same_shares(name: str, sign: str) -> None:
     """A trial's signs are those of its readings up to the last in which a request waited."""

@@ -33,6 +33,9 @@ States: `start` until the queue has reached `low`, then `steady`. `pressure`: a 
 W 0.7·W, once a second at most, and nothing grows for 5 s. `blind`: no fresh sample for a while; W stays.
 `tail`: no row remains to be sent. `fixed`: the job sets W. `stop_steering` sets the last two.
 
+The state pool of a hybrid model holds no row back, since a state does not grow with its request. Where it is
+full, it is the pool that binds, and the scheduler is not too conservative (the corner `states`).
+
 Sources: integral control with dead time, K·τ ≤ 1/e; Past-Future Scheduler (ASPLOS 2025) for the pace.
 """
 
@@ -97,6 +100,8 @@ class Reading:
     """Requests that it has retracted so far."""
     max_running: int | None = None
     """Most requests that the scheduler runs at once; None where it does not say."""
+    state_usage: float = 0.0
+    """Share of a hybrid model's state pool that running requests take; 0 without one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -336,6 +336,7 @@ class ConcurrencyLimits:
                 usage=load.token_usage if decodes else 0.0,
                 retractions=self._retractions_of(scheduler),
                 max_running=load.max_running,
+                state_usage=load.state_usage,
             )
             may_grow = count == 1 or route not in full
             changes += scheduler.controller.sample(now, reading, may_grow=may_grow)

@@ -57,6 +57,8 @@ from batchrunner.engines.http.server_info import (
     describe,
     in_words,
     pooling_note,
+    running_by_states,
+    sends_pieces,
 )
 from batchrunner.engines.http.wire import PostedAnswer, PostSender
 from batchrunner.input.request_bodies import with_model
@@ -133,7 +135,10 @@ class HttpEngine(Engine):
         self._model_names: frozenset[str] = frozenset()
         self._names_to_send: dict[str, str] = {}
         """Model name to send in a whole request, by the name that its row gives."""
+        self._logged_unwatched = False
         self._name_lock = asyncio.Lock()
+        self._large_answers = asyncio.Semaphore(replies.LARGE_AT_ONCE)
+        """Permits to read large answers."""
 
     async def connect(self, urls: Sequence[str], remedy: str = START) -> EngineInfo:
         """Connect to the replicas, and read the description of each that answers.
@@ -175,8 +180,8 @@ class HttpEngine(Engine):
         """Create the endpoints; those that answer come first, as `tokens_of` asks the first one."""
         arguments = {description.url: description.arguments for description in descriptions}
         for url in dict.fromkeys([*arguments, *urls]):
-            self.endpoints[url] = self._new_endpoint(url)
-            self.endpoints[url].arguments = arguments.get(url)
+            endpoint = self.endpoints[url] = self._new_endpoint(url)
+            endpoint.arguments = arguments.get(url)
         self.serving = [self.endpoints[url] for url in urls]
 
     async def _first_loads(self, descriptions: Sequence[ServerDescription]) -> Sequence[SchedulerLoad]:
@@ -243,6 +248,8 @@ class HttpEngine(Engine):
         reply: bytes | list[bytes]
         if request.task is not None:
             reply = await self._post_task(endpoint, [request])
+        elif request.stops_repetition and self._can_watch(endpoint, request):
+            return await self._send_watched(endpoint, request)
         else:
             if request.kind == "body":
                 body = with_model(request.prompt, await self._name_to_send(endpoint, request.prompt.model))
@@ -287,7 +294,7 @@ class HttpEngine(Engine):
         """Ask the first replica; see `Engine.tokens_of`."""
         body = wire.bytes_of(wire.tokenize_body(request, special=special))
         endpoint = next(iter(self.endpoints.values()))
-        answer = await self._exchange(endpoint, wire.TOKENIZE_PATH, body, replies.whole)
+        answer = await self._exchange(endpoint, wire.TOKENIZE_PATH, body, self._whole)
         if answer.status in NO_SUCH_PATH:
             return None
         if answer.status != _OK:
@@ -319,7 +326,9 @@ class HttpEngine(Engine):
         """Return the loads that a server reports: empty where it reports none, None without an answer."""
         assert self._question_session is not None
         try:
-            return await ServerStatus(self._question_session, url).load(TIMING.status_timeout)
+            status = ServerStatus(self._question_session, url)
+            by_states = running_by_states(self.endpoints[url].arguments or {})
+            return await status.load(TIMING.status_timeout, by_states)
         except (*NOT_REACHED, *NOT_SGLANG) as failure:
             log.debug("the load of %s could not be read: %r", url, failure)
             return None if isinstance(failure, NOT_REACHED) else []
@@ -406,10 +415,14 @@ class HttpEngine(Engine):
         fields = self._added_fields(endpoint, path)
         rids = (str(fields["rid"]),) if "rid" in fields else ()
         body = wire.with_fields(body, fields) if fields else body
-        answer = await self._exchange(endpoint, path, body, replies.whole, rids=rids)
+        answer = await self._exchange(endpoint, path, body, self._whole, rids=rids)
         if answer.status != _OK or not answer.content.lstrip().startswith(JSON_BEGINS):
             raise self._refusal(endpoint, answer)
         return answer.content
+
+    async def _whole(self, answer: PostedAnswer) -> replies.WholeAnswer:
+        """Read the body of an answer, in a turn if it is large."""
+        return await replies.whole(answer, self._large_answers)
 
     def _added_fields(self, endpoint: Endpoint, path: str) -> dict[str, Any]:  # noqa: ARG002 - for subclasses
         """Return fields to add to a body: the name by which its request can be aborted.
@@ -456,15 +469,62 @@ class HttpEngine(Engine):
         """Send prompts in one body, and pass on the answer of each when it comes."""
         fields = self._added_fields(endpoint, wire.GENERATE_PATH)
         body = wire.bytes_of(self._addressed(wire.bundle_body(requests) | fields))
-        bundle = BundleAnswer(requests, ended, endpoint, self.guard)
         # SGLang names the rows of a bundle in this way.
         rids = tuple(f"{fields['rid']}_{index}" for index in range(len(requests)))
+        bundle = BundleAnswer(
+            requests=requests,
+            ended=ended,
+            endpoint=endpoint,
+            guard=self.guard,
+            large_answers=self._large_answers,
+            rids=rids,
+            abort=self._abort,
+        )
         answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, bundle.read, rids=rids)
         if answer is None:
             return
         if answer.status == _OK and answer.content.lstrip().startswith(JSON_BEGINS):
             raise BundleRefusedError("the answer to several rows is no stream of events")
         raise self._refusal(endpoint, answer)
+
+    def _can_watch(self, endpoint: Endpoint, request: Request) -> bool:
+        """Tell whether a repetition in the answer to a row can be seen; log the first time that it cannot."""
+        why = None
+        if request.kind not in {"text", "input_ids"}:
+            why = "the server renders the chats"
+        elif endpoint.arguments is not None:
+            why = sends_pieces(endpoint.arguments)
+        if why is not None and not self._logged_unwatched:
+            self._logged_unwatched = True
+            log.warning("on_repetition: answers go on to max_new_tokens, however they repeat: %s", why)
+        return why is None and wire.tokens_between_events(request) is not None
+
+    async def _send_watched(self, endpoint: Endpoint, request: Request) -> Completion:
+        """Send one row, and stop its answer if that repeats itself; raises as `generate`."""
+        fields = self._added_fields(endpoint, wire.GENERATE_PATH)
+        body = wire.bytes_of(self._addressed(wire.watched_body(request) | fields))
+        results: list[Completion | RequestError] = []
+        rids = (str(fields["rid"]),)
+        stream = BundleAnswer(
+            requests=[request],
+            ended=lambda _, result: results.append(result),
+            endpoint=endpoint,
+            guard=self.guard,
+            large_answers=self._large_answers,
+            rids=rids,
+            abort=self._abort,
+        )
+        answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, stream.read, rids=rids)
+        if answer is not None:
+            if answer.status == _OK and answer.content.lstrip().startswith(JSON_BEGINS):
+                return replies.completion_of(request, answer.content)  # the server does not stream
+            raise self._refusal(endpoint, answer)
+        if not results:
+            raise AttemptFailedError("the answer ended before its last event")
+        (result,) = results
+        if isinstance(result, RequestError):
+            raise result
+        return result
 
     async def _exchange(
         self,
@@ -598,6 +658,11 @@ class BundleAnswer:
     ended: RowEnded
     endpoint: Endpoint
     guard: ModelGuard
+    large_answers: asyncio.Semaphore
+    """Permits to read large answers."""
+    rids: Sequence[str]
+    """Request ids of the rows."""
+    abort: Callable[[Endpoint, Sequence[str]], Awaitable[bool]]
     ended_rows: set[int] = field(default_factory=set)
     """Places in the bundle of the rows that have ended."""
     refusal: replies.WholeAnswer | None = None
@@ -610,7 +675,7 @@ class BundleAnswer:
         """
         kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if kind != "text/event-stream":
-            return await replies.whole(answer)
+            return await replies.whole(answer, self.large_answers)
         lines = replies.EventLines()
         try:
             async with asyncio.timeout(None) as end:
@@ -641,12 +706,29 @@ class BundleAnswer:
                 log.debug("an event of %s cannot be read: %.200r", self.endpoint.url, content)
                 continue
             index = event.index
-            if index is None:
-                if event.error is not None:
-                    code = event.error.get("code") if isinstance(event.error, dict) else None
-                    self.refusal = replies.WholeAnswer(known_status(code), content)
-            elif event.meta_info.finish_reason is not None and 0 <= index < len(self.requests):
+            if index is None and event.error is not None:
+                code = event.error.get("code") if isinstance(event.error, dict) else None
+                self.refusal = replies.WholeAnswer(known_status(code), content)
+                continue
+            if index is None and len(self.requests) == 1:  # SGLang numbers the rows of lists only
+                index = 0
+            if index is None or not 0 <= index < len(self.requests):
+                continue
+            if event.meta_info.finish_reason is not None:
                 await self._end(index, event)
+            elif self.requests[index].stops_repetition:
+                await self._stop_if_repeating(index, event)
+
+    async def _stop_if_repeating(self, index: int, event: replies.Event) -> None:
+        """End a row whose answer repeats itself without end, and abort its request."""
+        request = self.requests[index]
+        if index in self.ended_rows or wire.tokens_between_events(request) is None:
+            return
+        end = replies.stopped_at_repetition(event, request)
+        if end is not None:
+            # The row ends first: what the server says of the abort is not its answer.
+            await self._end(index, end)
+            await self.abort(self.endpoint, self.rids[index : index + 1])
 
     async def _end(self, index: int, event: replies.Event) -> None:
         if index in self.ended_rows:

@@ -3,12 +3,14 @@
 Whatever bytes come, reading them ends in a completion or in a RequestError of the row.
 """
 
+import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Annotated, Any
 
+import aiohttp
 import msgspec
 
 from batchrunner.core.errors import (
@@ -34,7 +36,7 @@ from batchrunner.core.types import (
 )
 from batchrunner.engines.http.wire import PostedAnswer
 from batchrunner.input.request_bodies import fields_of, prompts_in
-from batchrunner.job.output import RESPONSE
+from batchrunner.job.output import REPETITION, RESPONSE
 from batchrunner.job.tasks import check_embeddings
 
 TokenLogprob = tuple[float | None, TokenCount, str | None]
@@ -155,7 +157,12 @@ _read_tokens = msgspec.json.Decoder(TokensReply)
 _read_event = msgspec.json.Decoder(Event)
 
 MOST_ANSWER_BYTES = 128 << 20
-"""Most bytes of an answer, or of an event in one: a part of the results holds 64 MiB."""
+"""Maximum bytes of an answer: a part of the results holds 64 MiB."""
+MOST_EVENT_BYTES = 16 << 20
+"""Maximum bytes of an event in an answer to several rows; a row with a larger one is sent again alone."""
+LARGE_BYTES, LARGE_AT_ONCE = 1 << 20, 8
+"""Bytes from which an answer counts as large, and the number of large answers that are read at once: a
+thousand answers that do not end must not fill the memory."""
 _OK = HTTPStatus.OK.value
 _DATA = b"data:"
 JSON_BEGINS = b"{", b"["
@@ -179,25 +186,58 @@ class WholeAnswer(msgspec.Struct):
     retry_after: str | None = None
 
 
-async def whole(answer: PostedAnswer) -> WholeAnswer:
-    """Read the body of an answer; raises AttemptFailedError if it exceeds MOST_ANSWER_BYTES."""
+async def whole(answer: PostedAnswer, large_answers: asyncio.Semaphore) -> WholeAnswer:
+    """Read the body of an answer; raises AttemptFailedError if it exceeds MOST_ANSWER_BYTES.
+
+    `large_answers` has the permits to read a large answer; see LARGE_BYTES.
+    """
     stream = answer.content
     if stream.is_eof() and stream.total_bytes <= MOST_ANSWER_BYTES:
         content = stream.read_nowait()
     else:
         body = bytearray()
-        async for part in stream.iter_any():
-            body += part
-            if len(body) > MOST_ANSWER_BYTES:
-                raise AttemptFailedError(f"the answer is larger than {MOST_ANSWER_BYTES >> 20} MiB")
+        await _read_on(stream, body, LARGE_BYTES)
+        if len(body) > LARGE_BYTES:
+            async with large_answers:
+                await _read_on(stream, body, MOST_ANSWER_BYTES)
+        if len(body) > MOST_ANSWER_BYTES:
+            raise AttemptFailedError(f"the answer is larger than {MOST_ANSWER_BYTES >> 20} MiB")
         content = bytes(body)
     retry_after = None if answer.status == _OK else answer.headers.get("Retry-After")
     return WholeAnswer(answer.status, content, retry_after)
 
 
+async def _read_on(stream: aiohttp.StreamReader, body: bytearray, most: int) -> None:
+    """Add to a body until its stream ends or it has more than `most` bytes."""
+    while len(body) <= most and (part := await stream.readany()):
+        body += part
+
+
 def read_event(content: bytes) -> Event:
     """Decode an event; raises for any other content."""
     return decode_reply(_read_event, content)
+
+
+def stopped_at_repetition(event: Event, request: Request) -> Event | None:
+    """Return the end of an answer that repeats itself so far, with its text up to the first repeat.
+
+    None for any other answer, and where the prompt has that repetition too. An answer that comes with its
+    token ids or probabilities keeps the text that belongs to them.
+    """
+    from batchrunner.engines.repetition import find_repetition, repeats_in_prompt  # noqa: PLC0415 - few need it
+
+    repetition = find_repetition(event.text)
+    if repetition is None:
+        return None
+    output: str | list[int] = event.text
+    if request.kind == "input_ids":
+        output = (_read_ids.decode(event.output_ids) if event.output_ids else None) or []
+    if repeats_in_prompt(request.prompt, output):
+        return None
+    is_whole = request.asks is not None and request.asks.of_tokens
+    text = event.text if is_whole else event.text[: repetition.sense]
+    meta = msgspec.structs.replace(event.meta_info, finish_reason=REPETITION)
+    return msgspec.structs.replace(event, text=text, meta_info=meta)
 
 
 class EventLines:
@@ -216,8 +256,8 @@ class EventLines:
             lines[0] = bytes(self._rest) + lines[0]
             self._rest.clear()
         self._rest += rest
-        if len(self._rest) > MOST_ANSWER_BYTES:
-            raise BundleRefusedError(f"an event is larger than {MOST_ANSWER_BYTES >> 20} MiB")
+        if len(self._rest) > MOST_EVENT_BYTES:
+            raise BundleRefusedError(f"an event is larger than {MOST_EVENT_BYTES >> 20} MiB")
         return [line[len(_DATA) :].strip() for line in lines if line.startswith(_DATA)]
 
 

@@ -20,7 +20,7 @@ from batchrunner.engines.http.guard import model_in
 from batchrunner.engines.http.proxies import by_proxy, proxy_of
 from batchrunner.engines.http.server import Model
 from batchrunner.job.tasks import TASKS, TaskName
-from batchrunner.sglang.flags import attention_ranks
+from batchrunner.sglang.flags import attention_ranks, slots_per_request
 from batchrunner.sglang.model_files import model_identity, takes_mean
 
 MODEL_INFO, SERVER_INFO = "/model_info", "/server_info"
@@ -88,17 +88,17 @@ class ServerStatus:
                 return status, reply
         return status, {}
 
-    async def load(self, timeout_s: float) -> list[SchedulerLoad]:
+    async def load(self, timeout_s: float, running_by_states: int | None = None) -> list[SchedulerLoad]:
         """Return the load of each scheduler; empty where the server has no LOADS.
 
-        Any other refusal is no answer for now.
+        Any other refusal is no answer for now. For `running_by_states` see `load_in`.
         """
         status, body = await self.get(LOADS, timeout_s)
         if status in NO_SUCH_PATH:
             return []
         if status != 200:  # noqa: PLR2004
             raise aiohttp.ClientPayloadError(f"{LOADS}: status {status}")
-        return load_in(body, self.url)
+        return load_in(body, self.url, running_by_states)
 
     async def is_alive(self) -> bool:
         """Tell whether the server answers within 2 s, with whatever status."""
@@ -143,8 +143,12 @@ class _Loads(msgspec.Struct):
 _read_loads = msgspec.json.Decoder(_Loads)
 
 
-def load_in(body: bytes, url: str) -> list[SchedulerLoad]:
-    """Read the load of each DP rank of the server at `url`; raises ValueError where it is none."""
+def load_in(body: bytes, url: str, running_by_states: int | None = None) -> list[SchedulerLoad]:
+    """Read the load of each DP rank of the server at `url`; raises ValueError where it is none.
+
+    The load lacks the state pool of a hybrid model, which holds the states of `running_by_states` requests.
+    Where that is the limit of running requests in the load, it tells how full the pool is.
+    """
     try:
         loads = _read_loads.decode(body).loads
     except Exception as failure:
@@ -163,6 +167,11 @@ def load_in(body: bytes, url: str) -> list[SchedulerLoad]:
             taken_at=load.timestamp if type(load.timestamp) in {int, float} else None,
             work=_work(load),
             retracted=load.queues.retracted if load.queues else None,
+            state_usage=(
+                load.num_running_reqs / running_by_states
+                if running_by_states and running_by_states == load.max_running_requests
+                else 0.0
+            ),
         )
         for load in loads
     ]
@@ -367,7 +376,7 @@ def describe(
         takes_images=takes_images,
         takes_audio=_in_all(models, "has_audio_understanding"),
         takes_videos=takes_images and None,  # what takes images may take videos
-        one_by_one=next(filter(None, (_runs_with(server, _IN_PIECES) for server in servers)), None),
+        one_by_one=next(filter(None, map(sends_pieces, servers)), None),
     )
 
 
@@ -394,6 +403,16 @@ def limit_in_effect(state: Mapping[str, Any], argument: str) -> Any:
     if argument == "max_running_requests":
         return state.get("effective_max_running_requests_per_dp") or limit
     return limit
+
+
+def running_by_states(server: Mapping[str, Any]) -> int | None:
+    """Return how many requests' states a server's first scheduler holds, by its `/server_info`.
+
+    None without a state pool, which only a hybrid model has.
+    """
+    state = next(iter(scheduler_states(server)), {})
+    slots = limit_of(state.get("max_mamba_cache_size"))
+    return slots // slots_per_request({**server, **state}) if slots else None
 
 
 LEAST_DEFAULT_RUNNING = 2048
@@ -441,6 +460,11 @@ def _common_to(infos: Sequence[TokenizerInfo]) -> TokenizerInfo:
     if any(info != first for info in infos):
         return TokenizerInfo(first.tokenizer, first.model, why_server="the replicas' arguments differ")
     return first
+
+
+def sends_pieces(server: Mapping[str, Any]) -> str | None:
+    """Say which argument makes a server send only the new text in each event; None where none does."""
+    return _runs_with(server, _IN_PIECES)
 
 
 def _runs_with(server: Mapping[str, Any], arguments: Iterable[str]) -> str | None:

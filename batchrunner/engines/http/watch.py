@@ -27,10 +27,10 @@ from batchrunner.engines.http.server_info import (
     memory_caps_running,
     scheduler_states,
 )
-from batchrunner.sglang.flags import number
+from batchrunner.sglang.flags import StatePool, number, slots_per_request
 from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import Facts
-from batchrunner.sglang.logs.series import LoadSample, Series
+from batchrunner.sglang.logs.series import Series, sample_of_load
 from batchrunner.tuning.situation import Situation
 
 KEY_VARIABLE = "SGLANG_API_KEY"
@@ -94,6 +94,9 @@ class _Server:
         memory = state.get("memory_usage")
         memory = memory if isinstance(memory, dict) else {}
         self._facts.ready = _limits(info, state, memory)
+        if slots := int(number(state.get("max_mamba_cache_size")) or 0):
+            per_request, kv_gb = slots_per_request({**info, **state}), number(memory.get("kvcache"))
+            self._facts.states = StatePool(slots, per_request, kv_gb=kv_gb)
         self._facts.weights_gb = number(memory.get("weight"))
         self._facts.card_gb = _free_at_first(memory)
         with contextlib.suppress(*NOT_REACHED):  # The model's class is optional.
@@ -106,7 +109,9 @@ class _Server:
         with contextlib.suppress(*NOT_REACHED, *NOT_SGLANG):
             if time.monotonic() >= self._next_metrics:
                 await self._metrics()
-            self._add(await self._status.load(TIMING.advise_timeout))
+            pool = self._facts.states
+            by_states = pool.most_running if pool else None
+            self._add(await self._status.load(TIMING.advise_timeout, by_states))
 
     def situation(self) -> Situation:
         """Return the situation, with the growth of the counters since the first poll."""
@@ -133,20 +138,19 @@ class _Server:
     def _add(self, loads: Sequence[SchedulerLoad]) -> None:
         """Record the load of each scheduler; the counters are sums over all."""
         graph, rate = self._last.get("is_cuda_graph"), self._last.get("gen_throughput")
+        states = self._last.get("mamba_usage", 0.0)
         for load in loads:
             new = load.taken_at is None or self._seen.get(load.scheduler) != load.taken_at
             self._seen[load.scheduler] = load.taken_at
             if new and load.has_work:
-                sample = LoadSample(
+                sample = sample_of_load(
+                    load,
                     at=time.monotonic(),
-                    running=load.running,
-                    queue=load.queue,
-                    usage=load.token_usage,
-                    max_running=load.max_running,
                     graph=None if graph is None or not load.running else bool(graph),
                     rate=rate and rate / len(loads),
                 )
-                self._series.add(load.scheduler, sample)
+                state_usage = max(sample.state_usage, states / len(loads))
+                self._series.add(load.scheduler, sample._replace(state_usage=state_usage))
 
 
 def _free_at_first(memory: dict[str, Any]) -> float | None:

@@ -201,12 +201,54 @@ def _chat_logprob_fields(asks: AskedColumns) -> dict[str, Any]:
 
 
 STREAM_INTERVAL = 1 << 30
-"""Tokens between two events of a row: an answer comes whole, after its first token and at its end."""
+"""Tokens between two events of a row that nobody watches: one comes after its first token, one at its end."""
+
+
+LEAST_TOKENS = 1024
+"""Fewest `max_new_tokens` of a row whose answer is watched: a shorter one has no room for a repetition."""
+LEAST_BETWEEN, MOST_EVENTS = 256, 32
+"""Fewest tokens between two events of a watched row, and about the most events of a row: each has all of the
+text so far."""
+UNLIMITED_TOKENS = 16_384
+"""Tokens that stand in for the limit of a row without one."""
+_GRAMMARS = ("regex", "ebnf", "structural_tag")
+
+
+def tokens_between_events(request: Request) -> int | None:
+    """Return after how many tokens each the answer to a request is looked at; None for never.
+
+    Rows whose grammar or parameters may ask for repetition are left alone: lists, patterns, `ignore_eos`.
+    """
+    if not request.stops_repetition:
+        return None
+    sampling = request.sampling
+    most = sampling.get("max_new_tokens") or UNLIMITED_TOKENS
+    if request.kind not in {"text", "input_ids"} or most < LEAST_TOKENS:
+        return None
+    if (sampling.get("n") or 1) > 1 or _may_ask_for_repetition(sampling):
+        return None
+    return max(LEAST_BETWEEN, int(most) // MOST_EVENTS)
+
+
+def _may_ask_for_repetition(sampling: Mapping[str, Any]) -> bool:
+    schema = str(sampling.get("json_schema") or "")
+    has_lists = '"array"' in schema or '"items"' in schema
+    return has_lists or bool(sampling.get("ignore_eos")) or any(sampling.get(name) for name in _GRAMMARS)
+
+
+def _streamed(request: Request) -> dict[str, Any]:
+    """Return the sampling parameters of a row whose answer comes as events."""
+    return {**request.sampling, "stream_interval": tokens_between_events(request) or STREAM_INTERVAL}
+
+
+def watched_body(request: Request) -> dict[str, Any]:
+    """Make the body for `/generate` of one row whose answer is watched while it is written."""
+    return {**generate_body(request), "sampling_params": _streamed(request), "stream": True}
 
 
 def bundle_body(requests: Sequence[Request]) -> dict[str, Any]:
     """Make the body for `/generate` with several prompts of token ids, each answered by an event."""
-    samplings = [{**request.sampling, "stream_interval": STREAM_INTERVAL} for request in requests]
+    samplings = [_streamed(request) for request in requests]
     alike = all(sampling == samplings[0] for sampling in samplings)
     body: dict[str, Any] = {
         "input_ids": [request.prompt for request in requests],

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 class LaunchedFleet(HttpEngine):
     """Servers that live as long as this object is open, and never longer than this process.
 
-    Each gets rows according to its own load. The run continues while at least one of them lives.
+    Each server gets rows according to its own load. The run continues while at least one of them lives.
     """
 
     starts_servers = True
@@ -77,7 +77,7 @@ class LaunchedFleet(HttpEngine):
         """Learned flags for jobs of this shape; None where flags are not tuned."""
         self._watching: list[asyncio.Task[None]] = []
         self.gateway: LaunchedGateway | None = None
-        """The gateway before the servers; None without `engine.gateway`."""
+        """The gateway in front of the servers; None without `engine.gateway`."""
 
     async def open(self) -> EngineInfo:
         """Start all servers at the same time, and wait until they are ready; see `Engine.open`."""
@@ -88,7 +88,7 @@ class LaunchedFleet(HttpEngine):
         cpu = on_cpu(spec.device)
         if cpu and spec.device == "auto":
             _refuse_several_gpus(spec)
-        raise_file_limit()  # before the start, because the servers inherit it
+        raise_file_limit()  # before the start, because the servers inherit the limit
         if spec.heal or self._shape:
             memory = await asyncio.to_thread(memory_of, spec, model, cpu=cpu)
             self._healer = Healer(spec.args, memory, self._incidents) if spec.heal else None
@@ -143,7 +143,7 @@ class LaunchedFleet(HttpEngine):
         await server.ready()
 
     async def loads(self) -> Sequence[SchedulerLoad]:
-        """Return the load of each server, and restart those that hang."""
+        """Return the load of each server, and have servers that hang restarted."""
         loads = await super().loads()
         for url, replica in self._replicas.items():
             if not replica.up:
@@ -194,7 +194,8 @@ class LaunchedFleet(HttpEngine):
 def _refuse_several_gpus(spec: ServerEngine) -> None:
     """Raise EngineStartError for a job that needs several GPUs on a machine that has none.
 
-    A job of one GPU is tried on the CPU instead. Several servers, or parts of one, would only share that.
+    A job of one GPU is tried on the CPU instead. Several servers, or several ranks of one server, would only
+    share that CPU.
     """
     gpu_count = cards_of(spec.args) * (1 if spec.replicas == "auto" else spec.replicas)
     if gpu_count > 1:
@@ -206,10 +207,10 @@ def _refuse_several_gpus(spec: ServerEngine) -> None:
 
 
 def gpu_slices(devices: Sequence[str], size: int, replicas: int | str) -> list[list[str]]:
-    """Divide the GPUs among the replicas, `size` for each; an empty slice keeps CUDA_VISIBLE_DEVICES.
+    """Divide the GPUs among the replicas, `size` for each; an empty slice does not set CUDA_VISIBLE_DEVICES.
 
-    `auto` is one replica if the GPUs cannot be counted: on a CPU, or with a vendor's own names. Raises
-    EngineStartError if there are too few.
+    `auto` is one replica if the GPUs cannot be counted, on a CPU or if the vendor names devices in its own
+    way. Raises EngineStartError if there are too few.
     """
     if not devices:
         return [[] for _ in range(1 if replicas == "auto" else int(replicas))]

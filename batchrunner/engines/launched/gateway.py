@@ -1,4 +1,4 @@
-"""A Model Gateway (`smg`) before the servers of a run, for other clients: one address for all replicas.
+"""A Model Gateway (`smg`) in front of a run's servers: it gives other clients one address for all replicas.
 
 The run's own rows go to the replicas directly. The gateway never outlives this process, and is restarted if
 it dies.
@@ -27,18 +27,19 @@ ARGUMENTS = (
     *("--policy", "cache_aware", "--routing-key-override", "--routing-key-headers", "x-smg-routing-key"),
     *("--max-concurrent-requests", "0", "--health-check-interval-secs", "5"),
 )
-"""Rows with a common prefix go to one replica, a routing key decides before that, and no limit refuses
-requests. A replica that was restarted is used again after some seconds."""
+"""Arguments of the gateway. Requests with a common prefix go to the same replica, unless a routing key
+chooses the replica. No limit makes the gateway refuse requests. A replica that was restarted is used again
+after some seconds."""
 START_S = 120.0
-"""Longest wait for the gateway to list all replicas, in seconds."""
+"""Maximum seconds to wait until the gateway lists all replicas."""
 
 
 class LaunchedGateway:
-    """One `smg` before the replicas of this run."""
+    """One `smg` in front of the replicas of this run."""
 
     def __init__(self, *, python: str | None, key: str, log_path: Path) -> None:
         self.url = f"http://127.0.0.1:{free_port()}"
-        """Its address."""
+        """Address of the gateway."""
         self._python = python or sys.executable
         self._key = key
         self._log_path = log_path
@@ -46,7 +47,7 @@ class LaunchedGateway:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self, replicas: Sequence[str]) -> None:
-        """Start it before these replicas, and wait until it lists them; raises EngineStartError."""
+        """Start the gateway for these replicas, and wait until it lists them; raises EngineStartError."""
         self._replicas = replicas
         await self._launch()
         deadline = asyncio.get_running_loop().time() + START_S
@@ -65,7 +66,7 @@ class LaunchedGateway:
                 await asyncio.sleep(TIMING.launch_poll)
 
     async def watch(self) -> None:
-        """Restart it whenever it ends."""
+        """Restart the gateway whenever it ends."""
         while self._process is not None:
             status = await self._process.wait()
             log.warning("the gateway ended (exit %s): it is restarted [%s]", status, self._log_path)
@@ -73,7 +74,7 @@ class LaunchedGateway:
             await self._launch()
 
     async def close(self) -> None:
-        """End it."""
+        """End the gateway."""
         process, self._process = self._process, None
         if process is not None:
             assert process.stdin is not None

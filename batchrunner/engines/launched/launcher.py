@@ -92,8 +92,9 @@ def of_rank(config: dict[str, Any], rank: int) -> dict[str, Any]:
 def local_copy(source: str, cache: str, name: str) -> str:
     """Copy a model's directory into `cache`, once for all servers; return the path of the copy.
 
-    A model that has changed gets a new copy. Servers that start meanwhile wait for it. The path exists only
-    once the copy is complete. `cache` may contain environment variables. Raises SystemExit with a reason.
+    A model that has changed gets a new copy. Servers that start meanwhile wait for the copy. Its path exists
+    only once the copy is complete. `cache` may contain environment variables. Raises SystemExit with a
+    reason.
     """
     cache = os.path.expandvars(cache)
     failed = f"copy of the model: error: engine.cache_dir {cache}"
@@ -128,7 +129,7 @@ def files_of(source: str) -> dict[str, tuple[int, int]]:
 def copy_files(source: str, files: dict[str, tuple[int, int]], copy: Path) -> None:
     """Copy the files of a model's directory to a new one; raises OSError, also if a file changes."""
     unfinished = copy.with_name(f"{copy.name}.part")
-    existing = files_of(str(unfinished))  # from a copy that was killed
+    existing = files_of(str(unfinished))  # left by a copy that was killed
     sizes = {file: size for file, (size, _) in files.items() if existing.get(file, (-1,))[0] != size}
     bytes_to_copy, free_bytes = sum(sizes.values()), shutil.disk_usage(copy.parent).free
     amount = f"{bytes_to_copy / 2**30:.1f} GiB"
@@ -166,7 +167,7 @@ def descendants(root: int) -> list[int]:
 
 
 class ServerTree:
-    """The server's processes: reaps those that end, and kills all at the end."""
+    """The server's processes. Reaps each one that ends, and kills all of them when the server is stopped."""
 
     def __init__(self, server: int) -> None:
         """`server` is the ID of the server's first process."""
@@ -222,7 +223,7 @@ def run_server(config: dict[str, Any], parent: int, log: int) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
-    ensure_running()  # before the mask: the start of this helper of `multiprocessing` unblocks signals
+    ensure_running()  # before the next line: to start this helper of `multiprocessing` unblocks signals
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # its child processes inherit the mask
     os.environ.setdefault("PYTHONUNBUFFERED", "1")  # for its child processes
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]

@@ -38,9 +38,9 @@ MODULE = "sglang.launch_server"
 PLANNED = Hang(0.0, "is started again as planned")
 """Marks a planned restart with other flags, which is not a hang."""
 START_TRIES = 3
-"""Most tries of a start if another process has taken its port. SGLang draws a port for its processes and
-binds it seconds later. If eight servers start on a node at once,
-two draw the same port in 28 of 8,000 starts."""
+"""Maximum number of tries of a start if another process has taken one of its ports. SGLang draws ports for
+its processes and binds them seconds later. If eight servers start on a node at once, two of them draw the
+same port in 28 of 8,000 starts."""
 GROUP = "BATCHRUN_RAY_GROUP"
 """Environment variable with the placement group of a Ray worker whose engine spans several machines."""
 RAY_RANKS = Path(__file__).parents[2] / "ray" / "ranks.py"
@@ -52,10 +52,10 @@ NO_GPU = re.compile(
 )
 """Messages of SGLang and torch on a machine without a usable GPU."""
 MOST_QUICK_DEATHS = 8
-"""Most quick deaths in a row; more are a crash loop. A row that kills the engine fails after four deaths, so
-the limit tolerates two such rows in a row."""
+"""Maximum number of quick deaths in a row; one more counts as a crash loop. A row that kills the engine fails
+after four deaths, so the limit tolerates two such rows, one after the other."""
 VERDICT_S = 30.0
-"""Most seconds to wait for the cause of a death: a launcher takes up to 20 s to kill all processes."""
+"""Maximum seconds to wait for the cause of a death. A launcher takes up to 20 s to kill all processes."""
 
 
 class SGLangServer:
@@ -115,7 +115,7 @@ class SGLangServer:
         """Tuned flags and variables beside the job's own."""
         self._is_recalled = bool(self.adapted)  # whether they come from an earlier run
         self._previous: Mapping[str, Any] | None = {} if self._is_recalled else None
-        """Flags to go back to if it dies; None if its present flags are not on trial."""
+        """Flags to go back to if the server dies; None if its present flags are not on trial."""
         self._args: dict[str, Any] = {}  # of the last start
         self._kills: int | None = None  # the kernel's count at the last start
         self.start_s = 0.0
@@ -125,8 +125,8 @@ class SGLangServer:
         self.has_work = False
         """Whether it had rows at the last poll; updated only while it is not up."""
         self.lost: EngineLostError | None = None
-        """Why it will not be restarted again; None while it may be."""
-        self._may_not_restart = False  # True forbids restarts with other flags, but not after a death
+        """Why it will not be restarted again; None while it may be restarted."""
+        self._flags_are_final = False  # no restart for other flags is allowed; one after a death is
         self._process: asyncio.subprocess.Process | None = None
         self._logs: Mapping[Path, int] = {}  # offset in bytes of the last start in each log
         self._hang: asyncio.Future[Hang] | None = None
@@ -168,7 +168,7 @@ class SGLangServer:
             else:
                 self.start_s = time.monotonic() - began
                 if self._is_recalled and self._previous is None and self._memory:
-                    self._memory.forget()  # not before: the start could have failed without these flags too
+                    self._memory.forget()  # not before: without these flags the start could have failed too
                     self._is_recalled = False
                 return
 
@@ -186,9 +186,12 @@ class SGLangServer:
         return not any(spelling.startswith(name_set) for spelling in spellings(name) for name_set in fixed)
 
     def adapt(self, args: Mapping[str, Any], why: str) -> None:
-        """Restart it with other flags and variables once its rows have ended. A death reverts them."""
+        """Restart it with other flags and variables once its rows have ended.
+
+        If it dies with them, the previous flags come back.
+        """
         self._change(args, why)
-        self.up = self._is_recalled = self._may_not_restart = False
+        self.up = self._is_recalled = self._flags_are_final = False
         self._settled.clear()
         self.hangs(PLANNED)
 
@@ -198,7 +201,7 @@ class SGLangServer:
 
     def stay(self) -> None:
         """Forbid restarts with other flags, and let no row wait for one."""
-        self._may_not_restart = True
+        self._flags_are_final = True
         self._settled.set()
 
     def _change(self, args: Mapping[str, Any], why: str) -> None:
@@ -210,7 +213,7 @@ class SGLangServer:
         """Wait until its rows have ended, at most as long as a start takes; new rows wait or go elsewhere."""
         self.has_work = True
         deadline = time.monotonic() + self.start_s
-        while self.has_work and time.monotonic() < deadline and not self._may_not_restart:  # noqa: ASYNC110 - polls set it
+        while self.has_work and time.monotonic() < deadline and not self._flags_are_final:  # noqa: ASYNC110 - polls set it
             await asyncio.sleep(TIMING.load_poll)
 
     def _heal(self) -> bool:
@@ -246,7 +249,7 @@ class SGLangServer:
         return [line for log in self._all_logs() for line in head_and_tail(log, self._logs.get(log, 0))]
 
     def _all_logs(self) -> list[Path]:
-        """Return its log and those of its other machines."""
+        """Return its log, and the logs of its other machines."""
         node_logs = self.log_path.parent.glob(f"{self.log_path.stem}-node*{self.log_path.suffix}")
         return [self.log_path, *sorted(node_logs)]
 
@@ -258,6 +261,7 @@ class SGLangServer:
     async def _launch(self) -> None:
         """Start the launcher; raises EngineStartError if the interpreter cannot be run."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        # The logs of earlier starts stay: later reads begin where this start does.
         self._logs = {log: log.stat().st_size for log in self._all_logs() if log.exists()}
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -267,7 +271,7 @@ class SGLangServer:
             )  # fmt: skip
         except OSError as failure:
             raise EngineStartError(f"engine.python {self._python}: cannot be run: {failure}") from None
-        config = {
+        config = {  # see launcher.py; it goes through a pipe, because other users can read arguments
             "module": MODULE,
             "argv": [*self._base_argv, *to_argv(self._args)],
             "key": self.key,
@@ -330,11 +334,12 @@ class SGLangServer:
         return f"{self.name} {what}{status}: {cause or 'its log says nothing'} [{self.log_path}]"
 
     async def ready(self) -> None:
-        """Wait until it is up.
+        """Wait until the server is up.
 
-        Raises EngineLostError if it will never be up again, EngineDownError if no row may wait for it.
+        Raises EngineLostError if it will never be up again. After `stay` the run is ending, so no row waits:
+        EngineDownError is raised if the server is not up.
         """
-        if not self._may_not_restart:
+        if not self._flags_are_final:
             await self._settled.wait()
         if self.lost is not None:
             raise self.lost
@@ -347,7 +352,10 @@ class SGLangServer:
             self._hang.set_result(hang)
 
     async def excuses(self, sent_at: float) -> bool:
-        """Tell whether safer arguments may cure the cause of a death after `sent_at`: no row is at fault."""
+        """Tell whether it died after `sent_at` of a cause that safer arguments may cure.
+
+        No row is at fault then.
+        """
         if self._judged_at < sent_at:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(VERDICT_S):
@@ -372,7 +380,7 @@ class SGLangServer:
             hang = await self._end()
             if hang is PLANNED:
                 await self._drain()
-                if self._may_not_restart:
+                if self._flags_are_final:
                     self.up = True
                     continue
             self.up = False

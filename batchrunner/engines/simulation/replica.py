@@ -206,8 +206,9 @@ class Replica:
             token_usage=used_tokens / config.max_total_tokens,
             used_tokens=used_tokens,
             max_total_tokens=config.max_total_tokens,
-            max_running=config.max_running,
+            max_running=config.most_running,
             route=self._route,
             taken_at=self._free_at_s,
             retracted=retracted,
+            state_usage=running / config.running_by_states if config.running_by_states else 0.0,
         )

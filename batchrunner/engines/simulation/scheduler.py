@@ -9,7 +9,8 @@ Not modelled:
 - the overlap of a pass with the processing of the last one. In SGLang a sample that stops early decodes once
   more, and its successor starts one pass later;
 - policies other than `fcfs`, priorities, mixed chunks, speculation and aborted requests;
-- pages of more than one token, sliding windows and Mamba states;
+- pages of more than one token and sliding windows; of the states of a hybrid model only those of running
+  requests count, not those that the prefix cache keeps;
 - without a radix cache, the admission of `ignore_eos` requests by simulating their ends
   (`add_one_req_ignore_eos`).
 """
@@ -64,6 +65,22 @@ class SchedulerConfig:
     """`SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION`, an environment variable."""
     decode_interval: int = 0
     """`--prefill-decode-interval`: decode passes between two prefill passes; 0: prefill goes first."""
+
+    state_slots: int | None = None
+    """`--max-mamba-cache-size`: the state pool of a hybrid model; None: it has no states."""
+    slots_per_request: int = 1
+    """State slots of a running request."""
+
+    @property
+    def running_by_states(self) -> int | None:
+        """Most samples whose states the pool holds; None where they have none."""
+        return None if self.state_slots is None else self.state_slots // self.slots_per_request
+
+    @property
+    def most_running(self) -> int:
+        """Most samples that may run: by the flag, and by the state pool."""
+        by_states = self.running_by_states
+        return self.max_running if by_states is None else min(self.max_running, by_states)
 
     @property
     def initial_ratio(self) -> float:
@@ -242,6 +259,7 @@ class Scheduler:
         """Decoding samples in the order in which they joined, each with the decode pass that ends it."""
         self.chunked: SimulatedRequest | None = None
         """The sample whose prompt is prefilled over several passes."""
+        self._most_running = config.most_running
         self._tokens_each = 0  # number of decode passes, each of which gives one token to each sample
         self._full = False  # no admission is tried until the running batch shrinks
         self._refreshes = 0
@@ -328,7 +346,7 @@ class Scheduler:
             is_spent = budget.input_tokens <= 0 or budget.chunk_tokens <= 0
             if is_spent and pool.available_tokens > budget.expected_tokens:
                 break
-            self._full = self.running + len(admitted) >= config.max_running
+            self._full = self.running + len(admitted) >= self._most_running
             if self._full:
                 break
             tokens = self._admit(self.waiting[0], budget, first=not admitted)
@@ -347,7 +365,7 @@ class Scheduler:
         if self.chunked is not None:
             # A real server without a token would run out of memory; here the others decode or are retracted.
             return self.pool.available_tokens > 0
-        self._full = self._full or (self.queue > 0 and self.running >= self.config.max_running)
+        self._full = self._full or (self.queue > 0 and self.running >= self._most_running)
         return self.queue > 0 and not self._full
 
     def _admit(self, sample: SimulatedRequest, budget: PrefillBudget, *, first: bool) -> int | None:

@@ -14,14 +14,14 @@ from batchrunner.core.media import BadFileError
 TIMEOUT_S = 20.0
 """Longest wait for a connection, or for the next bytes, in seconds."""
 PAUSES_S = (0.5, 2.0)
-"""Pauses before the next try if the server is busy or unreachable, in seconds."""
+"""Pauses in seconds before the second and the third try, if the server is busy or unreachable."""
 _BUSY = {http.HTTPStatus.REQUEST_TIMEOUT, http.HTTPStatus.TOO_MANY_REQUESTS}
 _SAFE = "/?%:@!$&'()*+,;=~-._[]|#"
-"""Characters of a URL that stay as they are."""
+"""Characters of a URL that are not percent-encoded."""
 _OF_IPV4 = (ip_network("::ffff:0:0/96"), ip_network("64:ff9b::/96"))
-"""Networks whose addresses stand for IPv4 addresses."""
+"""IPv6 networks whose addresses have an IPv4 address in their last 32 bits."""
 _TUNNEL = ip_network("2002::/16")
-"""6to4, whose addresses lead to any IPv4 address, although Python calls them public."""
+"""The network of 6to4. Its addresses can lead to any IPv4 address, but Python calls all of them public."""
 _HEADERS = {"User-Agent": "batchrunner", "Accept": "image/*, audio/*, video/*, application/pdf, */*;q=0.5"}
 
 
@@ -41,7 +41,7 @@ class _PublicConnection(http.client.HTTPConnection):
         for *_, address in socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM):
             self._check(address[0])
         super().connect()
-        self._check(self.sock.getpeername()[0])  # the name may lead elsewhere by now
+        self._check(self.sock.getpeername()[0])  # the name may have been resolved anew
 
     def _check(self, address: str | int) -> None:
         if not is_public(str(address)):
@@ -49,7 +49,7 @@ class _PublicConnection(http.client.HTTPConnection):
 
 
 class _PublicSecureConnection(http.client.HTTPSConnection, _PublicConnection):
-    """The same with TLS, which begins after the address was checked."""
+    """A connection with TLS to a public address. TLS begins after the address has been checked."""
 
 
 class _PublicHTTP(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
@@ -77,7 +77,10 @@ def _opener() -> urllib.request.OpenerDirector:
 
 
 def download(url: str, most_bytes: int) -> bytes:
-    """Return the bytes at a URL; raises BadFileError. Blocks, for a slow server up to a minute."""
+    """Return the bytes at a URL; raises BadFileError, also if there are more than `most_bytes`.
+
+    Blocks, for about a minute if the server does not answer.
+    """
     for pause_s in (*PAUSES_S, None):
         try:
             request = urllib.request.Request(quote(url, safe=_SAFE), headers=_HEADERS)  # noqa: S310 - http(s)

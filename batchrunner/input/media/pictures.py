@@ -11,11 +11,11 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from batchrunner.core.media import BadFileError, page_ranges
 
 MOST_PIXELS = 89_478_485
-"""Most pixels of an image, against decompression bombs. Decoded, they take 358 MB."""
+"""Maximum number of pixels in an image, against decompression bombs. A decoded image then takes 358 MB."""
 QUALITY = 95
-"""Quality (of 100) of a JPEG file that is written again."""
+"""Quality, of at most 100, with which a changed picture is written as JPEG."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "ICO", "JPEG2000", "AVIF", "TGA")
-"""Formats that are read if this Pillow supports them. Others are rare, or start programs (EPS)."""
+"""Formats that are read if this Pillow supports them. Others are rare, or need another program (EPS)."""
 _SENT_AS_IS = {"PNG", "JPEG", "WEBP"}
 _LOSSY = {"JPEG", "MPO", "WEBP", "AVIF", "JPEG2000"}
 _PLAIN_MODES = {"RGB", "L"}
@@ -23,7 +23,7 @@ _ORIENTATION = 0x0112
 _WHITE = (255, 255, 255)
 _POINTS_AN_INCH = 72
 
-Image.MAX_IMAGE_PIXELS = MOST_PIXELS // 2  # Pillow refuses more than twice as many, and warns of more
+Image.MAX_IMAGE_PIXELS = MOST_PIXELS // 2  # Pillow warns above this number, refuses above twice it
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
@@ -49,7 +49,7 @@ def sendable(content: bytes, max_pixels: int | None) -> bytes:
 def _checked(image: Any, content: bytes, max_pixels: int | None) -> bytes:
     kind, is_one = str(image.format), getattr(image, "n_frames", 1) == 1
     scale = _scale_to(image.width, image.height, max_pixels)
-    if scale < 1:  # a JPEG file is decoded in a size that is near the one wanted
+    if scale < 1:  # a JPEG file can be decoded at about the wanted size, which is faster
         image.draft(None, tuple(math.ceil(side * scale) for side in image.size))
     image.load()
     upright = _is_upright(image)
@@ -72,7 +72,7 @@ def _scale_to(width: float, height: float, max_pixels: int | None) -> float:
 def _is_upright(image: Any) -> bool:
     try:
         return image.getexif().get(_ORIENTATION, 1) in {0, 1}
-    except Exception:  # noqa: BLE001 - data about the picture that are broken do not harm it
+    except Exception:  # noqa: BLE001 - broken metadata do not harm the picture
         return True
 
 

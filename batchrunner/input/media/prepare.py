@@ -1,7 +1,7 @@
 """Reads and checks the files of a row, and converts images, before they are sent.
 
-This runs in the worker processes of a job's Python functions: a broken file kills no other process. Audio and
-videos are sent as they are, because the server decodes them.
+This code runs in worker processes, like a job's Python functions, so that a broken file cannot kill the run.
+Audio and videos are sent as they are, because the server decodes them.
 """
 
 import io
@@ -15,20 +15,24 @@ from batchrunner.core.media import BadFileError, KindName, MediaRules, PromptFil
 from batchrunner.input.media.download import download
 
 MOST_FILE_BYTES = 256 << 20
-"""Most bytes of a file."""
+"""Maximum size in bytes of a file that is read."""
 MOST_FILES, MOST_SENT_BYTES = 1000, 60 << 20
-"""Most files of one row, and most bytes of them as they are sent."""
+"""Maximum number of files that are sent for one row, and maximum of their total size in bytes."""
 PIXELS_PER_TOKEN = 28 * 28
-"""Pixels of an image per token of the Qwen-VL and InternVL families; other models are close."""
+"""Pixels of an image that make one token in the Qwen-VL and InternVL families; other models are close."""
 MOST_TOKENS = 16_384
-"""Upper bound for the estimated tokens of a file, above what the processors of models allow."""
+"""Maximum of the estimated tokens of a file. The image processors of models allow fewer tokens."""
 FILE_BYTES_PER_TOKEN = {"audio": 640, "video": 500}
-"""Bytes of a file per token, for audio of 25 tokens and 128 kbit/s, video of 250 tokens and 1 Mbit/s."""
+"""Bytes of a file that count as one token. They assume 25 tokens and 128 kbit for a second of audio, and 250
+tokens and 1 Mbit for a second of video."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def prepare(files: tuple[PromptFile, ...]) -> list[tuple[tuple[bytes, ...], int]] | str:
-    """Return the contents to send for each file of a row and their tokens, or why the row cannot be sent."""
+    """Return for each file of a row the contents to send and their estimated tokens.
+
+    Return the reason in words if the row cannot be sent.
+    """
     results: list[tuple[tuple[bytes, ...], int]] = []
     count = size = 0
     for file in files:
@@ -64,7 +68,7 @@ def _contents(file: PromptFile) -> Iterator[bytes]:
     if rules.kind != "image":
         yield content
         return
-    # Pillow and PDFium are of an extra that audio and videos do without
+    # an extra installs Pillow and PDFium; audio and videos do not need it
     from batchrunner.input.media.pictures import page_images, sendable  # noqa: PLC0415
 
     if rules.dpi is None:
@@ -89,10 +93,10 @@ def _read(place: str, rules: MediaRules) -> bytes:
             raise BadFileError(
                 f"leads out of {rules.folder}: name the folder of the files in `folder`, or set it to /"
             )
-        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would wait for ever
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe could take forever
             raise BadFileError("is not a file")
         if path.stat().st_size > MOST_FILE_BYTES:
             raise BadFileError(f"has more than {MOST_FILE_BYTES >> 20} MiB")
         return path.read_bytes()
-    except (OSError, ValueError, RuntimeError) as failure:  # a null byte, links in a circle
+    except (OSError, ValueError, RuntimeError) as failure:  # for example a null byte, or a circle of links
         raise BadFileError(f"cannot be read: {getattr(failure, 'strerror', None) or failure}") from None

@@ -1,4 +1,4 @@
-"""Files of a row: those that its columns name, and their places in the prompt."""
+"""Finds the files that the columns of a row hold or name, and places them in the prompt."""
 
 import re
 import secrets
@@ -26,7 +26,10 @@ _USER = "user"
 
 
 class Marks(list[str]):
-    """Marks of the files of a column while a template is rendered; printed, they follow one another."""
+    """Marks that stand for the files of a column while a template is rendered.
+
+    A template can loop over the marks, or print all of them at once.
+    """
 
     def __str__(self) -> str:
         return "".join(self)
@@ -101,7 +104,11 @@ class FileColumn:
 
 
 def _rules(spec: MediaSpec | PdfSpec, field: str, folder: str | None) -> MediaRules:
-    """Return the rules for files of this field in a folder, or in the current one for rows of a program."""
+    """Return the rules for the files of this field.
+
+    `folder` is the directory of relative paths; None, as for rows of a program, is the current directory.
+    With `/`, files may lie anywhere, and relative paths begin in the current directory.
+    """
     is_confined = folder is None or Path(folder) != Path("/")
     return MediaRules(
         folder=str(Path(folder or "").absolute() if is_confined else Path.cwd()),
@@ -130,7 +137,7 @@ def _holds_files(kind: pa.DataType) -> bool:
 
 
 def _part(file: PromptFile, placed: list[PromptFile]) -> dict[str, Any]:
-    """Return the content part of a file, and append the file to those that are placed."""
+    """Return the content part for a file, and append the file to `placed`."""
     placed.append(file)
     return {"type": file.kind.name, file.kind.name: len(placed) - 1}
 
@@ -173,7 +180,7 @@ class MediaPrompts:
     def prompt(self, ordinal: int, row: dict[str, Any]) -> tuple[Any, tuple[PromptFile, ...]]:
         """Return the prompt of a row and its files; raises RowRefusedError."""
         files: list[PromptFile] = []
-        before: list[int] = []  # numbers of the files that no template places
+        before: list[int] = []  # indices of the files of columns that no template prints
         marked = dict(row)
         for column in self._columns:
             value, is_printed = row[column.name], column.name in self._printed
@@ -191,13 +198,13 @@ class MediaPrompts:
             return _conversation(prompt, files, placed), tuple(placed)
         messages = [{"role": _USER, "content": prompt}] if self._is_text else prompt
         marks_in_texts = (number for message in messages for number in self._mark.findall(message["content"]))
-        by_template = {int(number) for number in marks_in_texts}  # a loop may print more than its column
+        by_template = {int(number) for number in marks_in_texts}  # also those that a loop prints
         first = [files[number] for number in before if number not in by_template]
         target = max((at for at, message in enumerate(messages) if message["role"] == _USER), default=0)
         filled = []
         for at, message in enumerate(messages):
             parts = [_part(file, placed) for file in first] if at == target else []
-            for piece, text in enumerate(self._mark.split(message["content"])):  # text, number, text, …
+            for piece, text in enumerate(self._mark.split(message["content"])):  # text, number, …
                 if piece % 2:
                     parts.append(_part(files[int(text)], placed))
                 elif text:
@@ -213,7 +220,12 @@ class MediaPrompts:
 def _conversation(
     messages: list[dict[str, Any]], files: Sequence[PromptFile], placed: list[PromptFile]
 ) -> list[dict[str, Any]]:
-    """Put files into a conversation: where it has parts or marks for their kind, else before its text."""
+    """Put files into a conversation, and append them to `placed`.
+
+    Files replace the conversation's empty parts of their kind, or else its marks (`<image>`) if there is one
+    for each file. Otherwise they go before the first user message's text. Raises RowRefusedError if the
+    number of empty parts is not the number of files.
+    """
     contents = [message.get("content") for message in messages]
     bare = Counter(_bare_kind(part) for content in contents if isinstance(content, list) for part in content)
     texts = [message["content"] for message in messages if _is_users_text(message)]

@@ -1,6 +1,6 @@
 """Reads the tokenizer files of a model, and renders its chat template like SGLang 0.5.23, in a sandbox.
 
-A template is code from whoever published the model: the sandbox lets it produce text and nothing else.
+A template is code of whoever published the model. The sandbox lets this code produce text and nothing else.
 """
 
 import json
@@ -24,12 +24,12 @@ RESERVED_ARGUMENTS = frozenset(
     | {"tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
     | {"return_assistant_tokens_mask", "tokenizer_kwargs", "messages", "spaces_between_special_tokens"}
 )
-"""Keys of `chat_template_kwargs` that do not reach the template: arguments of transformers'
-apply_chat_template and of SGLang's chat endpoint."""
+"""Keys of `chat_template_kwargs` that do not reach the template, because they are arguments of transformers'
+apply_chat_template or of SGLang's chat endpoint."""
 
 
 _BEGINNING = 64
-"""Characters of a text that determine its first token."""
+"""Number of characters at the beginning of a text that suffice to find its first token."""
 _CONFIG = "tokenizer_config.json"
 
 
@@ -59,15 +59,16 @@ class ChatTemplate:
             return self._template.render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=True, **values
             )
-        except Exception as failure:  # noqa: BLE001 - a template runs through any operator
+        except Exception as failure:  # noqa: BLE001 - a template may use any operator
             reason = str(failure) or type(failure).__name__
             raise RowRefusedError(f"chat template: {' '.join(reason.split())}") from None
 
     def refuse_failing(self, body: Mapping[str, Any]) -> None:
         """Raise RowRefusedError for the body of a chat that the template fails to render in SGLang.
 
-        A chat whose prompt depends on more than this template and the body is not rendered. If a template
-        fails with tools in OpenAI's form, it is rendered again with their functions alone, as SGLang does.
+        A chat passes without a test if its prompt depends on more than this template and the body. If the
+        template fails with tools in OpenAI's form, it is rendered again with their functions alone, as in
+        SGLang.
         """
         arguments = dict(body.get("chat_template_kwargs") or {})
         arguments.pop("spaces_between_special_tokens", None)
@@ -190,7 +191,10 @@ def _raise(message: str) -> None:
 
 
 def added_twice(tokenizer: Any, text: str) -> str | None:
-    """Return the token that a tokenizer adds to a text that begins with it already; None if it adds none."""
+    """Return the special token that a tokenizer adds before a text that already begins with this token.
+
+    Return None if it adds no token twice.
+    """
     added = tokenizer.encode("", add_special_tokens=True).ids[:1]
     begin = tokenizer.encode(text[:_BEGINNING], add_special_tokens=False).ids[:1]
     return str(tokenizer.id_to_token(added[0])) if added and added == begin else None
@@ -201,7 +205,7 @@ def load_tokenizer(directory: Path) -> Any:
 
     Raises CannotTokenizeError where the file is missing or broken.
     """
-    from tokenizers import Tokenizer  # noqa: PLC0415 - only where it is asked for
+    from tokenizers import Tokenizer  # noqa: PLC0415 - few processes need it
 
     path = directory / "tokenizer.json"
     if not path.is_file():

@@ -11,13 +11,13 @@ from batchrunner.input.tokenize.chat_template import load_chat_template, load_to
 Truncation = Literal["head", "tail", "middle"]
 """The part of a prompt that is truncated (`prompt.truncate`)."""
 Ids = list[int] | RowRefusedError
-"""Token ids of a prompt, or why it has none."""
+"""Token ids of a prompt, or the error that says why there are none."""
 Offsets = list[tuple[int, int]]
 """Start and end of each token in a text, in characters."""
 _BEGIN: Mapping[Truncation, Callable[[int], int]] = {
     "head": lambda _keep: 0, "tail": lambda keep: keep, "middle": lambda keep: keep // 2,
 }  # fmt: skip
-"""Number of tokens from the beginning, of the tokens to keep."""
+"""How many of the tokens to keep come from the beginning of the prompt. The rest come from its end."""
 _ROLES = {"system", "user", "assistant"}
 
 
@@ -25,9 +25,9 @@ class TokenBudget(NamedTuple):
     """The engine's limits, in tokens; None where it reports none."""
 
     context: int | None
-    """Most tokens of prompt and output together (context length)."""
+    """Maximum number of tokens of prompt and output together (context length)."""
     longest_prompt: int | None = None
-    """Number that the tokens of a prompt must stay below."""
+    """A prompt must have fewer tokens than this number."""
 
 
 class Encoder:
@@ -71,7 +71,7 @@ class Encoder:
             request = requests[n]
             try:
                 done[n] = self._as_ids(request, self._fitted(request, ids))
-            except Exception as failure:  # noqa: BLE001 - the text of one row must not end the run
+            except Exception as failure:  # noqa: BLE001 - one row must not end the run
                 done[n] = Outcome.unsent(request.ref, str(_refusal(failure)))
         return done
 
@@ -82,10 +82,13 @@ class Encoder:
         """
         if self._backend is None:
             return [list(request.prompt) for request in requests]
-        texts = [self.prompt_text(request) for request in requests]
-        # a chat template writes the tokens that begin and end a prompt itself
-        encoded = iter(self._encoded([t for t in texts if isinstance(t, str)], special=self._chat is None))
-        return [next(encoded) if isinstance(text, str) else text for text in texts]
+        results: list[Any] = [self.prompt_text(request) for request in requests]
+        encodable = [n for n, text in enumerate(results) if isinstance(text, str)]
+        texts = [results[n] for n in encodable]
+        # A chat template writes the tokens that begin and end a prompt itself.
+        for n, ids in zip(encodable, self._encoded(texts, special=self._chat is None), strict=True):
+            results[n] = ids
+        return results
 
     def prompt_text(self, request: Request) -> str | RowRefusedError:
         """Return the text to tokenize, or the error of the chat template."""
@@ -94,7 +97,7 @@ class Encoder:
         try:
             messages = [{name: message[name] for name in ("role", "content")} for message in request.prompt]
             return self._chat.render(messages, request.chat_template_kwargs)
-        except Exception as failure:  # noqa: BLE001 - as above
+        except Exception as failure:  # noqa: BLE001 - one row must not end the run
             return _refusal(failure)
 
     def _encoded(self, texts: Sequence[str], *, special: bool) -> list[Ids]:
@@ -123,7 +126,7 @@ class Encoder:
         if context is None:
             return ids
         if self._truncation is None:
-            if len(ids) >= context:  # with SGLang's own text
+            if len(ids) >= context:  # the message is SGLang's own
                 raise RowRefusedError(
                     f"The input ({len(ids)} tokens) is longer than the model's context length "
                     f"({context} tokens)."
@@ -138,7 +141,10 @@ class Encoder:
         return self._truncated(request, len(ids), limit, self._truncation)
 
     def _truncated(self, request: Request, length: int, limit: int, truncation: Truncation) -> list[int]:
-        """Truncate the text and tokenize it again, so that the tokens are those of the shorter text."""
+        """Truncate the text and tokenize it again, because a shorter text may have other tokens.
+
+        The prompt has `length` tokens and may have `limit`. Raises RowRefusedError if that is impossible.
+        """
         text = _truncatable(request)
         offsets = self._backend.encode(text, add_special_tokens=False).offsets if limit > 0 else []
         keep = len(offsets) - (length - limit)
@@ -151,7 +157,7 @@ class Encoder:
             keep -= len(ids) - limit
         raise RowRefusedError(
             f"prompt.truncate: the prompt has {length} tokens and may have {limit}: "
-            f"without what may be cut it would still have more"
+            f"even without all text that may be truncated it has more"
         )
 
 
@@ -164,10 +170,15 @@ def truncate_tokens(tokens: Sequence[int], keep: int, truncation: Truncation) ->
 
 
 def truncate_text(text: str, offsets: Offsets, keep: int, truncation: Truncation) -> str:
-    """Return the text of about `keep` tokens, in whole characters; `offsets` are those of all its tokens."""
+    """Return the text truncated to about `keep` tokens, in whole characters.
+
+    `offsets` are the offsets of all tokens of the text.
+    """
     begin = _BEGIN[truncation](keep)
-    first = text[: offsets[begin - 1][1]] if begin else ""
-    return first + (text[offsets[len(offsets) - (keep - begin)][0] :] if begin < keep else "")
+    end = keep - begin
+    head = text[: offsets[begin - 1][1]] if begin else ""
+    tail = text[offsets[-end][0] :] if end else ""
+    return head + tail
 
 
 def _truncatable(request: Request) -> str:
@@ -181,8 +192,9 @@ def _truncatable(request: Request) -> str:
 def _with_text(request: Request, text: str) -> Request:
     if request.kind == "text":
         return request._replace(prompt=text)
-    last = max(n for n, message in enumerate(request.prompt) if message["role"] == "user")
-    messages = [*request.prompt[:last], {"role": "user", "content": text}, *request.prompt[last + 1 :]]
+    messages = [*request.prompt]
+    last_user = max(n for n, message in enumerate(messages) if message["role"] == "user")
+    messages[last_user] = {"role": "user", "content": text}
     return request._replace(prompt=messages)
 
 

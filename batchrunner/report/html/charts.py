@@ -11,7 +11,7 @@ from functools import partial
 from statistics import fmean
 from typing import NamedTuple
 
-from batchrunner.report.html.history import RETRACTIONS, IncidentMark, Line, TaskHistory, Timeline
+from batchrunner.report.html.history import RETRACTIONS, IncidentMark, Line, Timeline, WorkerHistory
 from batchrunner.tuning.signals import ADMITS_TOO_FEW, GUIDES
 
 WIDTH, HEIGHT = 1000.0, 100.0
@@ -23,7 +23,7 @@ _STEPS_S = (
     *(3600, 7200, 3 * 3600, 6 * 3600, 12 * 3600, 86400),
 )
 TICKS = 7
-"""Most ticks of the time axis."""
+"""Maximum number of ticks of the time axis, not counting that at 0."""
 
 
 class AxisTick(NamedTuple):
@@ -183,11 +183,12 @@ def _path(xs: Sequence[float], line: Line, breaks: frozenset[int], axis_end: flo
 
 
 GOOD_USAGE = GUIDES.usage_good
-_BAD, _GOOD = {"died", "hangs", "lost"}, {"back"}
+_MARKS = {"died": "bad", "hangs": "bad", "lost": "bad", "back": "good"}
+"""Styles of incidents; all others are plain."""
 
 
 def load_charts(
-    timeline: Timeline, histories: Sequence[TaskHistory], incidents: Iterable[IncidentMark]
+    timeline: Timeline, histories: Sequence[WorkerHistory], incidents: Iterable[IncidentMark]
 ) -> list[Chart]:
     """Return the charts of a run's load with its incidents, without charts that have no line."""
     draw = partial(draw_lines, timeline, marks=_marks(timeline, incidents))
@@ -242,19 +243,21 @@ def _marks(timeline: Timeline, incidents: Iterable[IncidentMark]) -> list[EventM
     axis = timeline.axis
     marks = [EventMark(at, "plain", "started again") for at in axis.resumed()]
     for incident in incidents:
-        kind = "bad" if incident.what in _BAD else "good" if incident.what in _GOOD else "plain"
         label = f"{incident.what}: {incident.who} {incident.why}"
-        marks.append(EventMark(axis.place(incident.time), kind, label))
+        marks.append(EventMark(axis.place(incident.time), _MARKS.get(incident.what, "plain"), label))
     return marks
 
 
 def _total(timeline: Timeline, *named: tuple[str, str]) -> dict[str, Line]:
-    """Return the sums of gauges over all tasks, by label."""
+    """Return the sums of gauges over all workers, by label."""
     return {label: line for name, label in named if (line := timeline.total(name))}
 
 
 def _by_replica(timeline: Timeline, name: str, alone: str | None = None) -> dict[str, Line]:
-    """Return a line for each replica; a single one is labelled `alone`, and has no line without it."""
+    """Return a line for each replica.
+
+    The line of a single replica has the label `alone`. Without this label a single replica has no line.
+    """
     lines = timeline.of_schedulers(name)
     if len(lines) > 1:
         return {label.replace("http://", ""): line for label, line in lines.items()}
@@ -264,7 +267,7 @@ def _by_replica(timeline: Timeline, name: str, alone: str | None = None) -> dict
     return {alone: line}
 
 
-def _bands(histories: Sequence[TaskHistory]) -> list[ValueZone]:
+def _bands(histories: Sequence[WorkerHistory]) -> list[ValueZone]:
     bands = [band for history in histories for band in history.bands.values()]
     if not bands:
         return []
@@ -272,6 +275,6 @@ def _bands(histories: Sequence[TaskHistory]) -> list[ValueZone]:
     return [ValueZone(low, high, f"healthy: {number(low)} to {number(high)}")]
 
 
-def _most_running(histories: Sequence[TaskHistory]) -> list[ValueZone]:
+def _most_running(histories: Sequence[WorkerHistory]) -> list[ValueZone]:
     most = {most for history in histories for most in history.max_running.values()}
     return [ValueZone(value, value, f"at most {value:,}") for value in sorted(most)[:1]]

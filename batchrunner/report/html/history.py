@@ -1,4 +1,4 @@
-"""The history of a run: the load and incidents in each task's event log, and all tasks on one time axis."""
+"""The history of a run: load and incidents in each worker's event log, and all workers on one time axis."""
 
 from bisect import bisect_right
 from collections import deque
@@ -8,24 +8,28 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from msgspec import UNSET
+
+from batchrunner.output.samples import LoggedSample, sample_of
+
 MOST_CELLS = 600
-"""Most cells of time into which a run is divided."""
+"""Maximum number of cells of time into which a run is divided."""
 LEAST_CELL_S = 0.125
-"""Least width of a cell, in seconds."""
+"""Minimum width of a cell, in seconds."""
 MOST_INCIDENTS = 200
-"""Most incidents of a task on the page; older ones are dropped."""
+"""Maximum number of incidents of a worker on the page; older ones are dropped."""
 LONGEST = 300
-"""Most characters of a text on the page."""
+"""Maximum number of characters of a text on the page."""
 
 RETRACTIONS = "retractions"
-TASK_GAUGES = (
+WORKER_GAUGES = (
     "output_tokens_per_s", "prompt_tokens_per_s", "cached_tokens_per_s", "window", "in_flight", RETRACTIONS,
 )  # fmt: skip
 SCHEDULER_GAUGES = ("queue", "running", "token_usage", "window", "output_tokens_per_s", RETRACTIONS)
 
 
 Key = tuple[str, str]
-"""The name of a gauge, and its scheduler ("" for the whole task)."""
+"""The name of a gauge, and its scheduler ("" for all schedulers of the worker)."""
 
 
 Cell = dict[Key, tuple[float, int]]
@@ -44,13 +48,13 @@ class AttemptLoad:
     reason: str | None = None
     """Why it ended; None if it was killed, or is running."""
     cells: dict[int, Cell] = field(default_factory=dict)
-    """Cells by number, which is the time divided by the width of a cell."""
+    """Cells by number. The number is the time divided by the width of a cell, rounded down."""
     retractions: int = 0
     """Retractions of all schedulers."""
 
 
 class IncidentMark(NamedTuple):
-    """An incident of an engine or a task."""
+    """An incident of an engine or a worker."""
 
     time: float
     what: str
@@ -59,8 +63,8 @@ class IncidentMark(NamedTuple):
 
 
 @dataclass(slots=True)
-class TaskHistory:
-    """The events of all attempts of a task in short."""
+class WorkerHistory:
+    """Summary of the events of all attempts of a worker."""
 
     task: str
     width_s: float
@@ -71,7 +75,7 @@ class TaskHistory:
     """The last `order` event."""
     tokenize: dict[str, Any] = field(default_factory=dict)
     """The last `tokenize` event."""
-    bands: dict[str, tuple[float, float]] = field(default_factory=dict)
+    bands: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Healthy range of `#queue-req` of each scheduler in the newest attempt."""
     max_running: dict[str, int] = field(default_factory=dict)
     """`max_running_requests` of each scheduler in the newest attempt."""
@@ -84,9 +88,9 @@ class TaskHistory:
             self.attempts.append(AttemptLoad(event["time"], event["time"]))
             self._replica_names = {} if (event.get("engine") or {}).get("log") else None
         self.attempts[-1].ended = max(self.attempts[-1].ended, event["time"])
+        if (sample := sample_of(event)) is not None:
+            self._add_sample(sample)
         match event["event"]:
-            case "sample":
-                self._add_sample(event)
             case "end":
                 self.attempts[-1].reason = _short(event.get("reason"))
             case "order":
@@ -101,21 +105,21 @@ class TaskHistory:
                 who = (self._replica_names or {}).get(who, who)
                 self.incidents.append(IncidentMark(event["time"], what.removeprefix("engine_"), who, why))
 
-    def _add_sample(self, sample: dict[str, Any]) -> None:
+    def _add_sample(self, sample: LoggedSample) -> None:
         attempt = self.attempts[-1]
         if not attempt.cells:
             self.bands, self.max_running = {}, {}
-        cell = attempt.cells.setdefault(int(sample["time"] / self.width_s), {})
-        for name in TASK_GAUGES:
-            _measure(cell, (name, ""), sample.get(name))
-        for signal in sample.get("signals") or ():
-            who = self._name_of(signal["scheduler"])
+        cell = attempt.cells.setdefault(int(sample.time / self.width_s), {})
+        for name in WORKER_GAUGES:
+            _measure(cell, (name, ""), getattr(sample, name))
+        for load in sample.signals:
+            who = self._name_of(load.scheduler)
             for name in SCHEDULER_GAUGES:
-                _measure(cell, (name, who), signal.get(name))
-            if signal.get("max_running"):
-                self.max_running[who] = signal["max_running"]
-        attempt.retractions = sample.get(RETRACTIONS) or 0
-        self.bands.update(sample.get("bands") or {})
+                _measure(cell, (name, who), getattr(load, name))
+            if load.max_running:
+                self.max_running[who] = load.max_running
+        attempt.retractions = sample.retractions
+        self.bands.update(sample.bands)
 
     def _name_of(self, scheduler: str) -> str:
         if self._replica_names is None:
@@ -125,9 +129,9 @@ class TaskHistory:
         return replica + separator + dp_rank
 
 
-def history_of(task: str, events: Iterable[dict[str, Any]], width_s: float) -> TaskHistory:
+def history_of(task: str, events: Iterable[dict[str, Any]], width_s: float) -> WorkerHistory:
     """Return the history of events in cells of this width; events without a time are skipped."""
-    history = TaskHistory(task, width_s)
+    history = WorkerHistory(task, width_s)
     for event in events:
         if isinstance(event.get("time"), (int, float)):
             history.add(event)
@@ -135,7 +139,7 @@ def history_of(task: str, events: Iterable[dict[str, Any]], width_s: float) -> T
 
 
 def _measure(cell: Cell, key: Key, value: Any) -> None:
-    if value is not None:
+    if value is not UNSET:
         total, times = cell.get(key, (0.0, 0))
         cell[key] = total + value, times + 1
 
@@ -144,21 +148,24 @@ def _short(text: object) -> str:
     return str(text or "")[:LONGEST]
 
 
-MOST_LINES = 8
-"""Most schedulers with a line each; more of them share three lines: lowest, mean and highest."""
-SILENT_S = 10.0
-"""Seconds without a load sample, which is five missing ones, after which a line ends and a task is idle."""
+MOST_SCHEDULER_LINES = 8
+"""Maximum number of schedulers that have a line each in a chart. More schedulers share three lines: the
+lowest, the mean and the highest value."""
+GAP_S = 10.0
+"""Seconds without a load sample after which a line ends and a worker counts as idle. Five samples are missing
+then."""
 STEADY_S = 4.0
-"""Least width in seconds of the cells of several tasks: two load samples, so that no cell lacks a task."""
+"""Minimum width of a cell in seconds if there are several workers. It spans two load samples, so that no cell
+lacks one."""
 
 
 def cell_width(length_s: float, tasks: int) -> float:
-    """Return the width of the cells, in seconds, of a run of this length with this number of tasks."""
+    """Return the width of the cells, in seconds, of a run of this length with this number of workers."""
     return max(length_s / MOST_CELLS, STEADY_S if tasks > 1 else LEAST_CELL_S)
 
 
 class TimeAxis:
-    """Maps times to seconds of work; pauses in which no task ran take no time."""
+    """Maps times to seconds of work; pauses in which no worker ran take no time."""
 
     def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
         """`spans` are the times of the first and last event of attempts, in any order."""
@@ -177,7 +184,7 @@ class TimeAxis:
             self.length_s += end - begin
 
     def place(self, time: float) -> float:
-        """Return the position of a time in seconds; a pause has one position."""
+        """Return the position of a time on the axis, in seconds; all times of a pause have one position."""
         stretch = self.stretch(time)
         if stretch < 0:
             return 0.0
@@ -202,17 +209,17 @@ class Timeline:
     breaks: frozenset[int] = frozenset()
     """Indices of the points before which lines are interrupted."""
     lines: dict[Key, Line] = field(default_factory=dict)
-    """Lines by gauge and scheduler; a line of whole tasks is the sum over all tasks."""
+    """Lines by gauge and scheduler; a line without a scheduler is the sum over all workers."""
     retractions: int = 0
 
     def total(self, name: str) -> Line | None:
-        """Return the sum of a gauge over all tasks."""
+        """Return the sum of a gauge over all workers."""
         return self.lines.get((name, ""))
 
     def of_schedulers(self, name: str) -> dict[str, Line]:
         """Return a line for each scheduler; for many, only the lowest, the mean and the highest."""
         lines = {who: line for (gauge, who), line in self.lines.items() if gauge == name and who}
-        if len(lines) <= MOST_LINES:
+        if len(lines) <= MOST_SCHEDULER_LINES:
             return lines
         columns = [
             [value for value in column if value is not None] for column in zip(*lines.values(), strict=True)
@@ -228,8 +235,8 @@ class Timeline:
         }
 
 
-def make_timeline(histories: Sequence[TaskHistory]) -> Timeline:
-    """Merge the histories of tasks, whose cells have the same width."""
+def make_timeline(histories: Sequence[WorkerHistory]) -> Timeline:
+    """Merge the histories of workers, whose cells have the same width."""
     axis = TimeAxis((attempt.began, attempt.ended) for history in histories for attempt in history.attempts)
     width_s = histories[0].width_s if histories else LEAST_CELL_S
     several = len(histories) > 1
@@ -243,7 +250,7 @@ def make_timeline(histories: Sequence[TaskHistory]) -> Timeline:
                 into[key] = into.get(key, 0.0) + total / times
     numbers = sorted(grid)
     ends = [(at + 1) * width_s for at in numbers]  # the middle of a cell may lie before its attempt
-    silent_s = max(SILENT_S, 2 * width_s)
+    silent_s = max(GAP_S, 2 * width_s)
     breaks = frozenset(
         at
         for at, (last_end, end) in enumerate(pairwise(ends), 1)
@@ -259,9 +266,9 @@ def make_timeline(histories: Sequence[TaskHistory]) -> Timeline:
     )
 
 
-def _cells(history: TaskHistory, *, fill: bool) -> Iterator[tuple[int, Cell]]:
-    """Yield a task's cells; with `fill` repeat a cell in the empty ones after it, up to SILENT_S."""
-    most_cells = int(SILENT_S / history.width_s)
+def _cells(history: WorkerHistory, *, fill: bool) -> Iterator[tuple[int, Cell]]:
+    """Yield a worker's cells; with `fill` repeat a cell in the empty cells after it, for up to GAP_S."""
+    most_cells = int(GAP_S / history.width_s)
     for attempt in history.attempts:
         numbers = sorted(attempt.cells)
         for at, next_at in zip(numbers, [*numbers[1:], *numbers[-1:]], strict=True):

@@ -23,9 +23,10 @@ from batchrunner.output.liveness import holders_of
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import require_run_json
 from batchrunner.report.html.charts import load_charts, number
-from batchrunner.report.html.history import TaskHistory, Timeline, cell_width, history_of, make_timeline
+from batchrunner.report.html.history import Timeline, WorkerHistory, cell_width, history_of, make_timeline
 from batchrunner.report.html.results import RunResults, read_results
-from batchrunner.report.report import GO_ON, says_next_step, tolerated
+from batchrunner.report.report import GO_ON, says_next_step
+from batchrunner.report.verdict import tolerated
 from batchrunner.tuning.advise import advise_run
 from batchrunner.tuning.signals import Corner
 
@@ -35,7 +36,7 @@ _HERE = Path(__file__).parent
 
 
 def write_page(run_dir: RunDir) -> Path:
-    """Write the page of a run, of all its tasks, beside its report.json; return its path.
+    """Write the page of a run, of all its workers, beside its report.json; return its path.
 
     Raises OutputError where there is no run, ResumeError where a part is damaged, StorageError where the
     page cannot be written.
@@ -43,7 +44,7 @@ def write_page(run_dir: RunDir) -> Path:
     path, text = run_dir.report_html, make_page(run_dir)
     with writing(path):
         with whole_file(path, run_dir.task) as temporary:
-            temporary.write_text(text, encoding="utf-8", errors="replace")  # surrogates in file names
+            temporary.write_text(text, encoding="utf-8", errors="replace")  # file names may have surrogates
         run_dir.store.publish(path)
     return path
 
@@ -80,7 +81,7 @@ def _headline(
     *,
     results: RunResults,
     timeline: Timeline,
-    histories: Sequence[TaskHistory],
+    histories: Sequence[WorkerHistory],
 ) -> dict[str, Any]:
     """Return the state and the main figures of a run for the template.
 
@@ -94,7 +95,7 @@ def _headline(
         run_dir, histories, remaining, too_many=counts.failed > tolerated(most_failed, total)
     )
     working_s = timeline.axis.length_s
-    tasks, attempts = len(histories), sum(len(history.attempts) for history in histories)
+    workers, attempts = len(histories), sum(len(history.attempts) for history in histories)
     engine = facts["engine"]
     path = run_dir.store.uri or str(run_dir.path.absolute())
     return {
@@ -103,14 +104,14 @@ def _headline(
         "model": engine["model"] if engine["model"] != engine["kind"] else "",
         "engine": engine["kind"] + (f", SGLang {engine['version']}" if engine.get("version") else ""),
         "simulated": bool(engine.get("simulated")),
-        "several": tasks > 1,
+        "several": workers > 1,
         "state": state,
         "state_kind": kind,
         "reason": reason,
         "rows_total": total,
         "rows_left": remaining,
         "working_s": working_s,
-        "how_often": counted(attempts, "attempt") + (f" of {tasks} tasks" if tasks > 1 else ""),
+        "how_often": counted(attempts, "attempt") + (f" of {workers} workers" if workers > 1 else ""),
         "output_tokens_per_s": counts.output_tokens / working_s if working_s else 0.0,
         "prompt_tokens_per_s": counts.prompt_tokens / working_s if working_s else 0.0,
         "cached_share": counts.cached_tokens / counts.prompt_tokens if counts.prompt_tokens else None,
@@ -122,14 +123,14 @@ def _headline(
 
 
 def _state(
-    run_dir: RunDir, histories: Sequence[TaskHistory], remaining: int, *, too_many: bool
+    run_dir: RunDir, histories: Sequence[WorkerHistory], remaining: int, *, too_many: bool
 ) -> tuple[str, str, str]:
-    """Return the state of a run: its style, a word for it, and a sentence."""
+    """Return the style of a run's state, a word for the state, and a sentence about it."""
     tasks = [run_dir.of_task(history.task) for history in histories]
     holders = list(filter(None, holders_of([(task, last_sample(task.events)) for task in tasks])))
     if holders:
-        who = holders[0] if len(histories) == 1 else f"{len(holders)} of {len(histories)} tasks"
-        return "live", "running", f"Running: {who}. The page shows what was on disk when it was written."
+        running = holders[0] if len(histories) == 1 else f"{len(holders)} of {len(histories)} workers"
+        return "live", "running", f"Running: {running}. The page shows what was on disk when it was written."
     if remaining:
         last_attempts = (history.attempts[-1] for history in histories)
         last = max(last_attempts, key=lambda attempt: attempt.ended, default=None)
@@ -141,7 +142,7 @@ def _state(
     return "good", "done", "All rows have a result."
 
 
-def _over_time(timeline: Timeline, histories: Sequence[TaskHistory]) -> dict[str, Any]:
+def _over_time(timeline: Timeline, histories: Sequence[WorkerHistory]) -> dict[str, Any]:
     incidents = sorted(incident for history in histories for incident in history.incidents)
     charts = load_charts(timeline, histories, incidents) if timeline.places else []
     return {
@@ -168,14 +169,14 @@ def _style_and_script() -> dict[str, Any]:
 
 
 def _tasks(run_dir: RunDir) -> list[RunDir]:
-    """Return all tasks of a run, among them the one of `run_dir`, each once."""
+    """Return all workers of a run, among them the one of `run_dir`, each once."""
     return [*{task.log_directory: task for task in (run_dir, *run_dir.all_tasks())}.values()]
 
 
 def _decisions(
-    histories: Sequence[TaskHistory], timeline: Timeline, facts: Mapping[str, Any]
+    histories: Sequence[WorkerHistory], timeline: Timeline, facts: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
-    """Return the runner's decisions as pairs of texts; the last task that decided counts."""
+    """Return the runner's decisions, each as a name and a text. Of several workers the last one counts."""
     decisions = []
     if order := next((history.order for history in reversed(histories) if history.order), None):
         decisions.append(("Order of the rows", f"{order.get('order')}: {order.get('why')}"))
@@ -235,17 +236,19 @@ def _flags(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
+        trim_blocks=True, lstrip_blocks=True, finalize=_visible,
     )  # fmt: skip
     environment.filters |= {
-        "duration": duration, "moment": _moment, "number": number, "percent": _percent, "visible": _visible,
+        "duration": duration, "moment": _moment, "number": number, "percent": _percent,
     }  # fmt: skip
     return environment.get_template("page.html")
 
 
-def _visible(text: object) -> str:
-    """Escape characters that HTML lacks, or that would reverse the text around them."""
-    return "\n".join(map(escaped, str(text).split("\n")))
+def _visible(value: object) -> object:
+    """Escape characters in a text that HTML lacks, or that would reverse the text around them."""
+    if isinstance(value, Markup) or not isinstance(value, str):
+        return value
+    return "\n".join(map(escaped, value.split("\n")))
 
 
 def _moment(seconds: float) -> str:

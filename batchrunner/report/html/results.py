@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 
-from batchrunner.core.errors import ResumeError
+from batchrunner.core.errors import ResumeError, first_line
 from batchrunner.input.dataset import values_of
 from batchrunner.output.columns import has_texts
 from batchrunner.output.counts import RowCounts
@@ -29,9 +29,9 @@ MEMORY = "256MB"
 """Memory that duckdb may use."""
 THREADS = 1
 ANSWERS = 5
-"""Rows on the page with their answers."""
+"""Number of rows that the page shows with their answers."""
 SHOWN = 400
-"""Most characters of a text on the page."""
+"""Maximum number of characters of a text on the page."""
 _LEFT_OUT = {"finish_reason", "prompt_tokens", "completion_tokens", "latency_s", "attempts"}
 """Columns that the page does not show beside answers."""
 _SENT = "FROM results WHERE attempts > 0"
@@ -54,7 +54,7 @@ class RunResults:
 
 
 def read_results(tasks: Sequence[RunDir]) -> RunResults:
-    """Read the results of these tasks of a run; raises ResumeError where a part is damaged.
+    """Read the results of these workers of a run; raises ResumeError where a part is damaged.
 
     Rows in journals are only counted; they are from the last half minute.
     """
@@ -77,8 +77,7 @@ def read_results(tasks: Sequence[RunDir]) -> RunResults:
             lengths = list(filter(None, (_length(connection, *length) for length in _LENGTHS)))
             return RunResults(done.counts, lengths, _answers(parts[-1]))
     except (duckdb.Error, pa.ArrowException, OSError, KeyError, UnicodeError) as failure:
-        reason = str(failure).splitlines()[0]
-        raise ResumeError(f"{tasks[0].path}: results cannot be read: {reason}") from None
+        raise ResumeError(f"{tasks[0].path}: results cannot be read: {first_line(failure)}") from None
 
 
 def _register(connection: duckdb.DuckDBPyConnection, parts: Sequence[Path]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 STEPS_A_LINE = 40
 """Decode steps between two lines of the log: SGLang's default of `--decode-log-interval`."""
-Phase = Literal["load", "pool", "graph", "prefill", "decode", "general"]
+Phase = Literal["load", "pool", "states", "graph", "prefill", "decode", "general"]
 
 
 class LoggedBatch(NamedTuple):
@@ -24,7 +24,7 @@ class LoggedBatch(NamedTuple):
     queue: int
     """`#queue-req`."""
     usage: float
-    """Fraction of the KV pool in use, `token usage`; of a hybrid model's two pools the fuller one."""
+    """Fraction of the KV pool in use, `token usage`; with sliding windows, of the fuller of its two parts."""
     tokens: int | None = None
     """Tokens in the KV pool, `#token`."""
     graph: bool | None = None
@@ -39,6 +39,8 @@ class LoggedBatch(NamedTuple):
     """Prompt tokens that hit the prefix cache."""
     accepted: float = 1.0
     """Tokens of a request in a decode step, `accept len`; above 1 with speculation."""
+    state_usage: float = 0.0
+    """Fraction of the state pool in use, `mamba usage`; 0 for a model without states."""
 
 
 class Retraction(NamedTuple):
@@ -64,7 +66,22 @@ class ServerReady(NamedTuple):
 
 
 class RunningCapped(NamedTuple):
-    """The state pool of a hybrid model, or the KV pool, allows fewer running requests than were asked for."""
+    """The state pool of a hybrid model, or the KV pool, allows fewer running requests than were asked for.
+
+    The fields are known where it is the state pool.
+    """
+
+    slots: int | None = None
+    """`max_mamba_cache_size`."""
+    per_request: int | None = None
+    """State slots of a running request."""
+
+
+class PoolAllocated(NamedTuple):
+    """The KV pool, or the state pool of a hybrid model (`slots` is known), has its memory."""
+
+    gb: float
+    slots: int | None = None
 
 
 class WeightsLoaded(NamedTuple):
@@ -116,7 +133,9 @@ class Arguments(NamedTuple):
     values: dict[str, Any]
 
 
-SGLangRecord: TypeAlias = LoggedBatch | Retraction | RunningCapped | ServerReady | WeightsLoaded | Arguments
+SGLangRecord: TypeAlias = (
+    LoggedBatch | Retraction | RunningCapped | PoolAllocated | ServerReady | WeightsLoaded | Arguments
+)
 """A record of a line that only SGLang writes."""
 Record: TypeAlias = SGLangRecord | OutOfMemory | Died | Raised | PhaseBegins
 
@@ -149,14 +168,24 @@ _RUNNING, _QUEUE, _TOKENS = (
     re.compile(rf"#{name}: *{_COUNT}") for name in ("running-req", "queue-req", "token")
 )
 _PREFILLED = [re.compile(rf"#{name}: *{_COUNT}") for name in ("new-seq", "new-token", "cached-token")]
-_USAGE = re.compile(rf"usage: *{_NUMBER}")  # token usage; a hybrid model has mamba usage too
+_USAGE = re.compile(rf"token usage: *{_NUMBER}")
+_STATE_USAGE = re.compile(rf"mamba usage: *{_NUMBER}")
 _RATE = re.compile(rf"throughput \(token/s\): *{_NUMBER}")
 _ACCEPTED = re.compile(rf"(?<!block )accept len: *{_NUMBER}")
 _READY = re.compile(
     r"\b(max_total_num_tokens|chunked_prefill_size|max_running_requests|context_len)=(-?\d{1,15})(?!\d)"
 )
 _RUNNING_CAPPED = re.compile(
-    "max_running_requests (?:is capped to .* by the mamba state cache|was reduced from the requested )"
+    r"max_running_requests (?:is capped to .* by the mamba state cache"
+    rf"(?: \(max_mamba_cache_size={_COUNT}, {_COUNT} state slots per request)?"
+    r"|was reduced from the requested )"
+)
+_STATES_ALLOCATED = re.compile(
+    rf"Mamba Cache is allocated\. max_mamba_cache_size: {_COUNT}, "
+    rf"conv_state size: {_NUMBER}GB, ssm_state size: {_NUMBER}GB"
+)
+_KV_ALLOCATED = re.compile(
+    rf"KV [Cc]ache (?:is )?allocated\..*?\bKV? size: {_NUMBER} GB(?:, V size: {_NUMBER} GB)?"
 )
 _FREE_GB = re.compile(rf"available_([gc]pu)_mem={_NUMBER}")
 _RETRACTED = re.compile(rf"#retracted_reqs: {_COUNT}")
@@ -176,12 +205,10 @@ _CRASHED = re.compile(
 )
 _OUT_OF_MEMORY: dict[Phase, re.Pattern[str]] = {
     "prefill": re.compile("Prefill out of memory"),
-    "decode": re.compile(
-        "Decode out of memory|alloc_req_slots runs out of memory|Not enough space for mamba cache"
-    ),
+    "states": re.compile("Not enough space for mamba|state cache is too small to serve"),
+    "decode": re.compile("Decode out of memory|alloc_req_slots runs out of memory"),
     "pool": re.compile(
         "Not enough memory. Please|leave no GPU memory for the KV cache|Not enough GPU memory for hybrid"
-        "|state cache is too small to serve"
     ),
     "general": re.compile(
         "(CUDA|CUDA error:|CUDA driver error:|HIP|Triton Error .CUDA.:) out of memory"
@@ -217,7 +244,7 @@ _STEPS = {
 _OF_ALL = re.compile(r"\| *(\d+)/(\d+) \[")
 """Position of a progress bar."""
 _RARE = (
-    "mem", "forward_", "_execute_", "raph", "server_args=", "KV Cache",
+    "mem", "forward_", "_execute_", "raph", "server_args=", "Mamba Cache", "KV Cache",
     "rror: ", "xception: ", "exit", "illed", "child failed",
 )  # fmt: skip
 """Parts of all other lines that matter, for a quick test of the many that do not."""
@@ -239,8 +266,8 @@ def _record(line: str) -> Record | None:
         return Retraction(_count(_GAINED, line))
     if "max_total_num_tokens=" in line and "server_args=" not in line:
         return _ready(line)
-    if "max_running_requests " in line and _RUNNING_CAPPED.search(line):
-        return RunningCapped()
+    if "max_running_requests " in line and (capped := _RUNNING_CAPPED.search(line)):
+        return RunningCapped(*(int(count) if count else None for count in capped.groups()))
     return _rare(line) if any(word in line for word in _RARE) else None
 
 
@@ -289,6 +316,8 @@ def _batch(line: str) -> LoggedBatch | None:
         float(rate[1]) if rate else None,
         *(() if decode else (_count(pattern, line) for pattern in _PREFILLED)),
     )
+    if states := "mamba usage" in line and _STATE_USAGE.search(line, start):
+        batch = batch._replace(state_usage=float(states[1]))
     return batch._replace(accepted=float(accepted[1])) if accepted else batch
 
 
@@ -310,6 +339,10 @@ def _rare(line: str) -> Record | None:
         used = _USED.search(line)
         free = float(weights[3]) if weights[1] == "begin" else None
         return WeightsLoaded(free, float(used[1]) if used else None, weights[2], _quantised(line))
+    if pool := _STATES_ALLOCATED.search(line):
+        return PoolAllocated(float(pool[2]) + float(pool[3]), slots=int(pool[1]))
+    if pool := _KV_ALLOCATED.search(line):
+        return PoolAllocated(float(pool[1]) + float(pool[2] or 0))
     if "server_args=" in line:
         return _arguments(line.partition("server_args=")[2].strip())
     return next((PhaseBegins(phase) for phase, signs in _PHASES.items() if signs.search(line)), None)

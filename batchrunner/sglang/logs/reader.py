@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from batchrunner.core.errors import InputError
-from batchrunner.sglang.flags import attention_ranks, number
+from batchrunner.sglang.flags import STATE_RATIO, StatePool, attention_ranks, number, slots_per_request
 from batchrunner.sglang.logs.lines import (
     STEPS_A_LINE,
     Arguments,
@@ -16,6 +16,7 @@ from batchrunner.sglang.logs.lines import (
     OutOfMemory,
     Phase,
     PhaseBegins,
+    PoolAllocated,
     Raised,
     Record,
     Retraction,
@@ -84,10 +85,29 @@ class Facts:
     """Whether a live server does not report its load."""
     idle_gpus: int = 0
     """GPUs that a run's server could see but did not use."""
+    states: StatePool | None = None
+    """The state pool of a hybrid model; None without one."""
 
     def number(self, name: str) -> float | None:
         """Return an argument that is a number; None where it is unknown."""
         return number(self.arguments.get(name))
+
+    @property
+    def sizes_states(self) -> bool:
+        """Whether the arguments set the slots of the state pool, which else takes its share of the memory."""
+        without_cache = self.arguments.get("disable_radix_cache") and self.number("max_running_requests")
+        return bool(self.number("max_mamba_cache_size") or without_cache)
+
+    @property
+    def state_share(self) -> float | None:
+        """Share of the memory of both pools that the state pool takes; None where it is unknown."""
+        pool = self.states
+        if pool is None:
+            return None
+        if pool.gb and pool.kv_gb:
+            return pool.gb / (pool.gb + pool.kv_gb)
+        ratio = self.number("mamba_full_memory_ratio") or STATE_RATIO
+        return None if self.sizes_states else ratio / (1 + ratio)
 
     @property
     def tp(self) -> int:
@@ -201,7 +221,8 @@ _TUNED = (
     "schedule_conservativeness", "mem_fraction_static", "max_running_requests", "chunked_prefill_size",
     "max_total_tokens", "model_path", "tp_size", "attention_backend", "kv_cache_dtype", "quantization",
     "max_prefill_tokens", "prefill_max_requests", "prefill_decode_interval", "enable_mixed_chunk",
-    "page_size", "disable_radix_cache", "schedule_policy",
+    "page_size", "disable_radix_cache", "schedule_policy", "max_mamba_cache_size",
+    "mamba_full_memory_ratio", "mamba_radix_cache_strategy", "mamba_ssm_dtype",
 )  # fmt: skip
 """Arguments that change the load. After a restart with other values, earlier readings are dropped."""
 _FORWARD = {"prefill", "decode"}
@@ -275,8 +296,8 @@ class LogReader:
                     self.series.prefills.retracted_tokens += record.tokens
             case Arguments():
                 self._started(record)
-            case RunningCapped():
-                self._memory_caps_running = True
+            case RunningCapped() | PoolAllocated():
+                self._pool(record)
             case ServerReady():
                 self.facts.ready = record._replace(memory_caps_running=self._memory_caps_running)
                 self._phase = "general"
@@ -287,6 +308,20 @@ class LogReader:
             case OutOfMemory() | Died() | Raised():
                 self._failed(record)
 
+    def _pool(self, record: RunningCapped | PoolAllocated) -> None:
+        """Note what a line tells of the state pool, or of the KV pool beside it."""
+        pool = self.facts.states or StatePool(0, slots_per_request(self.facts.arguments))
+        if isinstance(record, RunningCapped):
+            self._memory_caps_running = True
+            if record.slots and record.per_request:
+                self.facts.states = pool._replace(slots=record.slots, per_request=record.per_request)
+            return
+        self._phase = "general"
+        if record.slots is not None:
+            self.facts.states = pool._replace(slots=record.slots, gb=record.gb)
+        elif pool.slots and pool.kv_gb is None:  # the pool of a draft model may follow
+            self.facts.states = pool._replace(kv_gb=record.gb)
+
     def _batch(self, batch: LoggedBatch, line: str) -> None:
         scheduler, at = self._speaker(line)
         if scheduler is None:
@@ -294,7 +329,7 @@ class LogReader:
         self._phase, self._running = "decode" if batch.decode else "prefill", batch.running
         if self.facts.died is self._old_death:  # after a new death other ranks log on for seconds
             self.facts.died = self._old_death = self.facts.last_trouble = None
-        most = self.facts.max_running
+        most, states = self.facts.max_running, self.facts.states
         if batch.decode:
             sample = LoadSample(
                 at=at,
@@ -304,6 +339,7 @@ class LogReader:
                 max_running=most,
                 graph=batch.graph,
                 rate=batch.throughput,
+                state_usage=max(batch.state_usage, batch.running / states.most_running if states else 0.0),
             )
             self.series.add(scheduler, sample)
         else:
@@ -324,6 +360,7 @@ class LogReader:
             self.facts = Facts(card=self.facts.card)
         self._old_death = self.facts.died
         self._memory_caps_running = False
+        self.facts.states = None
         self._speakers.clear()  # a restart may have changed the names of the ranks
         self.facts.arguments = record.values
         self._phase = "load"

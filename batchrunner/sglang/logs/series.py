@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
+from batchrunner.core.engine_info import SchedulerLoad
+from batchrunner.output.samples import SchedulerSample
 from batchrunner.sglang.logs.lines import LoggedBatch
 
 WHOLE = 0.9
@@ -71,6 +73,29 @@ class LoadSample(NamedTuple):
     """Tokens generated per second."""
     unsent: int | None = None
     """Rows that the client had not sent yet; None where that is unknown."""
+    state_usage: float = 0.0
+    """Fraction of the state pool that running requests take; 0 for a model without states."""
+
+
+def sample_of_load(
+    load: SchedulerLoad | SchedulerSample,
+    at: float | None,
+    graph: bool | None = None,
+    rate: float | None = None,
+    unsent: int | None = None,
+) -> LoadSample:
+    """Return a reported load as a sample; see there."""
+    return LoadSample(
+        at=at,
+        running=load.running,
+        queue=load.queue,
+        usage=load.token_usage,
+        max_running=load.max_running,
+        graph=graph,
+        rate=rate,
+        unsent=unsent,
+        state_usage=load.state_usage,
+    )
 
 
 MOST_SAMPLES = 16_384

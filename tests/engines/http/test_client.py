@@ -75,7 +75,7 @@ def test_events_in_any_pieces(events: list[bytes], end: bytes, data: st.DataObje
 
 
 def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchrunner.engines.http.replies.MOST_ANSWER_BYTES", 100)
+    monkeypatch.setattr("batchrunner.engines.http.replies.MOST_EVENT_BYTES", 100)
     lines = EventLines()
     lines.feed(b"data: " + b"x" * 90)
     with pytest.raises(BundleRefusedError, match="an event is larger than"):

@@ -90,6 +90,26 @@ def test_a_live_server_whose_memory_is_the_cap(asked: int | None, state: dict[st
     assert "running-capped" not in changes(found)
 
 
+def test_a_live_server_whose_state_pool_is_the_cap() -> None:
+    """Its load leaves the states out: what it tells of itself says how many requests they allow."""
+    pool = {"max_mamba_cache_size": 20, "mamba_radix_cache_strategy": "extra_buffer"}
+    unset = dict.fromkeys(("max_running_requests", "max_mamba_cache_size", "mamba_full_memory_ratio"))
+    unset |= {"mamba_ssm_dtype": None, "disable_radix_cache": False}
+    state = {"effective_max_running_requests_per_dp": 4, "memory_usage": {"kvcache": 10.0}} | pool
+    strategy = {"mamba_radix_cache_strategy": "extra_buffer"}
+    with FakeSGLang(
+        max_running=4, others=40, arguments={"internal_states": [state]} | unset | strategy
+    ) as server:
+        found = watched(server)
+    assert found.situation.load.median("state_usage") == 1
+    assert "of 20 states, 5 for each request, is the limit" in next(
+        advice.sign for advice in found.advice if advice.rule == "states-full"
+    )
+    assert changes(found)["states-full"].startswith(
+        "--mamba-radix-cache-strategy extra_buffer_lazy --mamba-full"
+    )
+
+
 @pytest.mark.parametrize(
     ("asked", "told"),
     [("--model m --attention-backend triton", True), ("--model m", False), ("--config f.yaml", True)],

@@ -56,11 +56,12 @@ def replicas(ports: list[int], began: float, most: int, log: str | None) -> Iter
     yield {"event": "start", "time": began, "engine": {"log": log}}
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     signals = [
-        {"scheduler": f"{url}#dp1", "queue": 5, "token_usage": 0.5, "max_running": most} for url in urls
+        {"scheduler": f"{url}#dp1", "running": 8, "queue": 5, "token_usage": 0.5, "max_running": most}
+        for url in urls
     ]
     for at in range(20):
         bands = {url: [most // 10, most] for url in urls}
-        yield {"event": "sample", "time": began + at, "signals": signals, "bands": bands}
+        yield sample(began + at, signals=signals, bands=bands)
     yield {"event": "engine_died", "time": began + 20, "who": urls[-1]}
 
 
@@ -76,3 +77,12 @@ def test_servers_that_were_started_again_keep_their_lines() -> None:
     assert set(story.max_running.values()) == {320}
     theirs = make_timeline([history_of("main", replicas([30_000], 1000, 64, None), 0.5)])
     assert list(theirs.of_schedulers("queue")) == ["http://127.0.0.1:30000#dp1"]
+
+
+def test_a_damaged_load_sample_is_left_out() -> None:
+    """A load sample that lacks a field extends its attempt, and its cells stay empty."""
+    damaged = sample(1010.0)
+    del damaged["in_flight"]
+    story = history_of("main", [sample(1000.0), damaged], 0.5)
+    assert len(story.attempts[0].cells) == 1
+    assert story.attempts[0].ended == 1010.0

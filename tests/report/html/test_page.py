@@ -11,7 +11,7 @@ from batchrunner.output.run_dir import RunDir
 from batchrunner.report.html.results import read_results
 from tests.conftest import batchrun, eventually, job_of, run_job, started, write_job, write_rows
 from tests.support.answers import REFUSALS, Body
-from tests.support.fake_sglang import FakeSGLang
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.functions import write_module
 from tests.support.page import HOSTILE, page_of, sample
 
@@ -49,7 +49,11 @@ def test_hostile_texts_are_shown_as_text(tmp_path: Path, monkeypatch: pytest.Mon
     write_rows(
         tmp_path / "input.parquet", 4, title=[HOSTILE, "x" * 1_000_000, None, "\U0001f600\u3000\u200d"]
     )
-    with FakeSGLang(lambda sent: "answer" if "3" in sent.prompt else "too long") as server:
+
+    def script(sent: Sent) -> Behaviour:
+        return "answer" if "3" in sent.prompt else "too long"
+
+    with FakeSGLang(script, arguments={"version": "0.5\x00\x1b[31m\u202e"}) as server:
         job = job_of(tmp_path, server, limits={"max_failed_rows": 4})
         job["input"]["columns"] = ["title"]
         job["prompt"] = {"user": "{{ title }} row {{ id }}"}
@@ -61,6 +65,7 @@ def test_hostile_texts_are_shown_as_text(tmp_path: Path, monkeypatch: pytest.Mon
     assert page.fetched == ["data:,"]
     assert HOSTILE[:25] in page.text
     assert name in page.text
+    assert page.text.count("0.5\\u0000\\u001b[31m\\u202e") == 2
     text = (tmp_path / name / "report.html").read_text(encoding="utf-8")
     assert not set(text) & {"\x00", "\x1b", "\u202e"}
     assert "\U0001f600\u3000\u200d" in text
@@ -133,7 +138,7 @@ def test_a_run_of_tasks(tmp_path: Path) -> None:
     tasks = sorted((run / "tasks").glob("join-*"))
     whole = page_of(run)
     assert "1,500 ok 0 failed, 0 left of 1,500" in whole.text
-    assert "2 attempts of 2 tasks" in whole.text
+    assert "2 attempts of 2 workers" in whole.text
     assert sum(text.startswith(f"{tasks[1].name} 127.0.0.1") for text in whole.texts) >= 3
 
 
@@ -180,6 +185,7 @@ def test_what_to_change_is_said(tmp_path: Path) -> None:
         "window": 40,
         "rows_total": 9000,
         "rows_done": 10,
+        "unsent": 8950,
         "retractions": 0,
         "output_tokens_per_s": 99,
     }

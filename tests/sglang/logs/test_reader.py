@@ -2,13 +2,14 @@
 
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchrunner.runner.advise import advise
-from batchrunner.sglang.flags import Flags
+from batchrunner.sglang.flags import Flags, StatePool
 from batchrunner.sglang.logs.lines import ServerReady, origin_of, record_in
 from batchrunner.sglang.logs.reader import LogReader
 from batchrunner.tuning.rules import apply_all
@@ -193,3 +194,47 @@ def test_limits_and_ranks(others: str) -> None:
     )
     assert record_in(line) == ServerReady(665690, 8192, 4096, 65536, gpu_gb=13.5)
     assert origin_of(line).dp == "1"
+
+
+HYBRID = LogWriter("hybrid").started(
+    most=98, mamba_radix_cache_strategy="extra_buffer", before_ready=(
+        ("max_running_requests is capped to 98 by the mamba state cache (max_mamba_cache_size=490, 5 state "
+        "slots per request). To raise it: increase --mamba-full-memory-ratio or --max-mamba-cache-size, or "
+        "halve the state size with --mamba-ssm-dtype bfloat16."),
+        ("Mamba Cache is allocated. max_mamba_cache_size: 490, conv_state size: 0.60GB, ssm_state size: "
+        "23.40GB "),
+        "KV Cache is allocated. dtype: torch.bfloat16, #tokens: 450000, K size: 13.00 GB, V size: 13.00 GB",
+        "KV Cache is allocated. dtype: torch.bfloat16, #tokens: 450000, K size: 1.00 GB, V size: 1.00 GB",
+    ),
+).decode(9, r=49, u=0.3)  # fmt: skip
+"""Lines of 0.5.23 (kv_cache_configurator.py, memory_pool.py); the last pool is that of a draft model."""
+
+
+def test_both_pools_of_a_hybrid_model_are_read(tmp_path: Path) -> None:
+    """Its pools are told apart: their sizes when it starts, and how full each is in every line."""
+    log = LogReader().read(HYBRID.write(tmp_path))
+    pool = log.facts.states
+    assert pool == StatePool(slots=490, per_request=5, gb=24.0, kv_gb=26.0)
+    assert pool.most_running == 98
+    assert log.facts.state_share == 0.48
+    assert (log.series.median("usage"), log.series.median("state_usage")) == (0.3, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "slots"),
+    [
+        ({"mamba_radix_cache_strategy": "no_buffer"}, 3),
+        ({"mamba_radix_cache_strategy": "extra_buffer"}, 5),
+        ({"mamba_radix_cache_strategy": "extra_buffer", "disable_overlap_schedule": True}, 4),
+        ({"mamba_radix_cache_strategy": "extra_buffer_lazy"}, 4),
+        ({"mamba_radix_cache_strategy": "extra_buffer", "disable_radix_cache": True}, 1),
+    ],
+)
+def test_states_of_a_request(arguments: dict[str, Any], slots: int, tmp_path: Path) -> None:
+    """A server whose state pool caps nothing names no states a request: its arguments tell."""
+    sizes = "max_mamba_cache_size: 60, conv_state size: 0.10GB, ssm_state size: 2.00GB "
+    allocated = f"Mamba Cache is allocated. {sizes}"
+    log = LogWriter("hybrid").started(before_ready=(allocated,), **arguments).decode(1)
+    pool = LogReader().read(log.write(tmp_path)).facts.states
+    assert pool is not None
+    assert (pool.per_request, pool.most_running) == (slots, 60 // slots)

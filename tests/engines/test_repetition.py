@@ -1,0 +1,108 @@
+"""Repetitions that last: found at the end of a text, and not in what only looks like one."""
+
+import random
+import time
+
+import pyarrow as pa
+import pytest
+
+from batchrunner.core.types import Request, RowRef
+from batchrunner.engines.http.wire import tokens_between_events
+from batchrunner.engines.repetition import (
+    LEAST_CHARACTERS,
+    LONGEST_PERIOD,
+    Repetition,
+    find_repetition,
+    repeats_in_prompt,
+)
+
+REF = RowRef(0, pa.RecordBatch.from_pydict({"a": [1]}), 0)
+BEGINNING = "The answer begins in order, and then it goes on and on: "
+SENTENCES = " ".join(f"Sentence {number} says something about {number * 7}." for number in range(400))
+
+
+@pytest.mark.parametrize("unit", ["-", "ab", " I am sorry.", "Line\n" * 2 + "end\n", "長い文。" * 9])
+@pytest.mark.parametrize("rest", [0, 1])
+def test_a_loop_is_found_where_it_begins(unit: str, rest: int) -> None:
+    """The text up to the first repeat is what the model had to say, wherever in a period the text ends."""
+    loop = unit * (LEAST_CHARACTERS // len(unit) + 2) + unit[: rest * len(unit) // 2]
+    repetition = find_repetition(BEGINNING + loop)
+    assert repetition is not None
+    shortest = next(at for at in range(1, len(unit) + 1) if (unit + unit)[at : at + len(unit)] == unit)
+    assert repetition.period == shortest
+    kept = (BEGINNING + loop)[: repetition.sense]
+    assert kept.startswith(BEGINNING)
+    assert len(kept) <= len(BEGINNING) + shortest
+
+
+def test_long_periods_need_several_repeats() -> None:
+    """A paragraph that comes six times is a loop; one that comes five times is not yet."""
+    paragraph = SENTENCES[: LONGEST_PERIOD - 9]
+    assert find_repetition(paragraph * 5) is None
+    assert find_repetition(paragraph * 6) == Repetition(0, len(paragraph))
+    assert find_repetition(SENTENCES[: LONGEST_PERIOD + 9] * 7) is None
+
+
+def _table(columns: int, rows: int) -> str:
+    head = "|" + "---|" * columns
+    return "\n".join([head, *(f"| {row} |" + " 0 |" * (columns - 1) for row in range(rows))])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        SENTENCES,
+        _table(9, 400),
+        "\n".join(
+            f"[2026-11-28 22:{at // 60:02}:{at % 60:02}] Decode batch, #running-req: 4" for at in range(400)
+        ),
+        "\n".join(("=" * 110, "Title", "=" * 110) * 3),
+        "\n".join(f"{number},0,0,0,0,0,0,0,0,0,0" for number in range(900)),
+        ("ha " * 600) + "and then it was over",
+        "And it goes round,\nand round it goes,\nand nobody knows.\n\n" * 20,
+        "".join(random.Random(1).choices("ABCDwxyz0123+/", k=9000)),
+    ],
+)
+def test_ordinary_texts_are_no_loops(text: str) -> None:
+    """Numbered lines, rulers, refrains, random characters and loops that end are never stopped."""
+    assert not any(find_repetition(text[:length]) for length in range(0, len(text), 97))
+
+
+@pytest.mark.parametrize("almost", ["a" * 1_000_000 + "b", ("a" * 700 + "b") * 1400])
+def test_the_search_takes_linear_time(almost: str) -> None:
+    """A text that nearly repeats itself, which naive searches compare at each place, is searched at once."""
+    began = time.process_time()
+    for _ in range(3):
+        find_repetition(almost)
+    assert time.process_time() - began < 2.0
+
+
+def test_a_repetition_that_the_prompt_has() -> None:
+    """A prompt that repeats the same thing asks for it; one that mentions it once does not."""
+    output = "yes\n" * 600
+    assert repeats_in_prompt("Continue this column:\n" + "yes\n" * 20, output)
+    assert not repeats_in_prompt("Say yes\nor no\n", output)
+    assert not repeats_in_prompt("---\n", "-" * 3000)
+    assert repeats_in_prompt([5, *[7, 8, 9] * 30], [1, 2, *[8, 9, 7] * 300])
+    assert not repeats_in_prompt([5, 7, 8, 9, 7, 8, 9], [8, 9, 7] * 300)
+    assert not repeats_in_prompt("anything", "")
+
+
+def _row(**sampling: object) -> Request:
+    return Request(REF, "input_ids", [1], {"max_new_tokens": 8192, **sampling}, stops_repetition=True)
+
+
+def test_which_rows_are_watched() -> None:
+    """Rows that may have to repeat, short rows and rows of several outputs are not watched."""
+    assert tokens_between_events(_row()) == 256
+    assert tokens_between_events(_row(max_new_tokens=65_536)) == 2048
+    assert tokens_between_events(_row(max_new_tokens=None)) == 512
+    assert tokens_between_events(_row(json_schema='{"properties": {"a": {"type": "string"}}}')) == 256
+    for sampling in (
+        {"json_schema": '{"properties": {"a": {"type": "array"}}}'},
+        {"regex": "(ab)+"}, {"ebnf": "root ::= root"}, {"ignore_eos": True}, {"n": 2},
+        {"max_new_tokens": 100},
+    ):  # fmt: skip
+        assert tokens_between_events(_row(**sampling)) is None, sampling
+    assert tokens_between_events(_row()._replace(stops_repetition=False)) is None
+    assert tokens_between_events(_row()._replace(kind="messages", prompt=[])) is None

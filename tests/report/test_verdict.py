@@ -1,0 +1,56 @@
+"""The exit code of a run and its reason, row by row."""
+
+from typing import Any
+
+import pytest
+
+from batchrunner.core.errors import EngineLostError, JobError
+from batchrunner.report.verdict import RunEnd, RunVerdict, verdict_of
+
+STOP = RunVerdict(143, "SIGTERM")
+LEFT = "3 rows are left that no living worker holds: run the same command again"
+ADDED = "came into the input, or grew, during the run: run the same command again"
+TOO_MANY = "done, but more rows failed than limits.max_failed_rows tolerates"
+
+
+@pytest.mark.parametrize(
+    ("end", "exit_code", "reason"),
+    [
+        ({}, 0, "done"),
+        ({"rows_failed": 2, "max_failed_rows": 2}, 0, "done"),
+        ({"rows_failed": 3, "max_failed_rows": 2}, 3, TOO_MANY),
+        ({"rows_failed": 5, "max_failed_rows": 0.5}, 0, "done"),
+        ({"rows_failed": 6, "max_failed_rows": 0.5}, 3, TOO_MANY),
+        ({"rows_failed": 1, "max_failed_rows": 1.0}, 0, "done"),
+        ({"rows_left": 3}, 1, "stopped"),
+        ({"rows_left": 3, "is_sample": True}, 1, "a sample is done: the job asks no row again"),
+        ({"rows_left": 3, "stop": STOP}, *STOP),
+        ({"rows_left": 3, "is_sample": True, "stop": STOP}, *STOP),
+        ({"rows_left": 3, "rows_unheld": 2}, 1, "stopped"),
+        ({"rows_unheld": 3}, 1, LEFT),
+        ({"rows_unheld": 3, "was_empty": True}, 1, LEFT),
+        ({"rows_unheld": 3, "stop": STOP}, *STOP),
+        ({"rows_held": 3}, 0, "done"),
+        ({"rows_held": 3, "was_empty": True}, 0, "no rows are free: other workers hold the rest"),
+        ({"rows_held": 3, "was_empty": True, "rows_failed": 9}, 3, TOO_MANY),
+        ({"rows_held": 3, "stop": STOP}, 0, "done"),
+        ({"stop": STOP}, 0, "done"),
+        ({"added_files": ["b"]}, 1, f"b {ADDED}"),
+        ({"added_files": ["b", "c", "d"]}, 1, f"b and 2 more {ADDED}"),
+        ({"added_files": ["b"], "rows_failed": 9}, 1, f"b {ADDED}"),
+        ({"added_files": ["b"], "rows_unheld": 3}, 1, LEFT),
+        ({"rows_lost": 3}, 1, "3 rows of the run are missing from all parts: run the same command again"),
+        ({"rows_failed": 3, "rows_failed_here": 3}, 3, TOO_MANY),
+        (
+            {"rows_failed": 3, "rows_failed_here": 2},
+            3,
+            "done, but 3 rows of the run failed, more than limits.max_failed_rows tolerates",
+        ),
+        ({"failure": EngineLostError("lost"), "rows_left": 3, "stop": STOP}, 1, "lost"),
+        ({"failure": JobError("wrong")}, 2, "wrong"),
+    ],
+)
+def test_each_end(end: dict[str, Any], exit_code: int, reason: str) -> None:
+    """The first of these counts: a failure, remaining rows, added files, too many failed rows."""
+    facts: dict[str, Any] = {"rows_total": 10, "rows_failed": 0, "max_failed_rows": 0, **end}
+    assert verdict_of(RunEnd(**facts)) == (exit_code, reason)
