@@ -33,6 +33,8 @@ from batchrunner.engines.http.wire import GENERATE_PATH
 LOADS = "/loads"
 """Path of the loads of a gateway's workers."""
 REMEDY = "start the gateway, or correct engine.url"
+NEAR_USAGE = 0.8
+"""Token usage from which the KV pool counts as nearly full, as in the law of concurrency."""
 _LEAVING = "draining"
 """Status of a worker that finishes its requests and gets no new ones."""
 
@@ -135,10 +137,11 @@ def sum_of(loads: Sequence[WorkerLoad]) -> WorkerLoad:
 def load_now(load: WorkerLoad, in_flight: int, *, scheduler: str, route: str, now: float) -> SchedulerLoad:
     """Estimate a worker's load now, by its last report and the requests that are in flight there.
 
-    A report can be 10 s old, and the count is exact. While requests waited, the worker could run no more than
-    it ran. Otherwise it runs as many as its limit allows, and the rest of the count waits.
+    A report can be 10 s old, and the count is exact. A worker whose KV pool was nearly full while requests
+    waited can run no more than it ran. Any other runs as many as its limit allows, and the rest waits.
     """
-    most_running = load.num_running_reqs if load.num_waiting_reqs else load.max_running_requests
+    is_full = load.num_waiting_reqs > 0 and load.token_usage >= NEAR_USAGE
+    most_running = load.num_running_reqs if is_full else load.max_running_requests
     running = min(in_flight, in_flight if most_running is None else most_running)
     return SchedulerLoad(
         scheduler=scheduler,
