@@ -367,36 +367,33 @@ class ThroughGateway(HttpEngine):
             self._usable = frozenset()  # the gateway may have forgotten the keys, so they are found anew
 
     def _loads_now(self, workers: Sequence[GatewayWorker], now: float) -> list[SchedulerLoad]:
+        """Return the load of each worker that gets rows."""
         usable = [worker for worker in workers if worker.is_usable]
         if any(worker.worker_type == "decode" for worker in usable):
             return [self._load_of_halves(usable, now)]
-        rows_per_request = self._rows_per_request()
-        loads = []
-        for worker in usable:
-            endpoint = self.endpoints.get(worker.url)
-            if endpoint is None and self._keys:
-                continue  # the worker gets rows once a key leads to it
-            ours = _rows_of(endpoint) if endpoint is not None else 0
-            requests = len(endpoint.requests) if endpoint is not None else 0
-            if worker.load is None:
-                reported = worker.reported
-                others = reported.num_running_reqs + reported.num_waiting_reqs
-                in_flight = ours if endpoint is not None else others
-            elif endpoint is not None:
-                in_flight = ours + max(0, worker.load - requests)
-            else:
-                in_flight = round(worker.load * rows_per_request)
-            is_route = endpoint is not None and endpoint.url != self.url
-            loads.append(
-                load_now(
-                    worker.reported,
-                    in_flight,
-                    scheduler=worker.url if is_route else f"{self.url}#{worker.url}",
-                    route=worker.url if is_route else self.url,
-                    now=now,
-                )
-            )
-        return loads
+        # In a gateway with keys, a worker gets rows once a key leads to it.
+        with_rows = [worker for worker in usable if not self._keys or worker.url in self.endpoints]
+        return [self._load_of(worker, now) for worker in with_rows]
+
+    def _load_of(self, worker: GatewayWorker, now: float) -> SchedulerLoad:
+        is_route = worker.url in self.endpoints
+        return load_now(
+            worker.reported,
+            self._in_flight_at(worker),
+            scheduler=worker.url if is_route else f"{self.url}#{worker.url}",
+            route=worker.url if is_route else self.url,
+            now=now,
+        )
+
+    def _in_flight_at(self, worker: GatewayWorker) -> int:
+        """Count the rows in flight at a worker, by the requests that the gateway counts and our own rows."""
+        endpoint = self.endpoints.get(worker.url)
+        if endpoint is not None:
+            others = 0 if worker.load is None else max(0, worker.load - len(endpoint.requests))
+            return _rows_of(endpoint) + others
+        if worker.load is None:
+            return worker.reported.num_running_reqs + worker.reported.num_waiting_reqs
+        return round(worker.load * self._rows_per_request())
 
     def _load_of_halves(self, workers: Sequence[GatewayWorker], now: float) -> SchedulerLoad:
         """Return one load for all prefill and decode workers: rows wait for the former, run on the latter.

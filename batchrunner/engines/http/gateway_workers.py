@@ -34,6 +34,8 @@ from batchrunner.engines.http.wire import GENERATE_PATH
 LOADS = "/loads"
 """Path of the loads of a gateway's workers."""
 REMEDY = "start the gateway, or correct engine.url"
+NEAR_USAGE = 0.8
+"""Token usage from which the KV pool counts as nearly full, as in the law of concurrency."""
 _LEAVING = "draining"
 """Status of a worker that finishes its requests and gets no new ones."""
 
@@ -137,10 +139,11 @@ def load_now(load: WorkerLoad, in_flight: int, *, scheduler: str, route: str, no
     """Estimate a worker's load now, by its last report and the requests that are in flight there.
 
     A report can be 10 s old, but the number of requests in flight is exact. If requests waited at the time of
-    the report, the worker could run no more than it ran then. Otherwise it runs as many as its limit allows.
-    All other requests in flight count as waiting.
+    the report and the KV pool was nearly full, the worker can run no more than it ran then. Otherwise it runs
+    as many as its limit allows. All other requests in flight count as waiting.
     """
-    most_running = load.num_running_reqs if load.num_waiting_reqs else load.max_running_requests
+    is_full = load.num_waiting_reqs > 0 and load.token_usage >= NEAR_USAGE
+    most_running = load.num_running_reqs if is_full else load.max_running_requests
     running = min(in_flight, in_flight if most_running is None else most_running)
     return SchedulerLoad(
         scheduler=scheduler,

@@ -69,16 +69,18 @@ def test_codes_of_other_bodies() -> None:
 @pytest.mark.parametrize(
     ("load", "in_flight", "running", "queue"),
     [
-        (WorkerLoad(32, 28, 0.5, max_running_requests=64), 100, 32, 68),  # it could run no more
+        (WorkerLoad(32, 28, 0.9, max_running_requests=64), 100, 32, 68),  # it could run no more
+        (WorkerLoad(8, 28, 0.5, max_running_requests=64), 100, 64, 36),  # it was between two batches
         (WorkerLoad(10, 0, 0.5, max_running_requests=64), 100, 64, 36),  # as many as it may
         (WorkerLoad(10, 0, 0.5), 100, 100, 0),
-        (WorkerLoad(32, 28, 0.5, max_running_requests=64), 3, 3, 0),
+        (WorkerLoad(32, 28, 0.9, max_running_requests=64), 3, 3, 0),
     ],
 )
 def test_the_load_now(load: WorkerLoad, in_flight: int, running: int, queue: int) -> None:
     """What is in flight runs as far as the last report allows, and the rest waits."""
     found = load_now(load, in_flight, scheduler="s", route="r", now=7.0)
-    assert (found.running, found.queue, found.token_usage, found.taken_at) == (running, queue, 0.5, 7.0)
+    assert (found.running, found.queue, found.taken_at) == (running, queue, 7.0)
+    assert found.token_usage == load.token_usage
 
 
 class FakeGateway:
