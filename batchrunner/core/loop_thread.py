@@ -118,7 +118,7 @@ class LoopThread:
 
     def __exit__(self, *_: object) -> None:
         """Cancel the work that has not ended, wait for its end, and end the thread."""
-        self.cancel_all()
+        self.cancel_all()  # calls that begin before `_is_closed` is set are cancelled below
         with self._lock:
             self._is_closed = True
         self.cancel_all()

@@ -222,7 +222,7 @@ class ForwardTask(ABC):
     ) -> list[Completion | RequestError]:
         """Read the replies to `bodies`; return the answer or the error of each request.
 
-        `Completion.columns` has the values of `columns`, each in a list of one. Raises AttemptFailedError, or
+        Each value in `Completion.columns` is a list with one element. Raises AttemptFailedError, or
         an error of msgspec, for an invalid reply.
         """
 

@@ -395,7 +395,7 @@ class BundleSenders:
         self._events = events
         self._passes = passes
         self._fixed = {"auto": None, "off": 1}[job.bundle] if isinstance(job.bundle, str) else job.bundle
-        if info.simulated:  # a simulated engine has no front process that bundles could relieve
+        if info.simulated:  # a simulated engine has no tokenizer process, so bundles save nothing there
             self._fixed = 1
         most_tokens = job.sampling.max_new_tokens
         self._short = isinstance(most_tokens, int) and most_tokens <= SHORT_TOKENS

@@ -76,7 +76,7 @@ class Dispatcher:
     _in_flight: dict[PendingRow, None] = field(default_factory=dict, init=False)
     """Rows in flight, the oldest first."""
     _refused_since: float | None = field(default=None, init=False)
-    """Time since when the engine has refused every row; None if it accepts rows, or if none are sent."""
+    """When the engine began to refuse every row; None if it accepts rows, or if none are sent."""
 
     async def run(self, feeder: Feeder | Rollouts) -> None:
         """Send all rows that the feeder adds to the backlog.

@@ -99,7 +99,7 @@ class Rollout:
     group: PrefixGroup | None = None
     """Prefix group of its requests, which all go to one replica; None before the first request."""
     result: asyncio.Future[Result] = field(init=False)
-    """Result of its function; set when the function starts."""
+    """Future of the function's result, created when the function starts."""
 
 
 class RolloutProcess(HookProcess):

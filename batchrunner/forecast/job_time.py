@@ -365,7 +365,7 @@ def _around(median: float, deviation: float) -> Interval:
 
 
 def tokens_of(rows: Sequence[JobRow], total: int, outputs: Interval) -> dict[str, Interval]:
-    """Return the tokens of `total` rows. `rows` are some of them, and `outputs` the output tokens of one."""
+    """Estimate the tokens of `total` rows from some of them; `outputs` are the output tokens of a row."""
     prompt = fmean(row.prompt for row in rows)
     cached = fmean(row.cached for row in rows)
     tokens_of_row = {

@@ -197,7 +197,8 @@ def _nearest(ordered: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int, int]]:
     """Yield the length of the longest prefix that each prompt shares with an earlier one.
 
     There are two lengths: for earlier prompts of the same stretch, and of other stretches. `ordered` holds
-    sorted prompts, each with the number of its stretch.
+    sorted prompts, each with the number of its stretch. In sorted order, the prefix that a prompt shares with
+    an earlier one is the shortest prefix that neighbours between the two share.
     """
     last = [0] * STRETCHES  # length shared with the last prompt of each stretch
     before, stretch_before = b"", 0

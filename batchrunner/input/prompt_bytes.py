@@ -26,8 +26,8 @@ BLOCK_BYTES, BLOCK_SHARE = 64, 16
 def prompt_bytes(request: Request) -> bytes:
     """Return the whole prompt as bytes.
 
-    The bytes begin with the name of the LoRA adapter, because adapters share no cache. A media file is
-    represented by its repeated key: as many bytes as text with the same number of tokens would take.
+    The bytes begin with the name of the LoRA adapter, because adapters share no cache. A media file
+    contributes its key, repeated to the length of a text with as many tokens.
     """
     adapter = f"{request.lora_path}\0".encode() if request.lora_path else b""
     if request.kind == "input_ids":

@@ -367,7 +367,7 @@ CPU_ROWS = 256
 _ENCODER = re.compile("bert", re.IGNORECASE)
 """Pattern in the names of encoders: BERT, RoBERTa, ModernBERT, …"""
 _DECODER = re.compile("ForCausalLM|Classification|Reward")
-"""Pattern in the names of decoders, with a head for text or for scores."""
+"""Matches the class names of decoder models, with a head that generates text or one that scores."""
 
 
 def pooling_args(config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:

@@ -36,7 +36,7 @@ FRESH_S, STORE_FRESH_S = 15.0, 40.0
 """Seconds after a heartbeat during which the holder certainly runs: for heartbeats in a file, and in an
 object."""
 SILENT_S = 300.0
-"""Age in seconds from which a load sample no longer shows that a task on another machine runs. The task may
+"""A load sample of this age in seconds does not prove that a task on another machine runs. The task may
 have ended, or that machine's clock may be wrong. For a task on this machine the sample decides nothing,
 because it may be from an earlier attempt."""
 

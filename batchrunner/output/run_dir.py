@@ -101,7 +101,7 @@ class RunDir:
         return [run_dir for run_dir in self.all_tasks() if run_dir.task != self.task]
 
     def all_parts(self) -> list[Path]:
-        """Return the parts of all tasks, by task and number."""
+        """Return the parts of all tasks, sorted by task, then by number."""
         return sorted(filter(_task_of, self.parts.glob("part-*.parquet")))
 
     def bring_results(self) -> None:
@@ -177,7 +177,7 @@ class RunDir:
         self.store.clear(_MERGED)
 
     def is_being_discarded(self) -> bool:
-        """Whether a start is discarding this run, or died while it did. Raises OutputError."""
+        """Whether a start with `--fresh` is deleting this run, or died meanwhile. Raises OutputError."""
         with using_run(self.name):
             return self.store.exists(self.discarding)
 

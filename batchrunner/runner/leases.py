@@ -198,7 +198,7 @@ class Leases:
         return self.directory / name
 
     def _count(self, number: int) -> int:
-        """Return the number of remaining rows of a lease."""
+        """Return the remaining rows of a lease, by its last turn: an earlier holder may have ended it."""
         plan, positions = self._places[number]
         if turn := self._turn(number):
             return len(self._rows(number, turn))

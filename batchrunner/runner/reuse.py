@@ -66,8 +66,8 @@ WITH good AS (
 )
 SELECT new_row, filename, file_row_number FROM new JOIN old USING (digest, nth) WHERE is_wanted
 """
-"""Equal requests that may share an answer all get the first stored one. Each other request gets a stored
-answer of its own, the same at every call."""
+"""Equal requests that may share an answer all get the first stored one. Requests that may
+not share one get different stored answers, assigned in a fixed order."""
 _ANSWERS = """
 SELECT stored.* REPLACE (new_row AS row, NULL AS latency_s, 0::INTEGER AS attempts)
 FROM equal JOIN stored USING (filename, file_row_number) ORDER BY new_row

@@ -219,7 +219,7 @@ class ServerWatch:
 
     @property
     def rates(self) -> tuple[float, float]:
-        """Output tokens/s by the server's log, and output plus prompt tokens/s; zeros if unknown.
+        """Output tokens/s from the server's log, and output plus prompt tokens/s; zeros if unknown.
 
         The ratio of prompt to output tokens comes from ended rows, so that tokens that the server computed
         twice count once.

@@ -76,7 +76,8 @@ class HeldPort:
         self._hold = socket.socket(socket.AF_UNIX)
         for _ in range(_PORT_TRIES):
             self.number = free_port()
-            # An abstract name belongs to the network namespace, like a port, and vanishes with its process.
+            # An abstract Unix socket reserves the port: it belongs to the network namespace, as ports do, and
+        # vanishes with its process.
             with contextlib.suppress(OSError):
                 self._hold.bind(f"\0batchrunner-port-{self.number}")
                 return

@@ -446,7 +446,7 @@ class ThroughGateway(HttpEngine):
         )
 
     async def _renew_keys(self) -> None:
-        """Find the keys of the workers anew; repeat this if the workers changed meanwhile."""
+        """Find the workers' routing keys anew; repeat this if the list of workers changed meanwhile."""
         is_current = False
         while not is_current:
             usable = self._usable

@@ -122,7 +122,7 @@ class _RegexWriter:
         self._groups: dict[int, str] = {}
 
     def write(self, parts: Sequence[tuple[Any, Any]]) -> str:
-        """Return a text for a sequence of parsed parts of an expression."""
+        """Return a text that matches the parsed parts of a regular expression."""
         return "".join(self._part(kind, value) for kind, value in parts if self.room > 0)
 
     def _part(self, kind: Any, value: Any) -> str:
