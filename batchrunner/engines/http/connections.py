@@ -77,7 +77,7 @@ class HeldPort:
         for _ in range(_PORT_TRIES):
             self.number = free_port()
             # An abstract Unix socket reserves the port: it belongs to the network namespace, as ports do, and
-        # vanishes with its process.
+            # vanishes with its process.
             with contextlib.suppress(OSError):
                 self._hold.bind(f"\0batchrunner-port-{self.number}")
                 return
