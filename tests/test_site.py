@@ -82,7 +82,7 @@ SOUGHT = {
     "NA in CSV": "how-to/data.html#csv",
     "S3": "how-to/object-stores.html",
     "docker": "run-on/docker.html",
-    "retry failed rows": "how-to/resume.html#send-failed-rows-again",
+    "retry failed rows": "how-to/resume.html#retry-failed-rows",
     "max_new_tokens": "how-to/values-by-row.html",
     "merge to CSV": "how-to/data.html#merge-to-csv-and-other-formats",
 }
