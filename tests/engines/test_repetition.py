@@ -1,7 +1,9 @@
 """Repetitions that last: found at the end of a text, and not in what only looks like one."""
 
+import os
 import random
 import time
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -66,6 +68,14 @@ def _table(columns: int, rows: int) -> str:
 def test_ordinary_texts_are_no_loops(text: str) -> None:
     """Numbered lines, rulers, refrains, random characters and loops that end are never stopped."""
     assert not any(find_repetition(text[:length]) for length in range(0, len(text), 97))
+
+
+def test_programs_are_no_loops() -> None:
+    """None of the modules at the top of Python's own library is stopped, at any length."""
+    for module in sorted(Path(os.__file__).parent.glob("*.py")):
+        text = module.read_text(encoding="utf-8", errors="replace")
+        alarms = [length for length in range(2048, len(text), 2048) if find_repetition(text[:length])]
+        assert not alarms, module
 
 
 @pytest.mark.parametrize("almost", ["a" * 1_000_000 + "b", ("a" * 700 + "b") * 1400])
