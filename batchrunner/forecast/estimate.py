@@ -215,44 +215,52 @@ def _row_of(request: Request, sent: Request, cached: float) -> JobRow:
 
 def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: BitMap64) -> Survey:
     """Read the rows to do, or only blocks of many rows, and the rows `sampled`; raises InputError."""
-    job, rows = prepared.job, todo
-    if len(todo) > BLOCKS * BLOCK_ROWS:
-        size = max(BLOCK_ROWS, round(READ_SHARE * len(todo) / BLOCKS))
-        blocks = spread_blocks(len(todo), blocks=BLOCKS, size=size)
-        rows = BitMap64().union(*(todo[block.start : block.stop] for block in blocks))
-    rows = rows | sampled
+    job = prepared.job
+    rows = _blocks_of(todo) | sampled
     encoder = None
-    with contextlib.suppress(CannotTokenizeError):  # then the number of tokens is guessed
-        encoder = make_encoder(job, info, prepared.renderer.kind) if prepared.renderer.kind else None
+    if prepared.renderer.kind is not None:
+        with contextlib.suppress(CannotTokenizeError):  # then the number of tokens is guessed
+            encoder = make_encoder(job, info, prepared.renderer.kind)
     # With another `order`, `decide_order` would not look for common prefixes.
-    shares = replace(prepared, job=job.model_copy(update={"order": "auto"}))
-    order = decide_order(shares, todo)
-    is_sorted = (order.order if job.order == "auto" else job.order) == "prefix"
-    cached = order.sorted_share if is_sorted else order.input_share
-    if not info.caches_prefixes:
-        cached = 0.0
+    with_auto_order = replace(prepared, job=job.model_copy(update={"order": "auto"}))
+    decision = decide_order(with_auto_order, todo)
+    order = decision.order if job.order == "auto" else job.order
+    cached_share, equal_share = decision.input_share, decision.input_equal
+    if order == "prefix":
+        cached_share, equal_share = decision.sorted_share, decision.sorted_equal
+    if cached_share is None or not info.caches_prefixes:
+        cached_share = 0.0
     sendable: list[JobRow] = []
-    failed, began = 0, time.monotonic()
+    not_sendable = 0
+    began = time.monotonic()
     for batch in prepared.batches(rows):
         requests = [item for item in batch if isinstance(item, Request)]
-        failed += sum(item.error is not None for item in batch if isinstance(item, Outcome))
+        not_sendable += sum(item.error is not None for item in batch if isinstance(item, Outcome))
         encoded = encoder.encode(requests) if encoder else requests
         for request, tokens in zip(requests, encoded, strict=True):
             if isinstance(tokens, Outcome):
-                failed += 1
+                not_sendable += 1
             else:
-                sendable.append(_row_of(request, tokens, cached or 0.0))
+                sendable.append(_row_of(request, tokens, cached_share))
     row_s = (time.monotonic() - began) / len(rows)
     if not sendable:
         raise JobError("no row can be sent: there is nothing to estimate (batchrun check says why)")
-    equal = order.sorted_equal if is_sorted else order.input_equal
     return Survey(
         rows=sendable,
         read=rows,
-        not_sendable=failed,
-        equal=equal if prepared.dedupes else 0.0,
+        not_sendable=not_sendable,
+        equal=equal_share if prepared.dedupes else 0.0,
         row_s=row_s,
     )
+
+
+def _blocks_of(rows: BitMap64) -> BitMap64:
+    """Return all rows, or, of many rows, only those in evenly spread blocks."""
+    if len(rows) <= BLOCKS * BLOCK_ROWS:
+        return rows
+    size = max(BLOCK_ROWS, round(READ_SHARE * len(rows) / BLOCKS))
+    blocks = spread_blocks(len(rows), blocks=BLOCKS, size=size)
+    return BitMap64().union(*(rows[block.start : block.stop] for block in blocks))
 
 
 def _config(job: Job, info: EngineInfo, schedulers: int) -> SchedulerConfig:
@@ -316,57 +324,113 @@ class _EstimateRequest:
     cold: str | None
 
 
+class _Basis(NamedTuple):
+    """A forecast, and what it was made from."""
+
+    forecast: Forecast
+    survey: Survey
+    pending: BitMap64
+    """Rows that the run will send."""
+    copies: int
+    """Replicas of all workers together."""
+    tp: int | None
+    """Cards of a replica, unless the job's flags say it."""
+    rows_sampled: int = 0
+
+
 async def _estimate(prepared: PreparedJob, request: _EstimateRequest) -> Estimate:
-    job, run_dir = prepared.job, prepared.run_dir
+    job = prepared.job
     check_resumes(prepared, model_of(job.engine))
-    selected, path = prepared.selected(), run_dir.path / ESTIMATE
-    most = min(request.rows, max(FEWEST, round(SHARE * len(selected))))
-    sample = None if request.cold is not None else _kept_sample(path, job, most)
-    if sample is None and request.cold is None:
-        with hold_task(run_dir):  # raises if a run is active: no second engine may start
-            pass
-        if job.output.reuse is not None:  # rows that get an earlier run's answer take no time
-            await execute(job, sample=BitMap64())
-    pending = _pending(selected, run_dir)
-    if not pending:
-        raise JobError(f"{run_dir.name}: all rows are done: there is nothing to estimate")
-    replicas_of_job = getattr(job.engine, "replicas", None)
-    copies = request.replicas or (replicas_of_job if isinstance(replicas_of_job, int) else None)
-    workers = 1 if isinstance(job.engine, RunningServers) else request.workers  # running servers are shared
-    tp, rows_sampled = getattr(job.engine, "tp", None), 0
     if request.cold is not None:
-        copies = (copies or 1) * workers
-        surveyed, result = _forecast_cold(
-            prepared, pending, request.cold, cards=_cards(job, tp), copies=copies
-        )
+        basis = _from_data_sheet(prepared, request, request.cold)
     else:
-        if sample is None:
-            sample, surveyed = await _take_sample(prepared, pending, most)
-            pending = _pending(selected, run_dir)
-        else:
-            surveyed = survey(prepared, pending, sample.info, sample.rows)
-        copies = (copies or len(sample.info.routes)) * workers
-        result = _forecast(job, surveyed, sample, pending=pending, copies=copies, workers=request.workers)
-        if request.replicas is None and request.workers == 1:
-            sending_s = max(0.0, result.seconds.median - sample.start_s)
-            sample.row_s = sending_s / max(len(pending), 1)
-        write_json(path, msgspec.to_builtins(sample))
-        rows_sampled, tp = len(sample.rows), sample.info.tp
-    gpu_hours = result.seconds.times(_cards(job, tp) * copies / 3600)
-    no_output = {"output": Interval(0, 0, 0)} if job.forward is not None else {}
+        basis = await _from_sample(prepared, request)
+    result = basis.forecast
+    gpu_hours = result.seconds.times(_cards(job, basis.tp) * basis.copies / 3600)
+    tokens = result.tokens
+    if job.forward is not None:  # a task without decoding
+        tokens = {**tokens, "output": Interval(0, 0, 0)}
     return Estimate(
         seconds=result.seconds,
         gpu_hours=gpu_hours,
         cost=None if request.price is None else gpu_hours.times(request.price),
-        tokens=result.tokens | no_output,
+        tokens=tokens,
         passes=result.passes,
         limited_by=result.limited_by,
         why=result.why,
-        rows_to_do=len(pending),
-        rows_sampled=rows_sampled,
-        rows_read=len(surveyed.read),
-        rows_not_sendable=surveyed.not_sendable,
+        rows_to_do=len(basis.pending),
+        rows_sampled=basis.rows_sampled,
+        rows_read=len(basis.survey.read),
+        rows_not_sendable=basis.survey.not_sendable,
     )
+
+
+def _from_data_sheet(prepared: PreparedJob, request: _EstimateRequest, card: str) -> _Basis:
+    """Forecast the pending rows by the data sheet of a card."""
+    job = prepared.job
+    pending = _pending_or_raise(prepared.selected(), prepared.run_dir)
+    tp = getattr(job.engine, "tp", None)
+    copies = _copies(job, request, default=1)
+    model = launched_model(job.engine) or ""
+    directory = str(model_directory(model))
+    info = EngineInfo("cold", model, tokenizing=TokenizerInfo(directory, directory))
+    surveyed = survey(prepared, pending, info, BitMap64())
+    result = cold_forecast(
+        model,
+        card,
+        surveyed.rows,
+        total=surveyed.sent_of(pending),
+        samples=job.sampling.n,
+        cards=_cards(job, tp),
+        copies=copies,
+    )
+    return _Basis(forecast=result, survey=surveyed, pending=pending, copies=copies, tp=tp)
+
+
+async def _from_sample(prepared: PreparedJob, request: _EstimateRequest) -> _Basis:
+    """Forecast the pending rows from a sample: that of an earlier estimate, or else a new one.
+
+    The sample is stored for later estimates.
+    """
+    job, run_dir, selected = prepared.job, prepared.run_dir, prepared.selected()
+    path = run_dir.path / ESTIMATE
+    most = min(request.rows, max(FEWEST, round(SHARE * len(selected))))
+    sample = _kept_sample(path, job, most)
+    if sample is not None:
+        pending = _pending_or_raise(selected, run_dir)
+        surveyed = survey(prepared, pending, sample.info, sample.rows)
+    else:
+        with hold_task(run_dir):  # raises if a run is active: no second engine may start
+            pass
+        if job.output.reuse is not None:  # rows that get an earlier run's answer take no time
+            await execute(job, sample=BitMap64())
+        pending = _pending_or_raise(selected, run_dir)
+        sample, surveyed = await _take_sample(prepared, pending, most)
+        pending = _pending(selected, run_dir)
+    copies = _copies(job, request, default=len(sample.info.routes))
+    result = _forecast(job, surveyed, sample, pending=pending, copies=copies, workers=request.workers)
+    is_for_the_job = request.replicas is None and request.workers == 1
+    if is_for_the_job:
+        sending_s = max(0.0, result.seconds.median - sample.start_s)
+        sample.row_s = sending_s / max(len(pending), 1)
+    write_json(path, msgspec.to_builtins(sample))
+    return _Basis(
+        forecast=result,
+        survey=surveyed,
+        pending=pending,
+        copies=copies,
+        tp=sample.info.tp,
+        rows_sampled=len(sample.rows),
+    )
+
+
+def _copies(job: Job, request: _EstimateRequest, *, default: int) -> int:
+    """Return the replicas of all workers together; `default` is for a job that does not say how many."""
+    replicas = request.replicas or getattr(job.engine, "replicas", None)
+    if not isinstance(replicas, int):
+        replicas = default
+    workers = 1 if isinstance(job.engine, RunningServers) else request.workers  # running servers are shared
+    return replicas * workers
 
 
 def _pending(selected: BitMap64, run_dir: RunDir) -> BitMap64:
@@ -374,24 +438,12 @@ def _pending(selected: BitMap64, run_dir: RunDir) -> BitMap64:
     return plan_run(StartOptions(), RunState.of(selected, read_done(run_dir))).rows
 
 
-def _forecast_cold(
-    prepared: PreparedJob, pending: BitMap64, card: str, *, cards: int, copies: int
-) -> tuple[Survey, Forecast]:
-    """Forecast the pending rows by the data sheet of a card."""
-    job = prepared.job
-    model = launched_model(job.engine) or ""
-    directory = str(model_directory(model))
-    info = EngineInfo("cold", model, tokenizing=TokenizerInfo(directory, directory))
-    surveyed = survey(prepared, pending, info, BitMap64())
-    return surveyed, cold_forecast(
-        model,
-        card,
-        surveyed.rows,
-        total=surveyed.sent_of(pending),
-        samples=job.sampling.n,
-        cards=cards,
-        copies=copies,
-    )
+def _pending_or_raise(selected: BitMap64, run_dir: RunDir) -> BitMap64:
+    """Return the rows that a start without options would send; raises JobError if there are none."""
+    pending = _pending(selected, run_dir)
+    if not pending:
+        raise JobError(f"{run_dir.name}: all rows are done: there is nothing to estimate")
+    return pending
 
 
 def _cards(job: Job, tp: int | None) -> int:

@@ -202,20 +202,20 @@ class _CsvLines:
 
         If its quotes are not closed, the lines below cannot be divided into records.
         """
-        while not self._has_paired_quotes():
+        if self._has_paired_quotes():
+            return True
+        while True:  # each further line begins inside a quoted value
             self._record.clear()
+            line: str | None
             try:
-                line = next(self, None)
+                line = next(self)
+            except StopIteration:
+                return False
             except _TooLongError:
-                if not self._has_paired_quotes():
-                    return False
-            else:
-                if line is None:
-                    return False
-                if not self._has_paired_quotes():
-                    return _closes_value(line, delimiter)
-            self._record[:] = ['"']  # stands for the value that is still open
-        return True
+                line = None  # whether it is valid CSV cannot be checked
+            ends_value = not self._has_paired_quotes()
+            if ends_value:
+                return line is not None and _closes_value(line, delimiter)
 
     def _has_paired_quotes(self) -> bool:
         return sum(line.count('"') for line in self._record) % 2 == 0

@@ -171,23 +171,26 @@ class _Records:
             if name == PROBLEM:
                 continue
             column = columns.get(name, pa.nulls(len(lines)))
-            is_json = f"{AS_JSON}{name}" in columns
-            if not is_json and _fits(column.type, kind):
+            json_column = columns.get(f"{AS_JSON}{name}")
+            if json_column is None and _fits(column.type, kind):
                 columns[name] = _as_type(column, kind)
                 continue
-            values = _decoded(columns[f"{AS_JSON}{name}"]) if is_json else column.to_pylist()
+            values = column.to_pylist() if json_column is None else _decoded(json_column)
             if pt.is_string(kind):
                 columns[name] = arrow_array([text_of(value) for value in values], kind)
                 self._note_cause(name, lines, values)
                 continue
             for place, value in enumerate(values):
-                if value is not None and not _is_of(value, kind):
-                    problems[place] = problems[place] or self._odd_value(lines[place], name, value, kind)
+                is_odd = value is not None and not _is_of(value, kind)
+                if is_odd:
                     values[place] = None
+                    if not problems[place]:  # a record fails with its first problem
+                        problems[place] = self._odd_value(lines[place], name, value, kind)
             columns[name] = pa.array(values, kind)
         self._count_failed(problems)
         columns[PROBLEM] = arrow_array(problems, _TEXT)
-        return pa.RecordBatch.from_arrays([columns[name] for name in self._schema.names], schema=self._schema)
+        columns_in_order = [columns[name] for name in self._schema.names]
+        return pa.RecordBatch.from_arrays(columns_in_order, schema=self._schema)
 
     def notes(self) -> list[str]:
         """Return sentences for users that say which records fail, and why columns became JSON text."""

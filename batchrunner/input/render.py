@@ -65,20 +65,9 @@ class Renderer:
         """
         source, prompt = job.input, job.prompt
         faults = Faults()
+
+        # The prompt, and the files in it.
         self._python: PythonPrompts | None = None
-        self._media: MediaPrompts | None = None
-        self._sampling: dict[str, Any] = {}
-        self._per_row: dict[str, str] = {}
-        self._by_row: dict[str, ByColumn] = {}
-        """Fields of requests, besides prompt and sampling, that come from columns."""
-        self._shared: dict[str, Any] = {
-            "chat_template_kwargs": prompt.chat_template_kwargs, "continues": prompt.continues,
-            "asks": answers.asks, "task": answers.task,
-            "stops_repetition": answers.on_repetition != "keep",
-        }  # fmt: skip
-        self.predicate: Predicate | None = None
-        self._for_check: Sequence[str] = []
-        self.carried_schema = pa.schema([])
         prompts = PromptSource(None, dict, ())  # a Python function makes prompts later, from whole rows
         if prompt.python and functions:
             from batchrunner.input.python_prompts import PythonPrompts  # noqa: PLC0415 - few jobs have one
@@ -88,30 +77,55 @@ class Renderer:
         else:
             with faults.collect():
                 prompts = _prompt_source(prompt, dataset, functions)
+        self.kind = prompts.kind
+        self._prompt_of = prompts.prompt_of
+        self._request_kind: PromptKind = self.kind or "messages"  # a stand-in until a function makes one
+        self._media: MediaPrompts | None = None
         if prompt.media:
             from batchrunner.input.media.prompts import MediaPrompts  # noqa: PLC0415 - few jobs have files
 
             with faults.collect():
                 self._media = MediaPrompts(prompt, dataset, prompts.prompt_of, prompts.printed)
+
+        # The sampling parameters, which tasks without decoding do not send.
+        self._sampling: dict[str, Any] = {}
+        self._per_row: dict[str, str] = {}
         with faults.collect():
             fixed, per_row = _split_sampling(job.sampling, dataset)
             if answers.task is None:
                 self._sampling, self._per_row = fixed, per_row
+
+        # The other fields of requests.
+        self._by_row: dict[str, ByColumn] = {}
+        self._shared: dict[str, Any] = {
+            "chat_template_kwargs": prompt.chat_template_kwargs, "continues": prompt.continues,
+            "asks": answers.asks, "task": answers.task,
+            "stops_repetition": answers.on_repetition != "keep",
+        }  # fmt: skip
         with faults.collect():
             for field, value in _other_fields(job, dataset).items():
-                (self._by_row if isinstance(value, ByColumn) else self._shared)[field] = value
+                if isinstance(value, ByColumn):
+                    self._by_row[field] = value
+                else:
+                    self._shared[field] = value
+
+        # The filter and the check of answers.
+        self.predicate: Predicate | None = None
+        self._for_check: Sequence[str] = []
         self._compile_expressions(job, dataset.schema.names, faults)
-        self.kind, self._prompt_of = prompts.kind, prompts.prompt_of
-        self._request_kind: PromptKind = self.kind or "messages"  # a stand-in until a function makes one
         self._same: tuple[Any, ...] | None = None
         """Values of a request's fields after `sampling`, if they are the same for all rows; else None."""
         if not (self._by_row or self._for_check or self._media):
             self._same = tuple({**Request._field_defaults, **self._shared}.values())
+
+        # The columns that it reads, for requests or to carry them into the results.
         self._used = self._columns_used(prompts)
+        self.carried_schema = pa.schema([])
         with faults.collect():
             self.carried_schema = _carried_schema(source, dataset, self._used)
         faults.raise_all()
-        self._carried, self._carried_names = [*source.columns], source.carried_names
+        self._carried = [*source.columns]
+        self._carried_names = source.carried_names
         self.columns = sorted({*self._used, *self._carried})
         if takes_row(functions):  # a function that gets an answer and its row may read any column
             self._used = self.columns

@@ -147,9 +147,12 @@ class Template(_ColumnCode):
         try:
             _environment(_NamingCode).from_string(self._source).render(self._variables(row))
         except Exception as failure:  # noqa: BLE001 - as in `render`
-            expression = [expression, *getattr(failure, "__notes__", ())][-1]
+            notes = getattr(failure, "__notes__", ())
+            if notes:
+                expression = notes[-1]
         names = expression.split(", ") if expression else self.columns
-        return ", ".join(name for name in names if isinstance(row.get(name, names), kind)) or expression
+        failing_columns = [name for name in names if name in row and isinstance(row[name], kind)]
+        return ", ".join(failing_columns) or expression
 
 
 class Predicate(_ColumnCode):

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -56,11 +57,15 @@ class FileColumn:
 
         `pages` are the pages of a PDF document, if they come from a column.
         """
-        folder = self._source.directory_of(row) if self._spec.folder is None else self._spec.folder
-        rules, label = self._rules_in(folder), f"column {self.name!r}"
+        folder = self._spec.folder
+        if folder is None:
+            folder = self._source.directory_of(row)
+        rules = self._rules_in(folder)
+        label = f"column {self.name!r}"
         if not self.holds_lists or value is None:
             return [self._file(value, label, self._pages(pages), rules)]
-        return [self._file(item, f"{label}, item {at}", "", rules) for at, item in enumerate(value, 1)]
+        items = enumerate(value, start=1)
+        return [self._file(item, f"{label}, item {number}", "", rules) for number, item in items]
 
     def _file(self, value: Any, label: str, pages: str, rules: MediaRules) -> PromptFile:
         if isinstance(value, Mapping):
@@ -74,7 +79,8 @@ class FileColumn:
             content = _content_of_url(value, f"{rules.field}: {label}")
         else:
             place = value
-            label += f" ({place if len(place) <= _LONGEST_NAME else f'{place[:_LONGEST_NAME]}…'})"
+            shown = place if len(place) <= _LONGEST_NAME else f"{place[:_LONGEST_NAME]}…"
+            label += f" ({shown})"
         if not content and not place:
             raise RowRefusedError(f"{rules.field}: {label} is empty")
         key = blake2b(content or f"{rules.folder}\0{place}".encode("utf-8", "surrogatepass"), digest_size=16)
@@ -180,41 +186,64 @@ class MediaPrompts:
     def prompt(self, ordinal: int, row: dict[str, Any]) -> tuple[Any, tuple[PromptFile, ...]]:
         """Return the prompt of a row and its files; raises RowRefusedError."""
         files: list[PromptFile] = []
-        before: list[int] = []  # indices of the files of columns that no template prints
-        marked = dict(row)
+        unprinted: list[int] = []  # numbers of the files of columns that no template prints
+        marked_row = dict(row)
+        pages = None if self._page_column is None else row[self._page_column]
         for column in self._columns:
-            value, is_printed = row[column.name], column.name in self._printed
+            value = row[column.name]
+            is_printed = column.name in self._printed
             if value is None and is_printed:
                 continue  # the template decides what it prints for a null
             start = len(files)
-            files += column.files(ordinal, value, row[self._page_column] if self._page_column else None)
-            marks = Marks(f"\ue000{self._secret}:{number}\ue001" for number in range(start, len(files)))
-            marked[column.name] = marks if column.holds_lists else str(marks)
+            files += column.files(ordinal, value, pages)
+            numbers = range(start, len(files))
+            marks = Marks(f"\ue000{self._secret}:{number}\ue001" for number in numbers)
+            marked_row[column.name] = marks if column.holds_lists else str(marks)
             if not is_printed:
-                before += range(start, len(files))
-        prompt = self._prompt_of(marked)
+                unprinted += numbers
+        prompt = self._prompt_of(marked_row)
         placed: list[PromptFile] = []
         if self._is_column:
             return _conversation(prompt, files, placed), tuple(placed)
-        messages = [{"role": _USER, "content": prompt}] if self._is_text else prompt
-        marks_in_texts = (number for message in messages for number in self._mark.findall(message["content"]))
-        by_template = {int(number) for number in marks_in_texts}  # also those that a loop prints
-        first = [files[number] for number in before if number not in by_template]
-        target = max((at for at, message in enumerate(messages) if message["role"] == _USER), default=0)
+        texts = [prompt] if self._is_text else [message["content"] for message in prompt]
+        marked_numbers = chain.from_iterable(map(self._mark.findall, texts))
+        in_texts = {int(number) for number in marked_numbers}  # also those that a loop prints
+        leading = [files[number] for number in unprinted if number not in in_texts]
+        if self._is_text:
+            parts = [_part(file, placed) for file in leading]
+            parts += self._parts_of(prompt, files, placed)
+            pieces = [part.get("text") or self._placeholders[part["type"]] for part in parts]
+            return "".join(pieces), tuple(placed)
+        return self._messages(prompt, files, leading, placed), tuple(placed)
+
+    def _messages(
+        self,
+        messages: list[dict[str, Any]],
+        files: list[PromptFile],
+        leading: list[PromptFile],
+        placed: list[PromptFile],
+    ) -> list[dict[str, Any]]:
+        """Return messages with files in place of their marks; the last user message begins with `leading`."""
+        user_positions = [at for at, message in enumerate(messages) if message["role"] == _USER]
+        target = user_positions[-1] if user_positions else 0
         filled = []
         for at, message in enumerate(messages):
-            parts = [_part(file, placed) for file in first] if at == target else []
-            for piece, text in enumerate(self._mark.split(message["content"])):  # text, number, …
-                if piece % 2:
-                    parts.append(_part(files[int(text)], placed))
-                elif text:
-                    parts.append({"type": "text", "text": text})
-            if self._is_text:  # the only message, without a chat template
-                texts = (part.get("text") or self._placeholders[part["type"]] for part in parts)
-                return "".join(texts), tuple(placed)
+            parts = [_part(file, placed) for file in leading] if at == target else []
+            parts += self._parts_of(message["content"], files, placed)
             has_files = any(part["type"] != "text" for part in parts)
             filled.append({**message, "content": parts} if has_files else message)
-        return filled, tuple(placed)
+        return filled
+
+    def _parts_of(self, text: str, files: list[PromptFile], placed: list[PromptFile]) -> list[dict[str, Any]]:
+        """Return the parts of a text with marks, and append the files that they stand for to `placed`."""
+        parts: list[dict[str, Any]] = []
+        for at, piece in enumerate(self._mark.split(text)):  # text, number of a file, text, …
+            is_number = at % 2 == 1
+            if is_number:
+                parts.append(_part(files[int(piece)], placed))
+            elif piece:
+                parts.append({"type": "text", "text": piece})
+        return parts
 
 
 def _conversation(
@@ -227,48 +256,72 @@ def _conversation(
     number of empty parts is not the number of files.
     """
     contents = [message.get("content") for message in messages]
-    bare = Counter(_bare_kind(part) for content in contents if isinstance(content, list) for part in content)
-    texts = [message["content"] for message in messages if _is_users_text(message)]
-    waiting: dict[str, Iterator[PromptFile]] = {}
+    parts = chain.from_iterable(content for content in contents if isinstance(content, list))
+    empty_parts = Counter(map(_kind_of_empty_part, parts))
+    user_texts = [message["content"] for message in messages if _is_users_text(message)]
+    files_to_place: dict[str, Iterator[PromptFile]] = {}
     marks: list[str] = []
-    first: list[PromptFile] = []
+    leading: list[PromptFile] = []
     for name, kind in KINDS.items():
         kind_files = [file for file in files if file.kind.name == name]
-        waiting[name] = iter(kind_files)
-        if bare[name] not in {0, len(kind_files)}:
+        files_to_place[name] = iter(kind_files)
+        if empty_parts[name] not in {0, len(kind_files)}:
             raise RowRefusedError(
-                f"prompt.{kind.field}: the messages have {bare[name]} parts of type {name}, "
+                f"prompt.{kind.field}: the messages have {empty_parts[name]} parts of type {name}, "
                 f"and the row has {len(kind_files)} {kind.field}"
             )
-        if kind_files and not bare[name]:
-            if sum(text.count(kind.mark) for text in texts) == len(kind_files):
-                marks.append(kind.mark)
-            else:
-                first += kind_files
-    pattern = re.compile(f"({'|'.join(marks)})") if marks else None
+        if not kind_files or empty_parts[name]:
+            continue
+        marks_in_texts = sum(text.count(kind.mark) for text in user_texts)
+        if marks_in_texts == len(kind_files):
+            marks.append(kind.mark)
+        else:
+            leading += kind_files
     for message in messages:
         content: Any = message.get("content")
-        if pattern and _is_users_text(message) and pattern.search(content):
-            content = [
-                {"type": piece[1:-1]} if piece in marks else {"type": "text", "text": piece.strip("\n")}
-                for piece in pattern.split(content)
-                if piece.strip()
-            ]
+        if marks and _is_users_text(message):
+            content = _with_empty_parts(content, marks)
         if isinstance(content, list):
-            message["content"] = [
-                _part(next(waiting[kind]), placed) if kind else part
-                for part, kind in zip(content, map(_bare_kind, content), strict=True)
-            ]
-    if first:
+            message["content"] = _filled(content, files_to_place, placed)
+    if leading:
         target = next((message for message in messages if message["role"] == _USER), messages[0])
         content = target.get("content") or []
-        own_parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        target["content"] = [*(_part(file, placed) for file in first), *own_parts]
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        target["content"] = [*(_part(file, placed) for file in leading), *content]
     return messages
 
 
-def _bare_kind(part: Any) -> str | None:
-    """Return the kind of file that a placeholder (`{"type": "image"}`) stands for; None for other parts."""
+def _with_empty_parts(text: str, marks: list[str]) -> str | list[dict[str, Any]]:
+    """Return the parts of a text, with an empty part for each mark; a text without marks stays a text."""
+    pieces = re.split(f"({'|'.join(marks)})", text)
+    if len(pieces) == 1:
+        return text
+    parts: list[dict[str, Any]] = []
+    for piece in pieces:
+        if piece in marks:
+            parts.append({"type": piece[1:-1]})  # <image> stands for a part of type image
+        elif piece.strip():
+            parts.append({"type": "text", "text": piece.strip("\n")})
+    return parts
+
+
+def _filled(
+    parts: list[Any], files_to_place: Mapping[str, Iterator[PromptFile]], placed: list[PromptFile]
+) -> list[Any]:
+    """Return the parts, with the next file of its kind in place of each empty part."""
+    filled = []
+    for part in parts:
+        kind_name = _kind_of_empty_part(part)
+        if kind_name is None:
+            filled.append(part)
+        else:
+            filled.append(_part(next(files_to_place[kind_name]), placed))
+    return filled
+
+
+def _kind_of_empty_part(part: Any) -> str | None:
+    """Return the kind of file that an empty part (`{"type": "image"}`) stands for; None for other parts."""
     values = [name for name, value in part.items() if name != "type" and value]
     return part["type"] if part["type"] in KINDS and not values else None
 

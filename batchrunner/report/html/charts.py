@@ -150,9 +150,13 @@ def number(value: float) -> str:
 
 def _scale(highest: float) -> tuple[float, float]:
     """Return the step of an axis (1, 2 or 5 times a power of ten) and its end, after at most five steps."""
-    power = 10.0 ** math.floor(math.log10(highest / 5))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= highest / 5 * (1 - 1e-9))
-    return step, step * math.ceil(highest / step - 1e-9)
+    rounding = 1e-9  # tolerance for the rounding of floats
+    least_step = highest / 5
+    power = 10.0 ** math.floor(math.log10(least_step))
+    round_steps = [power, 2 * power, 5 * power, 10 * power]
+    step = next(step for step in round_steps if step >= least_step * (1 - rounding))
+    count = math.ceil(highest / step - rounding)
+    return step, step * count
 
 
 def _description(label: str, line: Line) -> str:

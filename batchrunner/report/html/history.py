@@ -237,33 +237,46 @@ class Timeline:
 
 def make_timeline(histories: Sequence[WorkerHistory]) -> Timeline:
     """Merge the histories of workers, whose cells have the same width."""
-    axis = TimeAxis((attempt.began, attempt.ended) for history in histories for attempt in history.attempts)
+    attempts = [attempt for history in histories for attempt in history.attempts]
+    axis = TimeAxis((attempt.began, attempt.ended) for attempt in attempts)
     width_s = histories[0].width_s if histories else LEAST_CELL_S
+    grid = _sums_of_workers(histories)
+    numbers = sorted(grid)
+    keys = sorted({key for cell in grid.values() for key in cell})
+    lines: dict[Key, Line] = {key: [grid[number].get(key) for number in numbers] for key in keys}
+    return Timeline(
+        axis=axis,
+        places=[axis.place((number + 0.5) * width_s) for number in numbers],
+        breaks=_breaks(numbers, width_s, axis),
+        lines=lines,
+        retractions=sum(attempt.retractions for attempt in attempts),
+    )
+
+
+def _sums_of_workers(histories: Sequence[WorkerHistory]) -> dict[int, dict[Key, float]]:
+    """Return for each cell, by number, the means of its gauges; a gauge of workers is the sum over all."""
     several = len(histories) > 1
     grid: dict[int, dict[Key, float]] = {}
     for history in histories:
         prefix = f"{history.task} " if several else ""
-        for at, cell in _cells(history, fill=several):
-            into = grid.setdefault(at, {})
+        for number, cell in _cells(history, fill=several):
+            sums = grid.setdefault(number, {})
             for (name, scheduler), (total, times) in cell.items():
                 key = name, scheduler and prefix + scheduler
-                into[key] = into.get(key, 0.0) + total / times
-    numbers = sorted(grid)
-    ends = [(at + 1) * width_s for at in numbers]  # the middle of a cell may lie before its attempt
-    silent_s = max(GAP_S, 2 * width_s)
-    breaks = frozenset(
-        at
-        for at, (last_end, end) in enumerate(pairwise(ends), 1)
-        if end - last_end > silent_s or axis.stretch(end) != axis.stretch(last_end)
-    )
-    keys = sorted({key for cell in grid.values() for key in cell})
-    return Timeline(
-        axis=axis,
-        places=[axis.place((at + 0.5) * width_s) for at in numbers],
-        breaks=breaks,
-        lines={key: [grid[at].get(key) for at in numbers] for key in keys},
-        retractions=sum(attempt.retractions for history in histories for attempt in history.attempts),
-    )
+                sums[key] = sums.get(key, 0.0) + total / times
+    return grid
+
+
+def _breaks(numbers: list[int], width_s: float, axis: TimeAxis) -> frozenset[int]:
+    """Return the indices of the cells before which a silence, or a pause of work, interrupts lines."""
+    silence_s = max(GAP_S, 2 * width_s)
+    ends = [(number + 1) * width_s for number in numbers]  # the middle of a cell may lie before its attempt
+    breaks = set()
+    for index, (last_end, end) in enumerate(pairwise(ends), 1):
+        is_silent = end - last_end > silence_s
+        if is_silent or axis.stretch(end) != axis.stretch(last_end):
+            breaks.add(index)
+    return frozenset(breaks)
 
 
 def _cells(history: WorkerHistory, *, fill: bool) -> Iterator[tuple[int, Cell]]:
