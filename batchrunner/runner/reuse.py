@@ -90,33 +90,44 @@ class Reuse:
         assert job.output.reuse is not None
         self._run = look_at_run(job.output.reuse, job.storage)
         self._facts = require_run_json(self._run)
-        old = self._facts["fingerprint"]
+        problem = self._problem(model, weights)
+        if problem is not None:
+            message = f"output.reuse: {self._run.name}: {problem}"
+            raise JobError(message, hint="leave it out, or make the two jobs alike")
+
+    def _problem(self, model: str | None, weights: str | None) -> str | None:
+        """Say why no answer of the other run can be used; None if some can."""
+        prepared = self._prepared
+        if self._run.path.resolve() == prepared.run_dir.path.resolve():
+            return "is the output path itself"
+        if judges_by_row(prepared.functions):
+            return "accept.python is called with the row, which the digests of requests do not cover"
+        difference = self._difference(model, weights)
+        if difference is not None:
+            return difference
+        judge = prepared.code_digests.get(CHECK)
+        if self._facts.get(CODE, {}).get(CHECK) != ([judge] if judge else None):
+            return "the code of accept.python has changed since"
+        return None
+
+    def _difference(self, model: str | None, weights: str | None) -> str | None:
+        """Describe the first setting in which the two runs differ; None if none matters."""
+        prepared, old = self._prepared, self._facts["fingerprint"]
         new = prepared.fingerprint(model or old["model"])
         # After "longer", answers may be longer than this job allows; other values need not agree.
         if old["accept"]["on_length"] != "longer":
             new["accept"]["on_length"] = old["accept"]["on_length"]
         pairs = {name: (old[name], new[name]) for name in ("task", "model", "accept")}
-        pairs["prompt.truncate"] = old["prompt"].get("truncate"), job.prompt.truncate
+        pairs["prompt.truncate"] = old["prompt"].get("truncate"), prepared.job.prompt.truncate
         weights_before = self._facts["engine"].get("weights")
         pairs["weight_version"] = weights_before, weights_before and (weights or weights_before)
         if prepared.answers.task is not None:  # else they are columns of `parse`, which is called again
             for name, _ in prepared.answers.parsed:
                 pairs[name] = old["columns"].get(name), new["columns"].get(name)
-        problems = [
-            describe_difference(name, before, after)
-            for name, (before, after) in pairs.items()
-            if before != after
-        ]
-        judge = prepared.code_digests.get(CHECK)
-        if self._run.path.resolve() == prepared.run_dir.path.resolve():
-            problems = ["is the output path itself"]
-        elif judges_by_row(prepared.functions):
-            problems = ["accept.python is called with the row, which the digests of requests do not cover"]
-        elif not problems and self._facts.get(CODE, {}).get(CHECK) != ([judge] if judge else None):
-            problems = ["the code of accept.python has changed since"]
-        if problems:
-            message = f"output.reuse: {self._run.name}: {problems[0]}"
-            raise JobError(message, hint="leave it out, or make the two jobs alike")
+        for name, (before, after) in pairs.items():
+            if before != after:
+                return describe_difference(name, before, after)
+        return None
 
     def take(
         self,

@@ -132,29 +132,36 @@ def words_a_step(answers: Iterable[str]) -> float:
     last occurred in any answer. It does not learn from prompts, except for their last words (0.5.23,
     ngram_worker).
     """
-    followed: dict[tuple[str, ...], str] = {}
-    put_out = steps = 0
+    next_word: dict[tuple[str, ...], str] = {}  # by the words before it
+    all_words = steps = 0
     for answer in answers:
         words = WORD.findall(answer)[:MOST_WORDS]
-        put_out += len(words)
-        at = 0
-        while at < len(words):
+        all_words += len(words)
+        begin = 0
+        while begin < len(words):
             steps += 1
-            begin = at
-            while at < min(len(words), begin + DRAFT) and words[at] == _expected(followed, words, at):
-                at += 1
-            at += 1  # Each step also yields one word that was not drafted.
-            for place in range(begin, min(at, len(words))):
-                followed |= dict.fromkeys(_contexts(words, place), words[place])
-    return put_out / steps if steps else 1.0
+            end = min(len(words), begin + _drafted(next_word, words, begin) + 1)  # and a word without a draft
+            for place in range(begin, end):
+                next_word |= dict.fromkeys(_contexts(words, place), words[place])
+            begin = end
+    return all_words / steps if steps else 1.0
+
+
+def _drafted(next_word: Mapping[tuple[str, ...], str], words: Sequence[str], begin: int) -> int:
+    """Return how many words from `begin` on a draft would guess."""
+    end = begin
+    while end < min(len(words), begin + DRAFT) and words[end] == _expected(next_word, words, end):
+        end += 1
+    return end - begin
 
 
 def _contexts(words: Sequence[str], place: int) -> list[tuple[str, ...]]:
     return [tuple(words[place - size : place]) for size in CONTEXTS if size <= place]
 
 
-def _expected(followed: Mapping[tuple[str, ...], str], words: Sequence[str], place: int) -> str | None:
-    return next((followed[context] for context in _contexts(words, place) if context in followed), None)
+def _expected(next_word: Mapping[tuple[str, ...], str], words: Sequence[str], place: int) -> str | None:
+    contexts = _contexts(words, place)
+    return next((next_word[context] for context in contexts if context in next_word), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -347,10 +347,12 @@ def state_slots(s: Server, per_request: int, size: float = 1.0) -> int:
     pool, share = s.facts.states, s.facts.state_share
     if pool is None or not share or s.running < 1:
         return 0
-    slot = size * share / pool.slots
+    # Fractions of the memory of both pools that a request takes.
+    states = per_request * size * share / pool.slots
     tokens = (1 - share) * s.usage / GUIDES.usage_good / s.running
-    requests = min(1 / (per_request * slot + tokens), MOST_STATES / (per_request * slot), MOST_RUNNING)
-    return int(requests) * per_request
+    most_in_both = 1 / (states + tokens)
+    most_with_states = MOST_STATES / states
+    return int(min(most_in_both, most_with_states, MOST_RUNNING)) * per_request
 
 
 def state_args(
@@ -368,8 +370,9 @@ def state_args(
     sets_running = without_cache and s.facts.number("max_running_requests")
     if s.facts.sizes_states or sets_running:
         return {"max-mamba-cache-size": int(as_flag(s.facts, "max-mamba-cache-size", slots))}
-    part = (slots + 1) * size * (s.facts.state_share or 0.0) / pool.slots
-    return {"mamba-full-memory-ratio": math.ceil(100 * part / (1 - part)) / 100}
+    new_share = (slots + 1) * size * (s.facts.state_share or 0.0) / pool.slots
+    ratio = new_share / (1 - new_share)  # of the state pool's memory to the KV pool's
+    return {"mamba-full-memory-ratio": math.ceil(100 * ratio) / 100}
 
 
 def _state_pool(flag: str, *, grows: bool) -> NextValues:

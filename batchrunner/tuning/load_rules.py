@@ -286,26 +286,37 @@ def small_prefills(s: Situation, flags: Flags) -> Finding | None:
         return None
     if s.facts.arguments.get("enable_mixed_chunk"):  # Prefill passes do not stop decoding then.
         return None
-    mean = prefills.new_tokens / max(1, prefills.passes)
-    if (
-        prefills.passes < GUIDES.samples
-        or mean > min(GUIDES.small_pass * chunk, LIKE_A_STEP)
-        or frequent(s.load, "empty")
+    mean_tokens = prefills.new_tokens / max(1, prefills.passes)
+    are_small = mean_tokens <= min(GUIDES.small_pass * chunk, LIKE_A_STEP)
+    if prefills.passes < GUIDES.samples or not are_small or frequent(s.load, "empty"):
+        return None
+    steps, interval = s.decode_steps, args[name]
+    if interval < LEAST_INTERVAL or not _saves_passes(
+        prefills.passes, steps, s.server.output_tokens, interval
     ):
         return None
-    steps, outputs, interval = s.decode_steps, s.server.output_tokens, args[name]
-    busy = 1 - interval / 2 / outputs if outputs else 0.0  # share of the running requests that decode
-    if interval < LEAST_INTERVAL or prefills.passes * interval <= steps or busy <= 0:
-        return None
-    if prefills.passes + steps < FEWER_PASSES * steps / busy * (1 + 1 / interval):
-        return None
-    a_pass = steps / prefills.passes
+    steps_per_pass = steps / prefills.passes
     return Finding(
-        f"a prefill pass of {mean:.0f} tokens on average follows every {a_pass:.1f} decode steps: places are "
-        "filled one by one, and each pass costs its fixed time",
+        f"a prefill pass of {mean_tokens:.0f} tokens on average follows every {steps_per_pass:.1f} decode "
+        "steps: places are filled one by one, and each pass costs its fixed time",
         args,
         evidence={"passes": prefills.passes},
     )
+
+
+def _saves_passes(prefills: int, steps: float, output_tokens: float, interval: int) -> bool:
+    """Tell whether one prefill pass in `interval` decode steps needs clearly fewer passes than there were.
+
+    An ended request then waits half an interval on average until the next one takes its place, so that a
+    smaller share of the places decodes, and more decode steps are needed.
+    """
+    if prefills * interval <= steps or not output_tokens:
+        return False
+    decoding_share = 1 - interval / 2 / output_tokens
+    if decoding_share <= 0:
+        return False
+    passes_with_interval = steps / decoding_share * (1 + 1 / interval)
+    return prefills + steps >= FEWER_PASSES * passes_with_interval
 
 
 def long_prompts(s: Situation, flags: Flags) -> Finding | None:

@@ -145,8 +145,12 @@ def fills_states(load: Gauges) -> bool:
     The pool also counts as full if the running requests reach their cap and the state pool sets this cap. It
     does so if it holds the states of no more requests than the cap, that is, of `running / state_usage`.
     """
-    is_cap_by_states = load.running <= load.state_usage * (load.max_running or 0) + ROUNDING
-    return load.state_usage >= GUIDES.usage_good or (is_at_cap(load) and is_cap_by_states)
+    if load.state_usage >= GUIDES.usage_good:
+        return True
+    if load.state_usage <= 0 or not is_at_cap(load):
+        return False
+    most_by_states = load.running / load.state_usage
+    return most_by_states <= (load.max_running or 0) + ROUNDING
 
 
 ROUNDING = 1e-6

@@ -3,7 +3,6 @@
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import NamedTuple
 
 from batchrunner.core.engine_info import SchedulerLoad
@@ -128,10 +127,12 @@ class Track:
     def settle(self) -> None:
         """End a stretch of work. An empty queue at its end is no sign, because no rows remained to send."""
         samples = self.samples
-        dry = list(takewhile(lambda sample: not sample.queue and sample.unsent is None, reversed(samples)))
-        if len(dry) < len(samples) and samples[-len(dry) - 1].queue:
-            for at, sample in enumerate(dry, 1):
-                samples[-at] = sample._replace(unsent=0)
+        drain_begin = len(samples)
+        while drain_begin and not samples[drain_begin - 1].queue and samples[drain_begin - 1].unsent is None:
+            drain_begin -= 1
+        if drain_begin and samples[drain_begin - 1].queue:
+            for position in range(drain_begin, len(samples)):
+                samples[position] = samples[position]._replace(unsent=0)
 
 
 @dataclass(slots=True)
