@@ -215,11 +215,12 @@ def sample_spans(attempts: Sequence[Attempt], setting: Setting) -> list[tuple[Pa
     routes = defaultdict[str, list[Attempt]](list)
     for attempt in sorted(attempts, key=attrgetter("began")):
         routes[attempt.route].append(attempt)
-    per_route = max(1, setting.schedulers // len(routes))  # a server's schedulers get rows in turn
-    parts = [
-        attempts_of_route[at::per_route] for attempts_of_route in routes.values() for at in range(per_route)
-    ]
-    return [span for part in parts for span in _scheduler_spans(part, setting.config)]
+    schedulers = max(1, setting.schedulers // len(routes))  # of each route
+    spans: list[tuple[PassWork, float]] = []
+    for attempts_of_route in routes.values():
+        for scheduler in range(schedulers):  # a server's schedulers get rows in turn
+            spans += _scheduler_spans(attempts_of_route[scheduler::schedulers], setting.config)
+    return spans
 
 
 def _scheduler_spans(attempts: Sequence[Attempt], config: SchedulerConfig) -> list[tuple[PassWork, float]]:
@@ -260,19 +261,21 @@ def draw(attempts: Sequence[Attempt], rows: Sequence[JobRow]) -> tuple[Drawn, fl
 
     The second value is the standard deviation of the mean output of the sample's rows.
     """
-    outputs: dict[int, tuple[JobRow, list[int]]] = {}
+    answered_rows: dict[int, tuple[JobRow, list[int]]] = {}
     for attempt in attempts:
-        outputs.setdefault(attempt.row.row, (attempt.row, []))[1].extend(attempt.outputs)
-    sample = sorted(outputs.values(), key=lambda answered: by_length(answered[0]))
-    drawn = [
-        (row, _scaled(sample[place * len(sample) // len(rows)], row))
-        for place, row in enumerate(sorted(rows, key=by_length))
-    ]
+        _, outputs = answered_rows.setdefault(attempt.row.row, (attempt.row, []))
+        outputs.extend(attempt.outputs)
+    sample = sorted(answered_rows.values(), key=lambda answered: by_length(answered[0]))
+    drawn = []
+    for place, row in enumerate(sorted(rows, key=by_length)):
+        most_alike = sample[place * len(sample) // len(rows)]
+        drawn.append((row, _scaled(most_alike, row)))
     drawn.sort(key=lambda row_and_outputs: row_and_outputs[0].row)
     # Neighbours in the order of lengths predict each other; half the squared error is a row's variance.
-    variances = [
-        (sum(_scaled(answered, row)) - sum(lengths)) ** 2 / 2 for answered, (row, lengths) in pairwise(sample)
-    ]
+    variances = []
+    for answered, (row, outputs) in pairwise(sample):
+        error = sum(_scaled(answered, row)) - sum(outputs)
+        variances.append(error**2 / 2)
     return drawn, math.sqrt(fmean(variances or [0]) / len(sample))
 
 

@@ -45,15 +45,19 @@ def choose_order(values: Mapping[str, Sequence[Hashable]], lengths: Mapping[str,
     behind it. Only the LOOKED_AHEAD columns that share most by themselves are tried.
     """
     ordered: list[str] = []
-    remaining, before = [*values], [0] * len(next(iter(values.values())))
+    remaining = [*values]
+    rows = len(next(iter(values.values())))
+    before: list[Hashable] = [0] * rows  # stands for the values of each row in the ordered columns
 
     def shared(name: str, before: Sequence[Hashable]) -> float:
-        return lengths[name] * (1 - len({*zip(before, values[name], strict=True)}) / max(1, len(before)))
+        combinations = set(zip(before, values[name], strict=True))
+        share_of_rows = 1 - len(combinations) / max(1, rows)
+        return lengths[name] * share_of_rows
 
     def gain(name: str) -> float:
-        with_it = [*zip(before, values[name], strict=True)]
-        behind = (shared(other, with_it) for other in ahead if other != name)
-        return shared(name, before) + max(behind, default=0.0)
+        before_next = list(zip(before, values[name], strict=True))
+        of_next = [shared(other, before_next) for other in ahead if other != name]
+        return shared(name, before) + max(of_next, default=0.0)
 
     while remaining:
         ahead = sorted(remaining, key=lambda name: shared(name, before), reverse=True)[:LOOKED_AHEAD]

@@ -253,8 +253,9 @@ def partition_types(partitions: Sequence[dict[str, str | None]]) -> dict[str, pa
     """Return the type of each partition column that all paths have: int64 for whole numbers, else string."""
     types: dict[str, pa.DataType] = {}
     for name in sorted(set(partitions[0]).intersection(*partitions)):
-        values = [value for values_of_file in partitions if (value := values_of_file[name]) is not None]
-        are_whole_numbers = bool(values) and all(re.fullmatch(r"-?\d{1,18}", value) for value in values)
+        values = [values_of_file[name] for values_of_file in partitions]
+        texts = [value for value in values if value is not None]
+        are_whole_numbers = bool(texts) and all(re.fullmatch(r"-?\d{1,18}", text) for text in texts)
         types[name] = pa.int64() if are_whole_numbers else pa.string()
     return types
 

@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from pyroaring import BitMap64
 
@@ -180,17 +181,20 @@ def equal_fractions(keys: Sequence[Sequence[Hashable]], rows: int) -> tuple[floa
     row. Of the other sampled rows, a fraction p has a key that occurs twice. So such a row has about x =
     p·rows/sampled equal rows in the input, and the estimate continues as in `_extrapolated_gain`.
     """
-    counts = Counter(key for stretch in keys for key in stretch)
-    n = counts.total()
-    if not n:
+    counts = Counter(chain.from_iterable(keys))
+    sampled = counts.total()
+    if not sampled:
         return 0.0, 0.0
-    repeats = n - sum(len(set(stretch)) for stretch in keys)
-    if n == rows:
-        return repeats / n, 1 - len(counts) / n
+    repeats = sampled - sum(len(set(stretch)) for stretch in keys)
+    in_input_order = repeats / sampled
+    if sampled == rows:
+        return in_input_order, 1 - len(counts) / sampled
     often = sum(count for count in counts.values() if count > 2)  # noqa: PLR2004
     twice = sum(count for count in counts.values() if count == 2)  # noqa: PLR2004
-    alike = twice / (n - often) * rows / n if twice >= FEWEST_ALIKE else 0.0
-    return repeats / n, max(repeats, often + (n - often) * alike / (1 + alike)) / n
+    others = sampled - often
+    equal_rows = twice / others * rows / sampled if twice >= FEWEST_ALIKE else 0.0
+    equal_others = others * equal_rows / (1 + equal_rows)
+    return in_input_order, max(repeats, often + equal_others) / sampled
 
 
 def _nearest(ordered: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int, int]]:

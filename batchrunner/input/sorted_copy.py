@@ -173,11 +173,14 @@ def insert(
     db: DuckDBPyConnection, table: str, kinds: Mapping[str, pa.DataType], rows: Iterator[tuple[Any, ...]]
 ) -> None:
     """Create a table with these columns and insert the rows, many at once."""
-    db.from_arrow(pa.Table.from_batches([], pa.schema(kinds.items()))).create(table)
+    no_rows = pa.Table.from_batches([], pa.schema(kinds.items()))
+    db.from_arrow(no_rows).create(table)
     while chunk := list(islice(rows, CHUNK_ROWS)):
         columns = zip(*chunk, strict=True)
-        arrays = [arrow_array(values, kind) for values, kind in zip(columns, kinds.values(), strict=True)]
-        db.from_arrow(pa.table(arrays, [*kinds])).insert_into(table)
+        arrays = {}
+        for (name, kind), values in zip(kinds.items(), columns, strict=True):
+            arrays[name] = arrow_array(values, kind)
+        db.from_arrow(pa.table(arrays)).insert_into(table)
 
 
 def _values(db: DuckDBPyConnection, query: str) -> Iterator[tuple[Any, ...]]:
@@ -255,12 +258,15 @@ def _with_positions(
 ) -> Iterator[pa.Table]:
     """Yield the rows in input order with their ordinals and positions; `positions` are in input order."""
     names = job_input.renderer.columns
-    places = [pa.field(_ORDINAL, pa.int64()), pa.field(_POSITION, pa.int64())]
-    schema = pa.schema([*job_input.dataset.schema_of(names), *places])
+    schema = job_input.dataset.schema_of(names)
+    for added_name in (_ORDINAL, _POSITION):
+        schema = schema.append(pa.field(added_name, pa.int64()))
     for batch in job_input.dataset.read(rows, names):
         batch_positions = [position for (position,) in islice(positions, len(batch.rows))]
-        numbers = [arrow_array(values, pa.int64()) for values in (batch.rows, batch_positions)]
-        yield pa.Table.from_arrays([*batch.data.columns, *numbers], schema=schema)
+        ordinal_column = arrow_array(batch.rows, pa.int64())
+        position_column = arrow_array(batch_positions, pa.int64())
+        columns = [*batch.data.columns, ordinal_column, position_column]
+        yield pa.Table.from_arrays(columns, schema=schema)
 
 
 def prepare_order(

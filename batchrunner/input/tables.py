@@ -83,7 +83,9 @@ def batches_of(data: object, on_each: Callable[[Any], Any]) -> Iterator[pa.Recor
     batches = as_batches(data)
     batches = _of_rows(map(on_each, as_rows(data))) if batches is None else map(on_each, batches)
     first = next(batches, None)
-    yield pa.RecordBatch.from_pydict({TEXT: pa.nulls(0, pa.string())}) if first is None else first
+    if first is None:
+        first = pa.RecordBatch.from_pydict({TEXT: pa.nulls(0, pa.string())})
+    yield first
     yield from batches
 
 

@@ -201,8 +201,8 @@ def _typed(values: Sequence[Any], kind: pa.DataType) -> tuple[pa.Array, dict[int
     texts = [text_of(value) for value in values]
     if pa.types.is_string(kind):
         return arrow_array(texts, kind), {}
-    texts = [(text and text.strip()) or None for text in texts]
-    return fitted_values(arrow_array(texts, pa.string()), kind)
+    stripped = [None if text is None else text.strip() or None for text in texts]
+    return fitted_values(arrow_array(stripped, pa.string()), kind)
 
 
 def _arrow_batches(source: io.BufferedReader) -> Iterator[pa.RecordBatch]:

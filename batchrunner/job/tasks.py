@@ -318,8 +318,9 @@ class RerankTask(NativeTask):
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
         """Return one body: a pair of query and document for each document."""
-        pairs = [(request, item) for request in requests for item in request.items]
-        body = {"text": [[request.prompt, item] for request, item in pairs], "is_cross_encoder_request": True}
+        pairs = [(request, document) for request in requests for document in request.items]
+        texts = [[request.prompt, document] for request, document in pairs]
+        body = {"text": texts, "is_cross_encoder_request": True}
         return [_with_adapters([request for request, _ in pairs], body)]
 
 

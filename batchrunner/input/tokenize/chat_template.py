@@ -111,13 +111,19 @@ def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tools_shown(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Return the tools of a chat as SGLang passes them to a template."""
-    tools, choice = body.get("tools") or [], body.get("tool_choice")
+    tools = body.get("tools") or []
+    choice = body.get("tool_choice")
     if isinstance(choice, Mapping):
-        tools = [tool for tool in tools if tool["function"]["name"] == choice["function"]["name"]]
+        chosen_name = choice["function"]["name"]
+        tools = [tool for tool in tools if tool["function"]["name"] == chosen_name]
     if not tools or choice == "none":
         return None
     unset = {"description": None, "parameters": None, "strict": None}
-    return [{"type": "function", **tool, "function": {**unset, **tool["function"]}} for tool in tools]
+    shown = []
+    for tool in tools:
+        function = {**unset, **tool["function"]}
+        shown.append({"type": "function", **tool, "function": function})
+    return shown
 
 
 def has_chat_template(directory: Path) -> bool:

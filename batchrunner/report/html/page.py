@@ -226,10 +226,10 @@ def _flags(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the engine's limits and the versions of the software as pairs of texts."""
     info = facts["engine"]
     limits = ("max_running", "max_total_tokens", "context_length", "prefill_tokens", "card", "log")
-    return [
-        *((name.replace("_", " "), str(info[name])) for name in limits if info.get(name) is not None),
-        *((f"{name} version", str(value)) for name, value in facts["versions"].items() if value),
-    ]
+    pairs = [(name.replace("_", " "), str(info[name])) for name in limits if info.get(name) is not None]
+    versions = facts["versions"].items()
+    pairs += [(f"{software} version", str(version)) for software, version in versions if version]
+    return pairs
 
 
 @functools.cache
