@@ -49,8 +49,8 @@ def test_a_job_is_no_run(tmp_path: Path, command: str) -> None:
 def test_notes_are_shown_where_they_are_asked_for(tmp_path: Path, server: FakeSGLang) -> None:
     """`-v` says where prompts are tokenized; without it nobody has to read that."""
     file = write_job(job_of(tmp_path, server), tmp_path)
-    assert "tokenised by the engine" not in batchrun(file).stderr
-    assert "tokenised by the engine" in batchrun("-v", file, "--fresh").stderr
+    assert "tokenized by the engine" not in batchrun(file).stderr
+    assert "tokenized by the engine" in batchrun("-v", file, "--fresh").stderr
 
 
 def test_version() -> None:
@@ -93,7 +93,7 @@ def test_a_job_from_standard_input(tmp_path: Path) -> None:
     [
         ("a: [", ["-"], "standard input: line 1: not valid YAML"),
         ("inptu: {}", ["-"], "unknown key 'inptu': did you mean 'input'?"),
-        ("window: 5", ["slurm", "-", "--array", "0-1"], "write it into a file"),
+        ("window: 5", ["slurm", "-", "--array", "0-1"], "save the job in a file"),
     ],
 )
 def test_a_bad_job_from_standard_input(text: str, command: list[str], told: str, tmp_path: Path) -> None:

@@ -47,7 +47,9 @@ def open_engine(
         raise JobError(f"task {task!r}", hint=f"give one of {', '.join((GENERATE, *TASKS))}")
     spec = parse_engine(engine)
     if share is not None and (spec.kind == "simulated" or Path(share).suffix != ".json"):
-        raise JobError(f"share {share}", hint="give a file .json, and an engine that is not simulated")
+        raise JobError(
+            f"share {share}", hint="give a path that ends in .json, and an engine that is not simulated"
+        )
     with _log_directory(log_dir) as logs, LoopThread() as loop:
         limits = LimitsSpec(request_timeout=request_timeout_s)
         backend = loop.call(functools.partial(make_engine, spec, log_dir=logs, limits=limits, task=task))
@@ -155,6 +157,6 @@ def _spec_of(engine: OpenEngine | None) -> EngineSpec | None:
     if engine is not None and not isinstance(engine, OpenEngine):
         raise JobError(
             "engine: not an open engine",
-            hint="give one of `open_engine`, or put it into the job as `engine`",
+            hint="give the result of `open_engine`, or describe the engine in the job under `engine`",
         )
     return engine.spec if engine is not None else None

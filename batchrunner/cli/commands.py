@@ -186,7 +186,7 @@ def engine(
         int | None, typer.Option(metavar="N", min=1, help="Replicas of the model: engine.replicas=N.")
     ] = None,
     gateway: Annotated[
-        bool, typer.Option("--gateway", help="One address for all of them: engine.gateway=true.")
+        bool, typer.Option("--gateway", help="One address for all replicas: engine.gateway=true.")
     ] = False,
     overrides: SetOption = None,
     verbose: VerboseOption = False,
@@ -457,7 +457,7 @@ def tune(
     ] = "30m",
     allow: Annotated[
         Literal["fp8"] | None,
-        typer.Option(metavar="fp8", help="Also try 8-bit numbers, which change answers slightly."),
+        typer.Option(metavar="fp8", help="Also try FP8, which changes answers slightly."),
     ] = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
@@ -565,7 +565,7 @@ def advise(
         str,
         typer.Argument(
             metavar="LOGFILE|URL|RUN",
-            help="A log of SGLang, the address of a server, or the path of a run.",
+            help="An SGLang log, the address of a server, or the path of a run.",
         ),
     ],
     span: Annotated[float, typer.Option(metavar="SECONDS", help="Time to watch a server.")] = 20.0,

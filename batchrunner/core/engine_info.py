@@ -78,7 +78,7 @@ class EngineInfo:
     """GPUs over which the weights of a replica are split, if the engine was started here."""
     log: str | None = None
     """Path of the engine's log, if it is on this machine."""
-    one_by_one: str | None = "the engine takes one row in a request"
+    one_by_one: str | None = "the engine accepts only one row in a request"
     """Why each row is a request of its own; None where a request can hold several rows."""
     only_short_share: str | None = None
     """Why only rows with short outputs share a request; None where all may."""

@@ -203,7 +203,7 @@ class HookLostError(BatchrunError):
 class StorageError(BatchrunError):
     """Results could not be written or read (a full disk, for example); the run can be resumed."""
 
-    advice = "make room and run the same command again: it resumes"
+    advice = "free disk space and run the same command again: it resumes"
 
 
 class TaskLockLostError(StorageError):

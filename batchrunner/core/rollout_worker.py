@@ -204,7 +204,7 @@ class _Rollout:
 def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # numpy
         return value.tolist()
-    raise TypeError(f"{type(value).__name__} is neither a scalar nor a list or dict of such")
+    raise TypeError(f"{type(value).__name__} is neither a scalar nor a list or dict of scalars")
 
 
 async def _serve(solve: Callable[..., Coroutine[Any, Any, Any]], descriptor: int) -> None:

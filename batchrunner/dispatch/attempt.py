@@ -314,7 +314,7 @@ class FailureHistory(msgspec.Struct):
         if kind is FailureKind.DIED:
             return RowRefusedError(f"the engine died {self.deaths} times while it had this row: {error}")
         count = self.refusals.count if self.refusals else 0
-        blame = RowRefusedError(f"refused {count} times while others were answered: {error}")
+        blame = RowRefusedError(f"refused {count} times while other rows were answered: {error}")
         blame.body = error.body
         return blame
 

@@ -193,7 +193,7 @@ class Dispatcher:
             return
         suspension_s = route.suspend(now)
         if suspension_s is not None:
-            message = "%s gets no rows for %g s: others answer the rows that fail there (%s)"
+            message = "%s gets no rows for %g s: other replicas answer rows that fail on it (%s)"
             log.warning(message, route.url, suspension_s, doubt.reason)
             self.events.write("route_out", route=route.url, seconds=suspension_s, why=doubt.reason)
 
@@ -330,8 +330,8 @@ class Dispatcher:
     def _engine_lost(self, row: PendingRow, error: RequestError, now: float) -> EngineLostError:
         waited_s = now - (self._refused_since or now)
         return EngineLostError(
-            f"the engine took no row for {waited_s:.0f} s (row {row.request.ref.row} "
-            f"and {self.backlog.waiting} more): {error}"
+            f"the engine accepted no row for {waited_s:.0f} s (row {row.request.ref.row} "
+            f"and {self.backlog.waiting} more wait): {error}"
         )
 
     def _sender_of(self, route: Route) -> BundleSender:

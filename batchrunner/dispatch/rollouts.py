@@ -323,7 +323,7 @@ class Rollouts:
                 continue
             reserved = next((name for row in rows for name in row if name in self._reserved_columns), None)
             if reserved is not None:
-                return [], f"{self._label}: a result has a column {reserved!r} already: name yours otherwise"
+                return [], f"{self._label}: a result has a column {reserved!r} already: rename yours"
             return rows, error
 
     def _shared_process(self) -> RolloutProcess:
@@ -354,7 +354,7 @@ class Rollouts:
                 elif rollout.sent_counts.total() < self._limits.turns:
                     self._answer_request(process, number, rollout, question=question, text=value)
                 else:
-                    why = f"asked more than {self._limits.turns} times (limits.turns)"
+                    why = f"sent more than {self._limits.turns} requests (limits.turns)"
                     rollout.result.set_result(([], f"{self._label}: {why}"))
         except EOFError:
             process.is_shared = False
@@ -444,9 +444,9 @@ def _request_of(base: Request, prompt: Any, tools: Any, sampling: dict[str, Any]
     problem = None if tools is None else tool_problem(tools)
     for name, value in spec:
         if isinstance(value, FromColumn):
-            problem = f"{name}: give the value, not its column"
+            problem = f"{name}: give a value, not a column"
     if spec.n != 1:
-        problem = "n: await several calls, by asyncio.gather"
+        problem = "n: must be 1; for several answers, await several calls by asyncio.gather"
     if problem is not None:
         raise RowRefusedError(f"generate: {problem}")
     parameters = spec.model_dump(include={*sampling} - {"n", "lora_path", "tool_choice"}, exclude_none=True)

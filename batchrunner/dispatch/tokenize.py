@@ -69,11 +69,11 @@ def _field_needing_client(job: Job, kind: PromptKind, info: EngineInfo) -> str |
 def make_encoder(job: Job, info: EngineInfo, kind: PromptKind) -> Encoder:
     """Return the encoder of a job's prompts; raises CannotTokenizeError if its tokens could differ."""
     if kind == "body":
-        raise CannotTokenizeError("the requests of a batch file go as they are")
+        raise CannotTokenizeError("the requests of a batch file are sent unchanged")
     tokenizer = info.tokenizing
     cut = job.prompt.truncate
     if cut is not None and info.context_length is None:
-        raise CannotTokenizeError("the engine does not tell its context length")
+        raise CannotTokenizeError("the engine does not report its context length")
     directory, chat_sampling = None, None
     if kind != "input_ids":
         usable = _usable_tokenizer(job, info, kind)
@@ -94,7 +94,7 @@ def _usable_tokenizer(job: Job, info: EngineInfo, kind: PromptKind) -> Tokenizer
     """Return the engine's tokenizer; raises CannotTokenizeError where only the engine can use it."""
     tokenizer = info.tokenizing
     if tokenizer is None:
-        raise CannotTokenizeError("the engine has no tokenizer that we know of")
+        raise CannotTokenizeError("the engine reports no tokenizer")
     reason = tokenizer.why_server or (_why_server_chat(job, tokenizer) if kind == "messages" else None)
     if reason is not None:
         raise CannotTokenizeError(reason)
@@ -178,9 +178,9 @@ async def engine_tokens(
     except RowRefusedError as refusal:
         return refusal
     except RequestError as failure:
-        raise CannotTokenizeError(f"the engine did not tell its tokens: {failure}") from None
+        raise CannotTokenizeError(f"the engine failed to tokenize: {failure}") from None
     if tokens is None:
-        raise CannotTokenizeError("the engine does not tell its tokens (no /v1/tokenize)")
+        raise CannotTokenizeError("the engine does not return tokens (no /v1/tokenize)")
     return tokens
 
 
@@ -313,15 +313,20 @@ class RowTokenizer:
             except CannotTokenizeError as why:
                 self._leave_to_engine(kind, why)
                 return
-            log.debug("prompts are tokenised here: for %d of them the engine's tokens are the same", prompts)
+            log.debug(
+                "prompts are tokenized by batchrunner: for %d of them the engine made the same tokens",
+                prompts,
+            )
         self._events.write("tokenize", where="client")
 
     def _leave_to_engine(self, kind: PromptKind, why: CannotTokenizeError) -> None:
         needed = _field_needing_client(self._job, kind, self._info)
         if needed is not None:
-            raise CannotTokenizeError(f"{needed}: prompts cannot be tokenised here: {why}") from None
+            raise CannotTokenizeError(
+                f"{needed}: batchrunner cannot tokenize the prompts itself: {why}"
+            ) from None
         self._encoders[kind] = None
-        log.debug("prompts are tokenised by the engine: %s", why)
+        log.debug("prompts are tokenized by the engine: %s", why)
         self._events.write("tokenize", where="server", why=str(why))
 
     async def _with_choices(self, requests: list[Request]) -> list[Request | Outcome]:
@@ -350,7 +355,8 @@ class RowTokenizer:
                 tokens = await engine_tokens(self._engine, item)
             except CannotTokenizeError as why:
                 raise CannotTokenizeError(
-                    f"prompt.choices: {why}", hint="put the model's tokenizer where the engine has it"
+                    f"prompt.choices: {why}",
+                    hint="copy the model's tokenizer to this machine, to the path that the engine uses",
                 ) from None
         return str(tokens) if isinstance(tokens, RowRefusedError) else tokens
 
@@ -363,7 +369,7 @@ class RowTokenizer:
                 same = task.labels[ids.index(number)]
                 raise JobError(f"labels: {same!r} and {label!r} are the same token, {number}")
             if vocabulary is not None and number >= vocabulary:
-                raise JobError(f"labels: {label!r}: the model has the tokens 0 to {vocabulary - 1}")
+                raise JobError(f"labels: {label!r}: the model's token ids are 0 to {vocabulary - 1}")
         return dataclasses.replace(task, label_ids=tuple(ids))
 
     async def _id_of(self, label: str | int, request: Request) -> int:
@@ -379,7 +385,7 @@ class RowTokenizer:
         if len(tokens) != 1:
             raise JobError(
                 f"labels: {label!r} is {len(tokens)} tokens of the model ({', '.join(map(str, tokens))})",
-                hint="a label is a single token: take another text, its token id, or prompt.choices",
+                hint="a label must be a single token: use another text, a token id, or prompt.choices",
             )
         return tokens[0]
 

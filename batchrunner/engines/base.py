@@ -40,7 +40,7 @@ class Engine(Protocol):
         smaller bundles. Raises BundleRefusedError where the engine refuses the whole bundle, or an error of
         `generate`, which applies to all requests without an answer.
         """
-        raise BundleRefusedError("the engine takes one row in a request")
+        raise BundleRefusedError("the engine accepts only one row in a request")
 
     async def tokens_of(
         self,

@@ -64,7 +64,9 @@ class SilenceTimer:
         least_s = self._least_s if self._worked_s >= warm_up_s else warm_up_s
         if self._silent_s <= max(least_s, TIMES_LONGEST * self._longest_s):
             return None
-        history = f"at most {self._longest_s:.3g} s before" if self._worked_s else "and never anything before"
+        history = (
+            f"at most {self._longest_s:.3g} s before" if self._worked_s else "no progress since its start"
+        )
         return Hang(self._silent_s, f"did nothing for {self._silent_s:.3g} s with rows in flight ({history})")
 
 

@@ -80,7 +80,7 @@ async def _running_servers(spec: AttachEngine | GatewayEngine, limits: LimitsSpe
             raise EngineStartError(
                 f"engine.background: rows would go through the gateway {spec.url} ({why}), which reports the "
                 "load of its workers too late to keep out of their users' way",
-                hint="set engine.route: workers where they can be reached, or leave out engine.background",
+                hint="set `engine.route: workers` if they are reachable, or leave out engine.background",
             )
         if why is not None:
             return ThroughGateway(spec.url, why=why, **options)

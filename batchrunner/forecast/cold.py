@@ -59,8 +59,8 @@ def cold_forecast(
         outputs.append(samples * output)
     tokens = tokens_of(rows, total, Interval(*outputs))
     why = (
-        "a range by data sheets, for outputs of a tenth to all of max_new_tokens (of all with ignore_eos): "
-        "no engine was asked, and its start is left out"
+        "a range from data sheets, for outputs of 10% to 100% of max_new_tokens (100% with ignore_eos): "
+        "it is not measured on an engine, and excludes the engine's start"
     )
     return Forecast(
         seconds=Interval(*seconds),

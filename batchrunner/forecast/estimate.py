@@ -306,7 +306,7 @@ def estimate(
     options = (("rows", rows, 2), ("replicas", replicas, 1), ("workers", workers, 1), ("price", price, 0))
     for name, value, least in options:
         if value is not None and not least <= value < math.inf:
-            raise JobError(f"{name} {value}", hint=f"give a number from {least} on")
+            raise JobError(f"{name} {value}", hint=f"give a number of at least {least}")
     loaded = load_job(job, overrides=overrides)
     request = _EstimateRequest(rows=rows, price=price, replicas=replicas, workers=workers, cold=cold)
     with contextlib.closing(prepare(loaded)) as prepared, LoopThread() as loop:
@@ -478,7 +478,7 @@ async def _take_sample(prepared: PreparedJob, pending: BitMap64, most: int) -> t
         surveyed = survey(prepared, pending, info, BitMap64())
         rows = {row.row: row for row in choose(surveyed.rows, most)}
         ordinals = BitMap64(rows)
-        log.info("a sample of %s is answered", counted(len(rows), "row"))
+        log.info("sending a sample of %s", counted(len(rows), "row"))
         window = max(1, len(rows) // 2) if job.forward is None else len(rows)
         window = window if job.window == "auto" else min(job.window, window)
         recorder, began = SampledEngine(engine, rows), time.monotonic()
@@ -519,7 +519,7 @@ def _forecast(
             tokens=tokens_of(surveyed.rows, 0, none),
             passes=0,
             limited_by="not known",
-            why=("the sample was the job",),
+            why=("the sample had all remaining rows",),
         )
     counted_prompts = {attempt.row.row: attempt.row.prompt for attempt in sample.attempts}
     guessed_prompts = {row.row: row.prompt for row in surveyed.rows if row.row in counted_prompts}

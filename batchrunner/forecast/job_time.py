@@ -359,7 +359,11 @@ def _deviation_of_costs(
 
 
 def _cause(name: str, share: float) -> str:
-    return f"{name}: ±{100 * share:.0f} %" if share <= 1 else f"{name}: too few rows to say"
+    return (
+        f"{name}: ±{100 * share:.0f} %"
+        if share <= 1
+        else f"{name}: too few sampled rows to estimate its error"
+    )
 
 
 def _around(median: float, deviation: float) -> Interval:

@@ -90,7 +90,7 @@ def request_lines(lines: Iterable[bytes | None], path: str) -> Iterator[TextReco
     if wrong_endpoints.count:
         raise InputError(
             f"{path}: {wrong_endpoints}: {wrong_endpoints.reason}",
-            hint="take these lines out, or into a file of their own",
+            hint="remove these lines, or move them to a file of their own",
         )
 
 
@@ -106,7 +106,7 @@ def _check_endpoint(url: str, *, for_embeddings: bool | None) -> None:
         raise _WrongEndpointError(f"url should be {' or '.join(BATCH_PATHS)} (got {url!r:.60})")
     if for_embeddings not in {None, url == EMBEDDINGS_PATH}:
         raise _WrongEndpointError(
-            f"url is {url}, and an earlier line's is not: one model cannot make both embeddings and answers"
+            f"url is {url}, unlike in an earlier line: one model cannot make both embeddings and answers"
         )
 
 
@@ -117,7 +117,9 @@ def _same_model(body: msgspec.Raw, model: str | None) -> str | None:
     """
     named = _read_model.decode(body).model
     if None not in {named, model} and named != model:
-        raise ValueError(f"asks for the model {named!r}, an earlier line for {model!r}: divide the file")
+        raise ValueError(
+            f"requests the model {named!r}, but an earlier line {model!r}: split the file by model"
+        )
     return model or named
 
 
@@ -149,7 +151,7 @@ def log_faults(records: Iterable[TextRecord], path: str) -> Iterator[TextRecord]
     if repeated:
         shown = "; ".join(f"{name!r} on {lines}" for name, lines in repeated[:ITEMS_NAMED])
         more = f"; and {len(repeated) - ITEMS_NAMED:,} more" if len(repeated) > ITEMS_NAMED else ""
-        log.warning("%s: each line is answered, also where a custom_id is repeated: %s%s", path, shown, more)
+        log.warning("%s: repeated custom_ids (each line is still answered): %s%s", path, shown, more)
 
 
 class _CustomIds:

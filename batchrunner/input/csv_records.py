@@ -20,7 +20,7 @@ from batchrunner.job.spec import InputSpec
 
 csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE_BYTES))  # a field may hold a whole document
 
-_ENCODING_HINT = "write input.encoding; cp1252 and utf-16 are those of Excel"
+_ENCODING_HINT = "set input.encoding; Excel writes cp1252 or utf-16"
 _UNDECODED = re.compile("[\udc80-\udcff]")
 """Surrogates that stand for bytes that are invalid in the encoding (`errors="surrogateescape"`)."""
 _EXCEL_DELIMITER = re.compile(r'"?sep=(?P<delimiter>[^"])"?', re.IGNORECASE)

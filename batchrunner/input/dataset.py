@@ -164,8 +164,8 @@ class Dataset:
         fs, names = self._find()
         if is_batch and len(names) > 1:
             raise InputError(
-                f"these are {len(names)} batch files, {names[0]} and {names[1]} among them",
-                hint="give one: a custom_id is unique in its file only",
+                f"the input has {len(names)} batch files, such as {names[0]} and {names[1]}",
+                hint="give one file: a custom_id is unique only within its file",
             )
         if copies is None:
             copies = Path(tempfile.mkdtemp(prefix="batchrunner-copies-"))
@@ -248,10 +248,10 @@ class Dataset:
             if times > 1:
                 raise InputError(
                     f"{where}: {path} has {times} columns {name!r}",
-                    hint="a column that the job uses has a name of its own",
+                    hint="a column that the job uses must have a unique name",
                 )
         if name in self._conflicts:
-            hint = "write both with one type"
+            hint = "write the column with the same type in all files"
             if self.has_text_files:
                 hint += ", or give its type in input.types"
             raise InputError(self._conflicts[name], hint=hint)
@@ -271,7 +271,7 @@ class Dataset:
         for name in columns:
             for schema, path in self._paths_by_schema.items():
                 if name not in schema.names:
-                    log.warning("%s: has no column %r: it is null there", path, name)
+                    log.warning("%s: has no column %r: the column is null for its rows", path, name)
                     break
 
     def directory_of(self, row: int) -> str | None:
@@ -479,7 +479,7 @@ def values_of(column: pa.Array) -> tuple[list[Any], dict[int, str]]:
             values.append(None)
             reason = str(failure)
             if "zoneinfo" in reason:  # Arrow's text only says that this module must be installed
-                reason = f"its time zone is in no database here ({kind})"
+                reason = f"its time zone is unknown on this machine ({kind})"
             unreadable[index] = f"unreadable value: {reason}"
     return values, unreadable
 

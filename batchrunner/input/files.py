@@ -211,7 +211,7 @@ def _of_one_kind(directory: str, files: Mapping[str, str]) -> dict[str, str]:
     example = next(ending for ending, kind in ENDINGS.items() if kind == min(kinds))
     raise InputError(
         f"{directory}: has {' and '.join(sorted(kinds))} files",
-        hint=f"name those of one kind, such as {directory}/**/*{example}",
+        hint=f"give the files of one kind, such as {directory}/**/*{example}",
     )
 
 

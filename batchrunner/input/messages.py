@@ -65,7 +65,7 @@ def conversation(label: str, row_messages: Sequence[Any], *, continues: bool) ->
     while not continues and messages and messages[-1]["role"] == ASSISTANT:
         messages.pop()
     if all(message["role"] == ASSISTANT for message in messages):
-        raise RowRefusedError(f"{label}: only the assistant speaks in it")
+        raise RowRefusedError(f"{label}: all its messages are from the assistant")
     return messages
 
 
@@ -87,7 +87,7 @@ def _message(item: Any) -> dict[str, Any]:
 def _joined(content: Any) -> Any:
     """Return the content to send. If all parts are texts, join them by spaces, as SGLang mostly does."""
     if not isinstance(content, list) or not content:
-        raise ValueError("no text as its content")
+        raise ValueError("content that is not text")
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
     if not all(isinstance(part, Mapping) and isinstance(part.get("type"), str) for part in parts):
         raise ValueError("a part without a type")
@@ -95,7 +95,7 @@ def _joined(content: Any) -> Any:
         return [*map(_filled, parts)]
     texts: list[Any] = [part.get("text") for part in parts]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError("a part of type text without one")
+        raise ValueError("a part of type text without a text")
     return " ".join(texts)
 
 

@@ -213,7 +213,7 @@ def _sendable(name: str, value: Any) -> Any:
     if name in _WHOLE and value.is_integer() and abs(value) < 1 << 63:
         return int(value)  # pandas turns a column of whole numbers with a null into floats
     if name in _WHOLE or not math.isfinite(value):
-        raise RowRefusedError(f"sampling.{name}: {value} is not a number that can be sent")
+        raise RowRefusedError(f"sampling.{name}: {value} is not a valid value")
     return value
 
 
@@ -315,7 +315,7 @@ def _refuse_single_braces(templates: str, dataset: ColumnSource) -> None:
     for name in dataset.schema.names:
         if f"{{{name}}}" in templates:
             expression = f"{{{{ {template_of_column(name)} }}}}"
-            raise JobError(f"prompt: {{{name}}} is no column in a template", hint=f"write {expression}")
+            raise JobError(f"prompt: {{{name}}} does not insert the column", hint=f"write {expression}")
 
 
 def _with_fields(
@@ -327,11 +327,13 @@ def _with_fields(
     """
     if FIELDS in dataset.schema.names:
         raise JobError(
-            f"prompt.fields: the input has a column {FIELDS!r} too, which templates could not distinguish",
+            f"prompt.fields: the input has a column {FIELDS!r}, a name that templates use for prompt.fields",
             hint="rename that column in the input",
         )
     if FIELDS not in columns:
-        raise JobError("prompt.fields: no template shows them", hint="write {{ fields }} into a template")
+        raise JobError(
+            "prompt.fields: no template uses {{ fields }}", hint="write {{ fields }} in the template"
+        )
     for name in fields:
         _refuse_bytes(dataset, name, "prompt.fields")
     return partial(with_fields, make, fields), columns - {FIELDS} | {*fields}
@@ -346,7 +348,7 @@ def _refuse_bytes(dataset: ColumnSource, name: str, where: str) -> None:
     kind = dataset.field(name, where=where).type
     if holds_bytes(kind):
         raise InputError(
-            f"{where}: column {name!r} holds bytes ({kind}), which are no text",
+            f"{where}: column {name!r} holds bytes ({kind}), not text",
             hint=f"write {{{{ {template_of_column(name)}.decode() }}}} if it is text in UTF-8",
         )
 

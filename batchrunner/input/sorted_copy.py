@@ -300,7 +300,7 @@ def prepare_order(
     except (OSError, pa.ArrowException) as failure:
         problem = f"{directory}: {len(rows)} rows could not be sorted: {first_line(failure)}"
         if job_input.job.order != "auto":
-            raise OutputError(problem, hint="make room, or set order: input") from None
+            raise OutputError(problem, hint="free disk space, or set order: input") from None
         decision = OrderDecision("input", f"{decision.order} would be better, but {problem}")
         log.warning("%s", decision)
         return None, decision

@@ -205,7 +205,7 @@ class NotTextError(ValueError):
     """A template prints a null, or bytes."""
 
     def __init__(self, value: bytes | None) -> None:
-        super().__init__("None is no text" if value is None else "bytes are no text")
+        super().__init__("None is not text" if value is None else "bytes are not text")
         self.what = "is null" if value is None else "holds bytes"
         self.kind = type(value)
 
@@ -345,7 +345,7 @@ def _error_text(failure: Exception, columns: Sequence[str], row: Mapping[str, An
     texts = [template_of_column(name) for name in columns if isinstance(row.get(name), str)]
     if not texts or not isinstance(failure, TypeError) or "str" not in str(failure):
         return message
-    return f"{message} (text is in {', '.join(texts)}: compare it with a text, or write NAME | float)"
+    return f"{message} (text is in {', '.join(texts)}: compare it with text, or convert it by NAME | float)"
 
 
 def _expression_tree(source: str) -> nodes.Template:
@@ -424,7 +424,7 @@ def unknown_column(
         is_odd = in_template and not near[0].isidentifier()  # it can only be read through `row`
         hint = f"did you mean {template_of_column(near[0]) if is_odd else repr(near[0])}?"
     if len(available) == 1 and (mark := re.search("[;\t|]", "".join(available))):
-        hint = f"if {mark[0]!r} divides the columns of the file, write input.delimiter: {json.dumps(mark[0])}"
+        hint = f"if {mark[0]!r} separates the columns of the file, set input.delimiter: {json.dumps(mark[0])}"
     names = ", ".join(column or '""' for column in available)
     message = f"{where}: unknown column {name!r}{f'; {hint}' if hint else ''} (the input has: {names})"
     return kind(message, hint=hint)

@@ -118,7 +118,7 @@ def _json_object(text: bytes) -> dict[str, Any]:
     except ValueError as failure:
         problem = str(failure)
         if no_number := _NO_NUMBER.search(text):
-            problem = f"{no_number[1].decode()} is no number of JSON (write null)"
+            problem = f"{no_number[1].decode()} is not a valid JSON number (use null)"
         raise ValueError(f"not valid JSON: {problem}") from None
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")  # noqa: TRY004 - the data is wrong, not the call

@@ -174,7 +174,7 @@ def fit(value: Any, kind: ColumnKind) -> Any:
 
 def _instance(value: Any, name: str, *classes: type) -> Any:
     if not isinstance(value, classes):
-        raise ValueError(f"{str(value)[:50]!r} is no {name}")  # noqa: TRY004 - as for all that does not fit
+        raise ValueError(f"{str(value)[:50]!r} is not of type {name}")  # noqa: TRY004 - as for all that does not fit
     return value
 
 
@@ -182,13 +182,13 @@ def _json_text(value: Any) -> str:
     try:
         return msgspec.json.encode(value).decode()
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the value is nested too deeply") from None
 
 
 def _whole_number(value: Any) -> int:
     """Return a whole number, which may be written as 1.0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
-        raise ValueError(f"{value!r} is no whole number")
+        raise ValueError(f"{value!r} is not a whole number")
     if not -(1 << 63) <= value < 1 << 63:
         raise ValueError(f"{value!r} has more than 64 bits")
     return int(value)
@@ -196,7 +196,7 @@ def _whole_number(value: Any) -> int:
 
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{value!r} is no number")  # noqa: TRY004
+        raise ValueError(f"{value!r} is not a number")  # noqa: TRY004
     try:
         number = float(value)
     except OverflowError:  # a whole number beyond the range of floats

@@ -97,8 +97,8 @@ class LibraryCall:
         for name, value in (self.task_options or {}).items():
             if name not in places:
                 raise JobError(
-                    f"task_options: {name!r} with task: {self.task}",
-                    hint=f"it takes {', '.join(places) or 'none'}",
+                    f"task_options: {name!r} does not go with task: {self.task}",
+                    hint=f"options of this task: {', '.join(places) or 'none'}",
                 )
             section, _, key = places[name].rpartition(".")
             (tree[section] if section else tree)[key] = value

@@ -270,7 +270,7 @@ def row_value(value: Any, annotations: Annotations) -> dict[str, Any]:
     names = [name for name, _ in annotations.columns]
     unknown = [key for key in fields if key not in names]
     if unknown:
-        raise ValueError(f"returned {unknown[0]!r}, which is no column (columns: {', '.join(names)})")
+        raise ValueError(f"returned {unknown[0]!r}, not a declared column (columns: {', '.join(names)})")
     row = {}
     for name, kind in annotations.columns:
         try:
@@ -311,7 +311,7 @@ def kind_of_prompt(value: Any) -> tuple[PromptKind, Any]:
             return "messages", [*value]
         if all(type(item) is int for item in value):
             return "input_ids", [*value]
-    raise ValueError(f"{_a(value)} is no prompt: give messages, a text or token ids")
+    raise ValueError(f"{_a(value)} is not a prompt: give messages, a text or token ids")
 
 
 def _judgement(value: Any) -> bool | str:

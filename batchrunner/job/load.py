@@ -30,7 +30,7 @@ EXAMPLES = {
     "engine": "engine: Qwen/Qwen3-8B, to start a server, or engine: http://HOST:PORT of one that runs",
 }
 """An example of each section that a job must have."""
-_TAB_HINT = "indent with spaces: YAML takes no tabs there"
+_TAB_HINT = "indent with spaces: YAML allows no tabs there"
 _YAML_HINT = (
     "put quotes around a text that begins with {{, % or *, or that has a colon and a space in it; the keys "
     "of one level begin in one column"
@@ -295,7 +295,7 @@ def _faults_at(
     problem, where = problems[0], ".".join(path)
     if problem["type"] == "union_tag_invalid":
         tag = problem["ctx"]["tag"]
-        yield f"{where}.kind: no kind of engine is {tag!r}", _near(tag, ENGINE_KINDS)
+        yield f"{where}.kind: unknown kind of engine {tag!r}", _near(tag, ENGINE_KINDS)
     elif problem["type"] == "extra_forbidden":
         yield f"unknown key {where!r}", _nearest(path, kind)
     elif problem["type"] == "missing":
@@ -345,7 +345,7 @@ def _nearest(path: Sequence[str], kind: Any) -> str:
     """Return the hint for an unknown key of a job, or of a section of this kind."""
     keys = _keys(kind, path[:-1])
     if path[-1] in keys:
-        return "another kind has this key: leave it out, or change the kind"
+        return "this key belongs to another kind of engine: leave it out, or change `kind`"
     hint = _near(path[-1], sorted(keys))
     return f"{hint} (arguments of SGLang go into engine.args)" if [*path[:-1]] == ["engine"] else hint
 

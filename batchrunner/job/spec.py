@@ -322,7 +322,7 @@ class Job(Spec):
             yield "engine.background goes without sampling.n and window"
         if asks_prompt_logprobs and (asks_tool_calls or has_tools):
             yield (
-                "output.columns: SGLang gives tool_calls of chats only, and prompt_logprobs of other prompts"
+                "output.columns: SGLang returns tool_calls for chats only, prompt_logprobs for others only"
             )
 
     @property

@@ -186,7 +186,7 @@ class NativeTask(ForwardTask):
         """Return the only number of a prompt; raises RowRefusedError if the model returned several."""
         if len(numbers) != 1:
             raise RowRefusedError(
-                f"the model gives {len(numbers)} numbers, and task: {self.name} takes a single one"
+                f"the model returned {len(numbers)} numbers, but task: {self.name} needs exactly one"
             )
         return numbers[0]
 
@@ -494,7 +494,7 @@ class EmbedTask(ForwardTask):
             raise RowRefusedError("the vector has numbers that are NaN or infinite")
         if self.dimensions is not None and len(vector) != self.dimensions:
             raise RowRefusedError(
-                f"the vector has {len(vector)} numbers, and output.dimensions is {self.dimensions}"
+                f"the vector has {len(vector)} numbers, but output.dimensions is {self.dimensions}"
             )
         if self.normalize:
             norm = math.hypot(*vector)
@@ -536,7 +536,7 @@ class VectorLength:
             if length in {None, self._numbers}:
                 checked.append(result)
             else:
-                message = f"the vector has {length} numbers, and others have {self._numbers}"
+                message = f"the vector has {length} numbers, but earlier vectors have {self._numbers}"
                 checked.append(AttemptFailedError(message))
         return checked
 
@@ -604,7 +604,9 @@ def _numbers(item: EmbeddingItem) -> array[float]:
     except OverflowError:
         return array("f", [math.inf])
     except (RequestError, ValueError):
-        raise AttemptFailedError("the vector is no list of numbers, and no Base64 of 32-bit ones") from None
+        raise AttemptFailedError(
+            "the vector is neither a list of numbers nor 32-bit floats in Base64"
+        ) from None
 
 
 def _tokens_of(requests: Sequence[Request], total: int | None) -> list[int | None]:

@@ -38,11 +38,11 @@ _CODES = {EXPIRED: "batch_expired", CANCELLED: "batch_cancelled"}
 def results_path(name: str, option: str) -> Path:
     """Return the path of a results file. Raises OutputError, whose message begins with `option`."""
     if name == "-":
-        raise OutputError(f"{option} -: standard output cannot be published whole", hint="give a file")
+        raise OutputError(f"{option} -: results cannot be written to standard output", hint="give a file")
     file_format = known_format(name)
     if file_format is not None and file_format.kind != "JSON Lines":
         raise OutputError(
-            f"{option} {name}: results are JSON Lines, not {file_format.kind}", hint="take the ending .jsonl"
+            f"{option} {name}: results are JSON Lines, not {file_format.kind}", hint="use the ending .jsonl"
         )
     return file_to_write(name, f"{option} {name}")
 

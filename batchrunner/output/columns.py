@@ -180,8 +180,8 @@ def kinds_returned(tables: Iterable[pa.Table]) -> dict[str, ColumnKind]:
     for name, kind in columns.items():
         if _innermost(kind) == "json" and "string" in map(_innermost, kinds_of[name]):
             log.warning(
-                "column %r of what the rollouts returned holds texts and other values: each is JSON, with "
-                "texts in quotes. To have one type, annotate what the function returns",
+                "column %r of the rollouts' results mixes text with other types: every value is written as "
+                "JSON, text in quotes. To get one type, annotate what the function returns",
                 name,
             )
     return columns

@@ -95,7 +95,9 @@ def _finish_discarding(run_dir: RunDir, sleep: Sleep) -> None:
         try:
             with hold_task(main, sleep) as lock, writing(run_dir.path):
                 if main.is_being_discarded():
-                    log.warning("%s: discards the rest of what an earlier --fresh left", run_dir.name)
+                    log.warning(
+                        "%s: an earlier --fresh was stopped: discarding the remaining files", run_dir.name
+                    )
                     check_nobody_works(main, sleep)
                     _discard_rest(main, lock)
         except TaskHeldError:

@@ -205,12 +205,12 @@ def cannot_write(path: Path, failure: OSError, kind: type[BatchrunError] = Stora
     if isinstance(failure, StoreRequestError):
         error = StorageError(
             f"{failure.filename}: cannot be written: {failure}; stored rows are kept",
-            hint="run the same command again when the store takes requests",
+            hint="run the same command again once the store accepts requests",
         )
     else:
         error = StorageError(
             f"{path}: cannot be written: {failure.strerror or failure}; rows on disk are kept",
-            hint="make room and run the same command again",
+            hint="free disk space and run the same command again",
         )
     return error if kind is StorageError else kind(error.message, hint=error.hint)
 
@@ -235,9 +235,9 @@ def file_to_write(name: str, label: str = "", *, force: bool = True) -> Path:
         if path.exists() and not path.is_file():
             raise OutputError(f"{label}: is a device or a pipe", hint="give a file")
         if not path.parent.is_dir():
-            raise OutputError(f"{label}: there is no directory {path.parent}", hint="make it first")
+            raise OutputError(f"{label}: there is no directory {path.parent}", hint="create it first")
         if path.exists() and not force:
-            raise OutputError(f"{label}: exists", hint="take another name, or --force to replace it")
+            raise OutputError(f"{label}: exists", hint="use another name, or --force to replace it")
     except (OSError, ValueError) as failure:
         reason = getattr(failure, "strerror", None) or failure
         raise OutputError(f"{label}: cannot be written: {reason}") from None

@@ -101,7 +101,7 @@ def merge_finished_run(run_dir: RunDir, name: str) -> None:
     if done < total:
         raise InputError(
             f"{name}: this run is not done: {done:,} of {total:,} rows",
-            hint=f"run it again, or take what is there: {name}/parts",
+            hint=f"run it again, or use the finished rows in {name}/parts",
         )
     if _merged_rows(run_dir) >= total:
         return
@@ -110,7 +110,7 @@ def merge_finished_run(run_dir: RunDir, name: str) -> None:
             return
         merged = merge(run_dir)
         if merged.rows < total:
-            raise InputError(f"{name}: this run is still at work", hint="try again when it has ended")
+            raise InputError(f"{name}: this run is still running", hint="try again when it has ended")
 
 
 def _merged_rows(run_dir: RunDir) -> int:
@@ -153,7 +153,7 @@ def durable_results(run_dir: RunDir, work: Path) -> list[Path]:
     if not results:
         raise NoResultYetError(
             f"{run_dir.name}: no row is on disk yet",
-            hint="wait for the run if it is at work, else run the same command again; then merge again",
+            hint="wait for the run if it is running, else run the same command again; then merge again",
         )
     return results
 
@@ -259,5 +259,5 @@ def _open(part: Path) -> Iterator[pq.ParquetFile]:
             yield file
     except FileNotFoundError:
         raise ResumeError(
-            f"{part}: is gone", hint="run the same command again, which does its rows again; then merge again"
+            f"{part}: is missing", hint="run the job again, which sends its rows again; then merge again"
         ) from None

@@ -94,7 +94,7 @@ def check_same_run(old: Mapping[str, Any], new: Mapping[str, Any], where: str | 
     if difference is not None:
         raise ResumeError(
             f"{where} holds another run: {difference}",
-            hint=f"take another output.path, or discard what is there with {DISCARD}",
+            hint=f"use another output.path, or discard the old run with {DISCARD}",
         )
 
 
@@ -147,7 +147,7 @@ def read_run_json(run_dir: RunDir) -> dict[str, Any] | None:
         return content
     raise ResumeError(
         f"{run_dir.run_json}: is damaged, or not a run file of this version",
-        hint=f"take another output.path, or {DISCARD}",
+        hint=f"use another output.path, or discard the run with {DISCARD}",
     )
 
 

@@ -149,7 +149,7 @@ class ObjectStore(Store):
         if not has_conditions:
             raise JobError(
                 f"output.path {self.uri}: the store has no conditional writes, which --join needs",
-                hint="run one task, or take another store",
+                hint="run a single worker without --join, or use another store",
             )
 
     def names(self, directory: Path) -> list[str]:

@@ -54,9 +54,9 @@ def gpus_required(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
     required = -(-required // engine.nodes)  # on one machine
     if required > largest_node:
         raise JobError(
-            f"engine: it takes {counted(required, 'GPU')}, and no node of the Ray cluster has more than "
+            f"engine: it needs {counted(required, 'GPU')}, but no node of the Ray cluster has more than "
             f"{largest_node}",
-            hint="set engine.tp to fewer, or add a node with as many",
+            hint="lower engine.tp, or add a node with enough GPUs",
         )
     return required
 

@@ -121,7 +121,7 @@ def run_on_ray(
     `retry_failed` retries the failed rows of earlier runs. Raises BatchrunError.
     """
     if workers < 1:
-        raise JobError(f"--workers {workers}", hint="give a number from 1 on")
+        raise JobError(f"--workers {workers}", hint="give a number of at least 1")
     if cpus <= 0:
         raise JobError(f"--cpus {cpus:g}", hint="give a number above 0")
     loaded = load_job(job, overrides=overrides)

@@ -144,7 +144,7 @@ class Report:
             lines.append(f"{share:.0%} of {self.prompt_tokens:,} prompt tokens were in the engine's cache")
         if self.rows_deduplicated:
             rows = counted(self.rows_deduplicated, "row")
-            lines.append(f"{rows} given the answer of an equal one (dedupe: false sends all)")
+            lines.append(f"{rows} given the answer of an equal row (dedupe: false sends all)")
         if self.rows_reused:
             lines.append(f"{counted(self.rows_reused, 'row')} given an answer of another run")
         if background := self.load.get("background"):
@@ -157,7 +157,7 @@ class Report:
         if self.rows_thinking_cut:
             rows = counted(self.rows_thinking_cut, "row")
             lines.append(
-                f"{rows} ok, but the thinking took all of max_thinking_tokens: raise it, "
+                f"{rows} ok, but the thinking used all of max_thinking_tokens: raise it, "
                 "or set on_length: longer"
             )
         lines += cause_lines(self.failures, "failed")
@@ -218,7 +218,7 @@ class Report:
         for incident in self.incidents:
             if incident["what"] == "healed":
                 new = ", ".join(f"{name} {value}" for name, value in incident["new"].items())
-                lines.append(f"{incident['who']} was given {new}: {incident['why'][:150]}")
+                lines.append(f"{incident['who']} was restarted with {new}: {incident['why'][:150]}")
         return lines
 
 

@@ -66,7 +66,7 @@ def verdict_of(end: RunEnd) -> RunVerdict:
     if end.added_files:
         first, *others = end.added_files
         files = f"{first} and {len(others)} more" if others else first
-        came = f"{files} came into the input, or grew, during the run"
+        came = f"{files} appeared in the input, or grew, during the run"
         return RunVerdict(EXIT_STOPPED, f"{came}: run the same command again")
     if end.rows_lost:
         rows = f"{counted(end.rows_lost, 'row')} of the run are missing from all parts"

@@ -30,7 +30,7 @@ def advise(
     InputError or OutputError if the source is none of these, and InputError for an unknown card.
     """
     if card and architecture_of(card) is None:
-        raise InputError(f"--card {card}: not known here; known are {KNOWN_CARDS}")
+        raise InputError(f"--card {card}: unknown card; known are {KNOWN_CARDS}")
     situation = _read(source, span_s)
     situation.facts.card = card or situation.facts.card
     situation.facts.config = config_of(situation.facts)
@@ -50,7 +50,7 @@ def _read(source: str, span_s: float) -> Situation:
     if not path.exists():
         raise InputError(
             f"{source}: no such file or directory",
-            hint="give a log, a run's output path or an http:// URL",
+            hint="give an SGLang log, a run's output.path or the http:// URL of a server",
         )
     log = LogReader().read(path)
     return Situation(log.series, log.series, log.facts)

@@ -39,7 +39,9 @@ class BatchRun:
         lines = self.report.lines()[:-1]  # the report's last line names the parts, not the results
         if not self.is_published:
             writer = (
-                "the start that ends the last line" if self.report.exit_code else "the last worker to end"
+                "the attempt that finishes the last line"
+                if self.report.exit_code
+                else "the last worker that finishes"
             )
             return [*lines, f"results: not yet: {writer} writes {self.results}"]
         failed = f", failed lines: {self.errors}" if self.errors else ""
@@ -89,13 +91,13 @@ def _check_files(requests: str, written: Sequence[Path], run: Path, *, fresh: bo
     places = {path.resolve() for path in (Path(requests).expanduser(), *written)}
     if len(places) <= len(written):
         raise OutputError(
-            f"{written[0]}: is two of requests, results and errors", hint="give different files"
+            f"{written[0]}: is given for two of requests, results and errors", hint="give different files"
         )
     if fresh or holds_run(run):
         return
     for path in written:
         if path.exists():
             raise OutputError(
-                f"{path}: exists, and no run in {run} made it",
-                hint="take another name, or --fresh to replace it",
+                f"{path}: exists, and was not written by the run in {run}",
+                hint="use another name, or --fresh to replace it",
             )

@@ -93,7 +93,7 @@ class Check:
             label = "cannot be sent" if prompt["error"] else prompt["kind"] or "left out by prompt.python"
             lines += [f"--- row {prompt['row']} ({label})", *prompt_lines]
         lines += cause_lines(self.not_sendable, "cannot be sent")
-        lines += [f"not looked at: {self.not_looked_at}"] if self.not_looked_at else []
+        lines += [f"not checked: {self.not_looked_at}"] if self.not_looked_at else []
         lines += [f"warning: {warning}" for warning in self.warnings]
         return [*lines, f"{self.verdict}; nothing was sent"]
 

@@ -422,7 +422,7 @@ def _stored_by_all(run_dir: RunDir, expected: int, control: Control) -> DoneRows
             return stored
         if not waited_s:
             log.warning(
-                "%s: %d rows that were done are in no part: waiting %.0f s for the parts of another host",
+                "%s: %d finished rows are in no part file: waiting %.0f s for the part files of another host",
                 run_dir.parts, expected - len(stored), TIMING.parts_appear,
             )  # fmt: skip
         control.sleep(POLL_S)

@@ -122,7 +122,7 @@ def check_retry(start: StartOptions, run: str, *, is_leased: bool) -> None:
     """Raise ResumeError for `--retry-failed` if not all leases have ended; `run` names the run."""
     if start.retry_failed and is_leased:
         raise ResumeError(
-            f"{run}: --retry-failed: other workers are still at it, or died at it",
+            f"{run}: --retry-failed: other workers are still retrying failed rows, or died while retrying",
             hint="wait for their end, or run --join without --retry-failed first",
         )
 

@@ -305,7 +305,7 @@ def _refuse_results(path: str | list[str], dataset: Dataset) -> None:
             continue
         if place.name in RESULT_DIRECTORIES and holds_run(place.parent):
             raise InputError(
-                f"{join_paths(path)}: names files of the run {place.parent} too, those in {place}",
+                f"{join_paths(path)}: also names files of the run {place.parent}, those in {place}",
                 hint=f"name the input more closely, or {place.parent} if its results are meant",
             )
 
@@ -321,12 +321,13 @@ def check_resumes(prepared: PreparedJob, model: str | None, weights: str | None 
     # reverse is refused.
     if not prepared.joins and run_dir.store.names(run_dir.leases):
         raise ResumeError(
-            f"{run_dir.name}: this run is done with --join: do so too, or take another output.path"
+            f"{run_dir.name}: this run was started with --join: add --join, or use another output.path"
         )
     if old is None:
         if run_dir.all_parts() or run_dir.journals():
             raise ResumeError(
-                f"{run_dir.name} has results but no run.json", hint=f"take another output.path, or {DISCARD}"
+                f"{run_dir.name} has results but no run.json",
+                hint=f"use another output.path, or discard the results with {DISCARD}",
             )
         return
     before = old["engine"].get("weights")

@@ -53,7 +53,7 @@ class PromptCheck:
     def _find_files(self, engine: ServerEngine, *, has_chats: bool) -> None:
         directory = model_directory(engine.model, engine.args.get("revision"))
         if not directory.exists():
-            self.unknown = f"engine.model {engine.model}: no files of it are here"
+            self.unknown = f"engine.model {engine.model}: its files are not on this machine"
             return
         self._directory = directory
         if not has_chats:

@@ -227,7 +227,7 @@ async def give_back(rows: TaskRows, lock: TaskLock) -> None:
             await asyncio.to_thread(give_back_now)
         except (OSError, StorageError) as failure:
             lock.abandon()
-            log.warning("leases were not given back: %s", failure)
+            log.warning("leases could not be released: %s", failure)
 
 
 def report_of_empty(prepared: PreparedJob, work: Work) -> Report:

@@ -89,8 +89,8 @@ class SharedEngine:
             kind = KIND_OF_FIELD[name]
             if getattr(self.info, f"takes_{kind.field}") is False:
                 raise EngineStartError(
-                    f"prompt.{name}: {self.info.model} takes no {kind.field}",
-                    hint="choose a model for them; one whose part for them is off needs --enable-multimodal",
+                    f"prompt.{name}: {self.info.model} does not accept {kind.field}",
+                    hint="use a model that accepts them; if its encoder is off, add --enable-multimodal",
                 )
         parts = {*(job.output.columns or ())}
         if job.sampling.lora_path is not None:
@@ -144,7 +144,7 @@ def _cost_of_connections(info: EngineInfo, fixed: int | None) -> str | None:
         return None
     need = f"the job's window is {fixed}" if fixed else f"the engine can run {needed}"
     return (
-        f"at most {info.connections} requests can be in flight, and {need}: up to "
+        f"at most {info.connections} requests can be in flight, but {need}: up to "
         f"{1 - info.connections / needed:.0%} of the speed is lost. The limit is {info.connections_by}: "
         "raise it (ulimit -Hn, LimitNOFILE, or the container's --ulimit nofile)"
     )

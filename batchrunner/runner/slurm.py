@@ -67,7 +67,7 @@ def array_script(
     the time limit. Raises JobError or OutputError.
     """
     if job == "-":
-        raise JobError("-: each task of an array reads the job", hint="write it into a file")
+        raise JobError("-: each task of an array reads the job", hint="save the job in a file")
     if grace_s <= CLOSING_S:
         raise JobError(f"--grace {grace_s}: {CLOSING_S} s of it are needed for closing", hint="give more")
     checked = check(job, overrides)

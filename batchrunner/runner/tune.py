@@ -90,7 +90,7 @@ class TuningSummary:
         speeds = f"{self.own_tokens_per_s:,.0f} -> {self.best_tokens_per_s:,.0f} output tok/s"
         lines.append(f"{gain:.2f} x as fast as the job's own flags ({speeds}) with")
         lines += ["", *yaml.safe_dump({"engine": block}, sort_keys=False).splitlines(), "", *self.warnings]
-        return [*lines, f"put this into {self.job}"]
+        return [*lines, f"add this to {self.job}"]
 
 
 def summarize(search: Search, machine: Machine, source: str, sample: str, spent_s: float) -> TuningSummary:
@@ -124,7 +124,7 @@ def summarize(search: Search, machine: Machine, source: str, sample: str, spent_
             if setting.results
         ],
         notes={"queue": f"{held}; {waiting:.0f} requests waited with the job's own flags", **search.notes},
-        warnings=[f"{name}: answers change: compare some before the run" for name in risky],
+        warnings=[f"{name}: changes answers: compare some before the run" for name in risky],
     )
 
 
@@ -167,11 +167,13 @@ def tune(
     """
     job = load_job(source, overrides=overrides)
     if job.forward is not None:
-        raise JobError(f"task: {job.task}: only generating is tuned", hint="tune with a job of task generate")
+        raise JobError(
+            f"task: {job.task}: only task: generate can be tuned", hint="tune with a job of task generate"
+        )
     engine = engine_to_tune(job)
     if store_address(job.output.path):
         raise JobError(
-            f"output.path {job.output.path}: trials are kept on a disk",
+            f"output.path {job.output.path}: trials are stored on a local disk only",
             hint="tune with --set output.path=DIRECTORY",
         )
     check_model(engine.model)
@@ -236,8 +238,8 @@ def engine_to_tune(job: Job) -> ServerEngine:
     """
     if not isinstance(job.engine, ServerEngine):
         raise JobError(
-            f"engine.kind {job.engine.kind}: tuning starts SGLang with other flags, and this job starts none",
-            hint="use kind server, or see what `batchrun advise` says",
+            f"engine.kind {job.engine.kind}: tuning restarts SGLang, but this job starts no server",
+            hint="set `engine.kind: server`, or use `batchrun advise`",
         )
     engine = engine_of(job)
     assert isinstance(engine, ServerEngine)

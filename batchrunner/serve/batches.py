@@ -44,7 +44,7 @@ RETRY_S = 5.0
 """Seconds before an interrupted run resumes."""
 EARLY_STATUS = {EXPIRED: "expired", CANCELLED: "cancelled"}
 """Final status of a batch that ended before all its lines were answered, keyed by the reason."""
-_SHUTDOWN = "the server shuts down"
+_SHUTDOWN = "the server is shutting down"
 _LINE_NUMBER = re.compile(r"lines? (\d+)")
 
 

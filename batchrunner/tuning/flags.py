@@ -589,11 +589,11 @@ FLAGS: Mapping[str, Flag] = {
                     _bolder,
                     rule="down: 0.3",
                     source="G1-G4",
-                    cost="where outputs turn out long, requests are retracted; about one a minute is fine",
+                    cost="if outputs turn out long, requests are retracted; about one a minute is fine",
                 ),
                 "retracting": Move(
                     _calmer,
-                    rule="up: 1.3, then 1.43, which reserves all of `max_new_tokens`",
+                    rule="up: 1.3, then 1.43 (at 1.43 all of `max_new_tokens` is reserved)",
                     source="G1-G4",
                     cost=(
                         "fewer requests run until their output lengths are known: a few per cent, up or down"
@@ -609,7 +609,7 @@ FLAGS: Mapping[str, Flag] = {
                     _clip,
                     rule="down: a length that 99% of the outputs stay under",
                     source="SGLang",
-                    cost="where outputs turn out long, requests are retracted",
+                    cost="if outputs turn out long, requests are retracted",
                 )
             },
             schedules=True,
@@ -642,7 +642,7 @@ FLAGS: Mapping[str, Flag] = {
                     _good_fraction,
                     rule="up: so that 6.5 GB are left",
                     source="G1, G2, G4",
-                    cost="nearer to running out of memory: lower it by 0.01 where that happens",
+                    cost="nearer to running out of memory: lower it by 0.01 if that happens",
                 ),
                 "memory-tight": Move(
                     _good_fraction,
@@ -686,7 +686,7 @@ FLAGS: Mapping[str, Flag] = {
             {
                 "capped": Move(
                     _more_running,
-                    rule="up: what the pool holds, rounded up to a power of two",
+                    rule="up: the number of requests that the pool holds, rounded up to a power of two",
                     source="G1",
                     cost="each request decodes more slowly",
                 ),
@@ -730,13 +730,13 @@ FLAGS: Mapping[str, Flag] = {
             moves={
                 "graph-off": Move(
                     lambda s: ["full"] if s.facts.graph_disabled else [],
-                    rule="on: where they are disabled",
+                    rule="on: if they are disabled",
                     source="G1",
                     cost="about 2 MB for each request, seconds at the start",
                 ),
                 "oom": Move(
                     lambda s: [] if s.facts.graph_disabled else ["disabled"],
-                    rule="off: at last",
+                    rule="off: as the last step",
                     source="SGLang",
                     cost="slower decode steps",
                 ),
@@ -748,13 +748,13 @@ FLAGS: Mapping[str, Flag] = {
             moves={
                 "chunk-full": Move(
                     lambda s: ["breakable"] if prefill_graph_off(s.facts.arguments) else [],
-                    rule="on: where they are disabled",
+                    rule="on: if they are disabled",
                     source="G1",
                     cost="memory, and seconds at the start",
                 ),
                 "oom": Move(
                     lambda s: [] if s.facts.graph_disabled else ["disabled"],
-                    rule="off: at last",
+                    rule="off: as the last step",
                     source="SGLang",
                     cost="slower prefill of long prompts",
                 ),
@@ -849,7 +849,7 @@ FLAGS: Mapping[str, Flag] = {
             moves={
                 "starved": Move(
                     _for_media("mm-io-worker-num", LOADERS),
-                    rule="up: 16, where prompts have images, sounds or videos",
+                    rule="up: 16, if prompts have images, sounds or videos",
                     source="SGLang; not tried on a GPU",
                     cost="cores of the machine",
                 )
@@ -860,7 +860,7 @@ FLAGS: Mapping[str, Flag] = {
             moves={
                 "starved": Move(
                     _for_media("mm-processor-worker-num", PROCESSORS),
-                    rule="up: 2, where prompts have images, sounds or videos",
+                    rule="up: 2, if prompts have images, sounds or videos",
                     source="SGLang; not tried on a GPU",
                     cost="cores of the machine",
                 )
@@ -895,7 +895,7 @@ FLAGS: Mapping[str, Flag] = {
             moves={
                 "split-experts": Move(
                     _experts_whole,
-                    rule="up: that of `--tp-size`",
+                    rule="up: to the value of `--tp-size`",
                     source="G1, G2, G4",
                     cost="the load of experts is uneven",
                 )
@@ -907,7 +907,7 @@ FLAGS: Mapping[str, Flag] = {
             moves={
                 "kv-copies": Move(
                     _kv_once,
-                    rule="up: that of `--tp-size` (`--enable-dp-attention`)",
+                    rule="up: to the value of `--tp-size` (`--enable-dp-attention`)",
                     source="G1, G2, G4",
                     cost="single answers are slower",
                 )
@@ -980,7 +980,7 @@ FLAGS: Mapping[str, Flag] = {
                 ),
                 "no-states": Move(
                     _twice_slots,
-                    rule="up: doubled, where it is set",
+                    rule="up: doubled, if it is set",
                     source="SGLang",
                     cost="a smaller KV pool",
                 ),
@@ -1004,7 +1004,7 @@ FLAGS: Mapping[str, Flag] = {
                 "cache-off": Move(lambda _: [None], rule="off", source="measured"),
                 "states": Move(
                     _cache_off,
-                    rule="on, where prefixes are not shared: 1 state a request instead of 3 to 5",
+                    rule="on, if prefixes are not shared: 1 state a request instead of 3 to 5",
                     source="SGLang; not tried on a GPU",
                     cost="no prefix is computed only once",
                 ),
@@ -1058,8 +1058,7 @@ FLAGS: Mapping[str, Flag] = {
                     rule="set: NGRAM, with `--max-running-requests`",
                     source="SGLang; not tried on a GPU",
                     cost=(
-                        "each step checks 12 tokens a request: a loss where few are right or "
-                        "many requests run"
+                        "each step checks 12 tokens a request: a loss if few are right or many requests run"
                     ),
                 )
             },

@@ -164,7 +164,7 @@ def running_capped(s: Situation, _: Flags) -> Finding | None:
     if s.waits_for_states:
         return None
     return Finding(
-        f"as many requests run as may ({most}), others wait, and token usage is {s.load.median('usage'):.2f} "
+        f"all {most} allowed requests run, others wait, and token usage is {s.load.median('usage'):.2f} "
         f"{s.often('capped')}: max_running_requests is the limit, not memory",
         evidence={**s.evidence("capped"), "max_running_requests": most},
     )

@@ -71,7 +71,7 @@ class Memory:
         try:
             self.append(kind, content, about)
         except (OSError, BatchrunError) as failure:
-            log.warning("what worked is not remembered for the next run: %s", failure)
+            log.warning("the flags that worked could not be saved for the next run: %s", failure)
 
 
 def memory_of(spec: ServerEngine, model: str, *, cpu: bool) -> Memory:

@@ -129,8 +129,8 @@ MOST_CHANGES = 6
 """Maximum number of changes in one run, because each costs a start of the server. Six allow three changes of
 the pool's fraction, two of the chunk size and one more."""
 _HOPELESS = {
-    "killed": "the machine, or our cgroup on it, has too little memory",
-    "load": "take more cards (tp-size), quantise (quantization: fp8), or take a larger card",
+    "killed": "the machine, or the cgroup of this run, has too little memory",
+    "load": "use more cards (tp-size), quantise (quantization: fp8), or use a larger card",
 }
 
 

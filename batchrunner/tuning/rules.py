@@ -319,7 +319,7 @@ RULES: tuple[Rule, ...] = (
         f"usage < 0.9 {OFTEN}, the pool full in < 10%",
         judge=load_rules.states_full,
         effect="as many requests run as both pools hold",
-        other="`--disable-radix-cache` where no prefixes are shared, or `--mamba-radix-cache-strategy "
+        other="`--disable-radix-cache` if no prefixes are shared, or `--mamba-radix-cache-strategy "
         "extra_buffer_lazy`, with the `--mamba-full-memory-ratio` or `--max-mamba-cache-size` that fits",
         source="SGLang; arithmetic",
         cost="a smaller KV pool; without the prefix cache no prefix is computed only once",
@@ -374,7 +374,7 @@ RULES: tuple[Rule, ...] = (
         effect="less time between kernels at each decode step",
         flag="cuda-graph-max-bs-decode",
         on="graph-off",
-        other="graphs on, where they are disabled",
+        other="graphs on, if they are disabled",
     ),
     Rule(
         name="long-prompts",
@@ -383,7 +383,7 @@ RULES: tuple[Rule, ...] = (
         effect="fewer, larger passes over the weights",
         flag="chunked-prefill-size",
         on="chunk-full",
-        other="prefill graphs, where they are off",
+        other="prefill graphs, if they are off",
     ),
     Rule(
         name="small-prefills",

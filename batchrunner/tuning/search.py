@@ -176,7 +176,7 @@ class Search:
             improved = False
             for tuned_flag in (TOGETHER, *self._tuned_flags):
                 improved |= yield from self._tune(tuned_flag)
-        self.reason = "no flag brings more"
+        self.reason = "no change of a flag is faster"
         while self._beats_own() == "again":
             slower = min(self.best, self.own, key=lambda setting: len(setting.results))
             yield from self._try(slower, "the best beside the job's own flags, in turn", None)

@@ -82,12 +82,14 @@ def dp_attention(s: Situation, _: Flags) -> Finding:
 
 def encoder_unused(s: Situation, _: Flags) -> Finding:
     """Name a model that has an encoder for images, sounds or videos which the job does not need."""
-    return Finding(f"{s.facts.model} takes more than text, and the job has no more")
+    return Finding(f"{s.facts.model} accepts images, sounds or videos, but the job has none")
 
 
 def fixed_guesses(s: Situation, _: Flags) -> Finding:
     """Name speculation with a fixed number of guesses."""
-    return Finding(f"{s.facts.arguments.get('speculative_algorithm')} guesses as many tokens in each step")
+    return Finding(
+        f"{s.facts.arguments.get('speculative_algorithm')} guesses the same number of tokens in each step"
+    )
 
 
 def torch_compile(s: Situation, _: Flags) -> Finding | None:
@@ -184,7 +186,7 @@ def order_of_server(s: Situation, _: Flags) -> Finding | None:
     if shared - cached < OUT_OF_REACH or s.facts.arguments.get("disable_radix_cache"):
         return None
     return Finding(
-        f"{cached:.0%} of the prompt tokens were in the cache, where {shared:.0%} could be: "
+        f"{cached:.0%} of the prompt tokens were in the cache, although {shared:.0%} could be: "
         f"--schedule-policy {policy} takes the rows in another order than they are sent in",
         evidence={"cached_share": round(cached, 4), "possible_share": round(shared, 4), "policy": policy},
     )

@@ -314,7 +314,7 @@ _WORDS = {
     ),
     Corner.FILLING: (
         "KV pool fills up",
-        ", more than about one retraction a minute: rows are sent as the pool takes them",
+        ", more than about one retraction a minute: rows are sent as the pool has room",
     ),
     Corner.HELD: (
         "server holds back",
@@ -330,7 +330,7 @@ FLAG_SIGNS = {
     "memory-left": "memory of the card is unused",
     "memory-tight": "little memory of the card is left",
     "chunk-full": "prefill passes take all the tokens that they may",
-    "capped": "as many requests run as may, and the KV pool has room",
+    "capped": "as many requests run as are allowed, and the KV pool has room",
     "states": "requests wait for room in the model's state pool, and the KV pool has room",
     "no-states": "the state pool is too small",
     "graph-off": "decode passes run without a CUDA graph",
@@ -338,7 +338,7 @@ FLAG_SIGNS = {
     "shared": "prompts share prefixes, and few requests wait",
     "slow-backend": "the card has an attention backend of its own",
     "evicted": "prompts share prefixes, and the KV pool is full",
-    "starved": "no request waits, and fewer run than may",
+    "starved": "no request waits, and fewer run than are allowed",
     "no-media": "the model takes images, sounds or videos, and the job has none",
     "speculates": "each step guesses a fixed number of tokens",
     "split-experts": "each expert is split over several GPUs",

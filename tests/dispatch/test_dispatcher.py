@@ -235,6 +235,8 @@ async def test_a_row_that_kills_the_engine_is_given_up() -> None:
 async def test_an_engine_that_takes_no_row_is_lost() -> None:
     """The run ends, and no row is blamed: another start sends them again."""
     run = Run({"a": is_busy}, engine_wait=0.05)
-    with pytest.raises(EngineLostError, match=r"took no row for .* \(row \d+ and \d+ more\): status 503"):
+    with pytest.raises(
+        EngineLostError, match=r"accepted no row for .* \(row \d+ and \d+ more wait\): status 503"
+    ):
         await run.send(10)
     assert run.outcomes == {}

@@ -74,14 +74,14 @@ def test_another_run_is_refused(
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"batchrun: {tmp_path}/run holds another run: ")
     assert told in line
-    assert "take another output.path, or discard what is there with --fresh (with --join" in line
+    assert "use another output.path, or discard the old run with --fresh (with --join" in line
     assert (server.sent, results_of(job)) == ([], before)
 
 
 def test_a_refused_start_binds_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A job that was refused once the engine was there can be corrected."""
     job = job_of(tmp_path)
-    with pytest.raises(EngineStartError, match="no tokenizer that we know of"):
+    with pytest.raises(EngineStartError, match="the engine reports no tokenizer"):
         batchrunner.run(job, overrides=["prompt.truncate=head"])
     assert caplog.records == []
     assert batchrunner.run(job).rows_ok == 10
@@ -289,7 +289,7 @@ def test_a_file_that_is_added(tmp_path: Path, server: FakeSGLang, join: list[str
     job = job_of(tmp_path, server, input={"path": str(source), "columns": ["text"]})
     server.script = change_at(first.with_name("b.parquet"), lambda path: write_rows(path, 5, 10), "row 3")
     told = run_job(job, tmp_path, *join, code=1).stderr
-    assert "b.parquet came into the input, or grew, during the run: run the same command again" in told
+    assert "b.parquet appeared in the input, or grew, during the run: run the same command again" in told
     run_job(job, tmp_path, *join)
     assert carried_right(job) == list(range(15))
 
@@ -320,7 +320,8 @@ def test_a_run_s_results_are_the_next_one_s_input(tmp_path: Path, server: FakeSG
     second = {**first, "input": {"path": path}, "prompt": prompt, "output": {"path": f"{path}-2"}}
     told(
         refusal(second, tmp_path),
-        f"{path}: this run is not done: 10 of 20 rows: run it again, or take what is there: {path}/parts",
+        f"{path}: this run is not done: 10 of 20 rows: "
+        f"run it again, or use the finished rows in {path}/parts",
     )
     server.script = lambda _: "answer"
     of_parts = {**second, "input": {"path": f"{path}/parts"}, "output": {"path": f"{path}-3"}}
@@ -458,7 +459,9 @@ def test_a_file_that_grows_during_the_run(tmp_path: Path, server: FakeSGLang) ->
 
     server.script = answer
     result = run_job(job, tmp_path, code=1)
-    assert f"{path} came into the input, or grew, during the run: run the same command again" in result.stderr
+    assert (
+        f"{path} appeared in the input, or grew, during the run: run the same command again" in result.stderr
+    )
     server.script = lambda _: "answer"
     assert batchrunner.run(job).rows_resumed == 10
     assert done(job, 12)

@@ -188,7 +188,12 @@ def test_differing_schemas(tmp_path: Path) -> None:
     path = tmp_path / "in" / "b.parquet"
     pq.write_table(pa.table({"id": [1, 2], "text": [1, 2], "more": [1, 2]}), path)
     message = refusal(job_of(tmp_path, input={"path": str(tmp_path / "in")}), tmp_path)
-    told(message, path, "column 'text' is int64, but string in", "write both with one type")
+    told(
+        message,
+        path,
+        "column 'text' is int64, but string in",
+        "write the column with the same type in all files",
+    )
     pq.write_table(pa.table({"text": ["c", "d"], "more": [1, 2]}), path)
     assert batchrunner.run(job_of(tmp_path, input={"path": str(tmp_path / "in")})).rows_ok == 4
 
@@ -227,7 +232,7 @@ RECORDS = [
     (
         "a.csv",
         b"9,caf\xe9",
-        "line 3: is not UTF-8: write input.encoding; cp1252 and utf-16 are those of Excel",
+        "line 3: is not UTF-8: set input.encoding; Excel writes cp1252 or utf-16",
     ),
     ("a.csv", b'9,"a"b', "line 3: has misplaced quotes: ',' expected after '\"'"),
     ("a.csv", b'9,"never closed', "line 3: has misplaced quotes: unexpected end of data"),
@@ -237,7 +242,7 @@ RECORDS = [
     (
         "a.jsonl",
         b'{"x": [1, -Infinity]}',
-        "line 2: not valid JSON: Infinity is no number of JSON (write null)",
+        "line 2: not valid JSON: Infinity is not a valid JSON number (use null)",
     ),
     ("a.jsonl", b"[9]", "line 2: not a JSON object"),
     ("a.jsonl", b'{"text": "\\ud800"}', "line 2: not valid JSON: "),
@@ -383,7 +388,7 @@ FILES = [
     (
         "a.csv",
         "id,text\n1,a\n2,ü\n".encode("cp1252"),
-        "line 3 is not UTF-8: write input.encoding; cp1252 and",
+        "line 3 is not UTF-8: set input.encoding; Excel writes",
     ),
     ("a.csv", b'id,"te"xt\n9,a\n', "line 1: the header has misplaced quotes: ',' expected after '\"'"),
     ("a.csv", b"id,text,text\n1,a,b\n", "line 1: the header has 'text' twice"),
@@ -437,7 +442,7 @@ def test_another_delimiter(tmp_path: Path) -> None:
     """Each column that is missing is named, and what to write where another character divides columns."""
     refused = batchrun(write_job(job_on(tmp_path, "a.csv", b"id;text\n1;a\n"), tmp_path))
     assert refused.exit_code == 2
-    hint = "; if ';' divides the columns of the file, write input.delimiter: \";\" (the input has: id;text)"
+    hint = "; if ';' separates the columns of the file, set input.delimiter: \";\" (the input has: id;text)"
     assert refused.stderr.splitlines() == [
         f"batchrun: prompt.text: unknown column 'text'{hint}",
         f"batchrun: input.columns: unknown column 'id'{hint}",

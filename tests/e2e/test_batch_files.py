@@ -257,7 +257,7 @@ BAD: list[tuple[Any, str]] = [
     ('{"custom_id": "\udcff"}', "'utf-8' codec can't decode byte"),
     ({**GOOD, "custom_id": 7}, "Expected `str`, got `int` - at `$.custom_id`"),
     ({**GOOD, "custom_id": "b", "body": [1]}, "Expected `object`, got `array`"),
-    ({**request_of(0, model="other"), "custom_id": "b"}, "model 'other', an earlier line for 'fake/model'"),
+    ({**request_of(0, model="other"), "custom_id": "b"}, "model 'other', but an earlier line 'fake/model'"),
 ]
 
 
@@ -288,7 +288,7 @@ def test_repeated_custom_ids(tmp_path: Path) -> None:
     lines = [{**request_of(n), "custom_id": name} if name else "" for n, name in enumerate(names)]
     batch = Batch(tmp_path, lines)
     said = (
-        f"{batch.requests.name}: each line is answered, also where a custom_id is repeated: "
+        f"{batch.requests.name}: repeated custom_ids (each line is still answered): "
         "'a' on lines 1, 3; 'b' on lines 2, 12; 'n0' on lines 5, 13; 'n1' on lines 6, 14; "
         "'n2' on lines 7, 15; and 4 more"
     )
@@ -305,8 +305,8 @@ def test_repeated_custom_ids(tmp_path: Path) -> None:
 UNANSWERED: list[tuple[list[str], str]] = [
     ([CHAT, "/v1/responses", CHAT, "/v1/images"], "lines 2, 4: url should be /v1/chat/completions or "),
     ([*["/v1/moderations"] * 9, CHAT], "lines 1, 2, 3, 4, 5 and 4 more: url should be "),
-    ([CHAT, COMPLETIONS, "/v1/embeddings"], "line 3: url is /v1/embeddings, and an earlier line's is not"),
-    (["/v1/embeddings", COMPLETIONS], "line 2: url is /v1/completions, and an earlier line's is not"),
+    ([CHAT, COMPLETIONS, "/v1/embeddings"], "line 3: url is /v1/embeddings, unlike in an earlier line"),
+    (["/v1/embeddings", COMPLETIONS], "line 2: url is /v1/completions, unlike in an earlier line"),
 ]
 
 
@@ -317,7 +317,7 @@ def test_endpoints_that_are_not_answered(tmp_path: Path, urls: list[str], told: 
     for result in (batch.do(), batchrun("check", batch.requests)):
         assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
         assert f"{batch.requests.name}: {told}" in result.stderr
-        assert "take these lines out" in result.stderr
+        assert "remove these lines" in result.stderr
     assert not batch.results.exists()
     assert not batch.run.exists()
 
@@ -404,7 +404,7 @@ def test_another_batch_for_the_same_results(tmp_path: Path) -> None:
     other = batch.do()
     assert (other.exit_code, other.stderr.count("\n")) == (2, 1)
     assert "holds another run" in other.stderr
-    assert "take another --output" in other.stderr
+    assert "use another --output" in other.stderr
     assert batch.do("--fresh").exit_code == 0
     assert [line["custom_id"] for line in lines_of(batch.results)] == ["request-9"]
 
@@ -428,7 +428,7 @@ def test_files_that_are_not_ours(tmp_path: Path) -> None:
     [
         (["-", "-o", "out.jsonl", "--engine", "simulated"], "standard input cannot be read again"),
         (["r.jsonl", "-o", "out.jsonl"], "Missing option '--engine'"),
-        (["*.jsonl", "-o", "out.jsonl", "--engine", "simulated"], "these are 2 batch files"),
+        (["*.jsonl", "-o", "out.jsonl", "--engine", "simulated"], "the input has 2 batch files"),
         (
             ["r.jsonl", "-o", "o.jsonl", "--engine", "simulated", "--set", "sampling.n=2"],
             "--set sampling.n=2: a batch does not have this field",

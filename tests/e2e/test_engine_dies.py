@@ -128,7 +128,7 @@ def test_an_engine_out_of_memory_comes_back_safer(tmp_path: Path) -> None:
     assert events_of(job).count("engine_healed") == events_of(job).count("engine_died") == 2
     assert healed_in(job) == [{"chunked-prefill-size": 4096}, {"chunked-prefill-size": 2048}]
     assert "the engine died or hung 2 times" in result.stderr
-    assert "the engine was given chunked-prefill-size 4096" in result.stderr
+    assert "the engine was restarted with chunked-prefill-size 4096" in result.stderr
 
 
 def healed_in(job: dict[str, Any]) -> list[dict[str, Any]]:
@@ -217,7 +217,7 @@ print("Load weight begin. avail mem=14.2 GB")
 print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", flush=True); os._exit(1)"""
     job = job_of(tmp_path, hungry(tmp_path, "", AT_START=at_start), rows=20)
     result = run_job(job, tmp_path, code=2)
-    assert "the weights do not fit: take more cards (tp-size), quantise" in result.stderr
+    assert "the weights do not fit: use more cards (tp-size), quantise" in result.stderr
     assert len(starts_of(tmp_path)) == 1
 
 

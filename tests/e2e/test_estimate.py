@@ -122,7 +122,7 @@ def test_a_range_without_an_engine(tmp_path: Path) -> None:
     assert found["rows_sampled"] == 0
     assert found["seconds"]["low"] < found["seconds"]["median"] < found["seconds"]["high"]
     assert found["tokens"]["output"] == {"median": 300.0, "low": 100.0, "high": 1000.0}
-    assert "a range by data sheets" in batchrun("estimate", path, "--cold", "h100").stdout
+    assert "a range from data sheets" in batchrun("estimate", path, "--cold", "h100").stdout
     samples = printed("estimate", path, "--cold", "H100", "--set", "sampling.n=4")
     assert samples["tokens"]["output"] == {"median": 1200.0, "low": 400.0, "high": 4000.0}
     assert samples["tokens"]["prompt"] == found["tokens"]["prompt"]
@@ -175,7 +175,7 @@ def test_rows_that_are_not_to_do(tmp_path: Path) -> None:
 def test_numbers_that_cannot_be(wrong: dict[str, Any], tmp_path: Path) -> None:
     """They are refused in one line, before anything is read."""
     name, value = next(iter(wrong.items()))
-    with pytest.raises(JobError, match=rf"^{name} {value}: give a number from \d on$"):
+    with pytest.raises(JobError, match=rf"^{name} {value}: give a number of at least \d$"):
         batchrunner.estimate(job_of(tmp_path, SIMULATED), **wrong)
     told = batchrun("estimate", write_job(job_of(tmp_path, SIMULATED), tmp_path), f"--{name}", value)
     assert (told.exit_code, f"{name} {value}" in told.stderr) == (2, True)

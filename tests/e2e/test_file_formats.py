@@ -232,7 +232,9 @@ def test_one_directory_of_one_kind(tmp_path: Path, caplog: pytest.LogCaptureFixt
     batchrunner.run(job)
     assert column_of(job, "id") == ["2", "3", "0", "1"]
     (source / "c.jsonl").write_bytes(as_json_lines(range(2)))
-    with pytest.raises(InputError, match=r"has CSV and JSON Lines files: name those of one kind, such as"):
+    with pytest.raises(
+        InputError, match=r"has CSV and JSON Lines files: give the files of one kind, such as"
+    ):
         batchrunner.run(job)
     pq.write_table(pa.table({"id": [9], "text": ["t"]}), source / "d.parquet")
     assert batchrunner.run(job, fresh=True).rows_total == 1

@@ -178,7 +178,7 @@ def test_bad_files_fail_their_rows(tmp_path: Path, senses: FakeSGLang) -> None:
         "good.png": None,
         f"file://{tmp_path}/good.png": None,
         "data:image/png;base64," + base64.b64encode(BLUE).decode(): None,
-        "page.png": "prompt.images: column 'photo' (page.png): is no image that can be read (6 bytes)",
+        "page.png": "prompt.images: column 'photo' (page.png): cannot be read as an image (6 bytes)",
         "nowhere.png": "No such file",
         "sub": "is not a file",
         "sub/out.png": "leads out of",
@@ -215,7 +215,7 @@ def test_models_without(tmp_path: Path, field: str, lacks: str) -> None:
     """A model that takes no images, and so no videos, or no audio, is said before anything is sent."""
     with FakeSGLang(arguments={**TAKES_ALL, f"has_{lacks}_understanding": False}) as server:
         job = job_of(tmp_path, server, prompt={"user": "What?", field: "text"})
-        told(refusal(job, tmp_path), f"prompt.{field}", f"takes no {field}")
+        told(refusal(job, tmp_path), f"prompt.{field}", f"does not accept {field}")
         assert server.sent == []
 
 
@@ -235,7 +235,7 @@ async def test_rows_of_a_program(tmp_path: Path, senses: FakeSGLang, monkeypatch
     found = {}
     async for row in batchrunner.stream([*rows, {"photo": [b"no"]}], **options):
         found[row["row"]] = row["error"]
-    assert "is no image" in found.pop(4)
+    assert "cannot be read as an image" in found.pop(4)
     assert found == dict.fromkeys(range(4))
 
 
@@ -276,5 +276,5 @@ def test_the_job_that_reads_pages(tmp_path: Path) -> None:
     assert (report.rows_ok, report.rows_failed) == (3, 1)
     found = pq.read_table(tmp_path / "run" / "parts").to_pylist()
     rows = {(row["path"], row["page"]): row["error"] for row in found}
-    assert "is no PDF document" in rows.pop(("in/broken.pdf", 1))
+    assert "cannot be read as a PDF document" in rows.pop(("in/broken.pdf", 1))
     assert rows == {("in/a.pdf", page): None for page in (1, 2, 3)}

@@ -85,13 +85,19 @@ def test_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("engine", "told"),
     [
-        ({"cache_dir": "$NO_DISK/models"}, "engine.cache_dir $NO_DISK/models: a variable in it is not set"),
+        (
+            {"cache_dir": "$NO_DISK/models"},
+            "engine.cache_dir $NO_DISK/models: an environment variable in the path is not set",
+        ),
         (
             {"cache_dir": "/dev/null/models"},
-            "no copy of {here}/model: [Errno 20] Not a directory",
+            "cannot copy {here}/model: [Errno 20] Not a directory",
         ),
-        ({}, "no copy of {here}/model: it takes 8192.0 GiB, and "),
-        ({"model": "nobody/nothing"}, "engine.cache_dir: no directory of nobody/nothing is here to copy"),
+        ({}, "cannot copy {here}/model: the copy needs 8192.0 GiB, but only "),
+        (
+            {"model": "nobody/nothing"},
+            "engine.cache_dir: the files of nobody/nothing are not on this machine",
+        ),
     ],
 )
 def test_no_copy(tmp_path: Path, engine: dict[str, Any], told: str) -> None:

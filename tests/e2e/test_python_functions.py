@@ -125,10 +125,10 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
         5: f"{place}:10: took more than 3 s (limits.python)",
         6: "prompt.python: hooks:prompt: took more than 3 s (limits.python)",
         7: f"{place}:15: MemoryError (limits.python_memory_gb)",
-        8: "prompt.python: hooks:prompt: a dict is no prompt: give messages, a text or token ids",
+        8: "prompt.python: hooks:prompt: a dict is not a prompt: give messages, a text or token ids",
         9: "prompt.python: hooks:prompt: message 1 has the unknown role 'nobody'",
-        10: "prompt.python: hooks:prompt: a list is no prompt: give messages, a text or token ids",
-        11: "prompt.python: hooks:prompt: a str is no prompt: give messages, a text or token ids",
+        10: "prompt.python: hooks:prompt: a list is not a prompt: give messages, a text or token ids",
+        11: "prompt.python: hooks:prompt: a str is not a prompt: give messages, a text or token ids",
     }
     assert sorted(server.prompts) == sorted(f"row {n}" for n in (0, *range(12, 40)))
 
@@ -149,7 +149,7 @@ def test_an_answer_that_cannot_be_parsed_is_kept(tmp_path: Path, server: FakeSGL
     run_job(job, tmp_path)
     assert errors_of(job) == {
         2: "parse: hooks.py:7: AssertionError: two",
-        3: "parse: hooks:parse: n: 'three' is no whole number",
+        3: "parse: hooks:parse: n: 'three' is not a whole number",
         4: "parse: hooks:parse: returned None: return a dict",
     }
     assert column_of(job, "output") == [f"answer 0 to row {n}" for n in range(6)]
@@ -467,7 +467,7 @@ def test_a_child_that_comes_back_from_the_function(tmp_path: Path, end: str) -> 
 UNREADABLE: dict[str, tuple[Any, str]] = {
     "zone": (
         pa.array([0, None, 0], pa.timestamp("us", "Mars/Phobos")),
-        "its time zone is in no database here",
+        "its time zone is unknown on this machine",
     ),
     "year": (pa.array([0, 400_000_000_000, None], pa.timestamp("s")), "date value out of range"),
     "text": (pa.array([b"\xff", b"a", None]).view(pa.string()), "can't decode byte 0xff"),

@@ -188,5 +188,5 @@ def test_a_bad_image_harms_no_other_row(engine: batchrunner.OpenEngine) -> None:
     )
     errors = table["error"].to_pylist()
     assert (errors[0], errors[3]) == (None, None)
-    assert "is no image that can be read" in errors[1]
+    assert "cannot be read as an image" in errors[1]
     assert "aspect ratio" in errors[2]

@@ -45,7 +45,7 @@ def check_failed(job: dict[str, Any], *rows: int, of: int, words: str = "") -> N
     for row in rows:
         error = results[row]["error"]
         assert error.startswith("refused ")
-        assert " times while others were answered: " in error
+        assert " times while other rows were answered: " in error
         assert error.endswith(words)
         assert 5 <= results[row]["attempts"] <= 20
 
@@ -175,7 +175,9 @@ def test_a_page_in_place_of_a_bundle(tmp_path: Path, server: FakeSGLang) -> None
 def test_nothing_is_answered(tmp_path: Path, server: FakeSGLang) -> None:
     """Then the engine is lost, and the message has a row."""
     server.script = lambda _: "gateway 504"
-    with pytest.raises(EngineLostError, match=r"took no row for 1 s \(row \d and \d more\): 504: Gateway"):
+    with pytest.raises(
+        EngineLostError, match=r"accepted no row for 1 s \(row \d and \d more wait\): 504: Gateway"
+    ):
         batchrunner.run(job_of(tmp_path, server, rows=2, limits={"engine_wait": 1}))
 
 
@@ -213,7 +215,10 @@ def test_a_replica_that_refuses_everything(
     result = run_job(job, tmp_path)
     rows_once(job, MANY)
     (line,) = (line for line in result.stderr.splitlines() if "gets no rows" in line)
-    assert f"{wrong.url} gets no rows for 30 s: others answer the rows that fail there ({status}: No)" in line
+    assert (
+        f"{wrong.url} gets no rows for 30 s: other replicas answer rows that fail on it ({status}: No)"
+        in line
+    )
     assert events_of(job, "route_out") == ["route_out"]
     assert len(wrong.sent) <= MANY
 
@@ -274,7 +279,7 @@ def test_a_replica_that_fails_is_suspended(
     result = run_job(job, tmp_path)
     rows_once(job, MANY)
     (line,) = (line for line in result.stderr.splitlines() if "gets no rows" in line)
-    assert f"{wrong.url} gets no rows for 30 s: others answer the rows that fail there (" in line
+    assert f"{wrong.url} gets no rows for 30 s: other replicas answer rows that fail on it (" in line
     assert events_of(job, "route_out") == ["route_out"]
 
 

@@ -119,7 +119,7 @@ def test_rows_by_values(tmp_path: Path, server: FakeSGLang) -> None:
     run_job(job, tmp_path)
     assert report_of(job)["rows_ok"] == 4
     told = batchrun("merge", tmp_path / "run").stderr
-    assert re.findall(r"column '(\w+)' of what the rollouts returned holds texts and other values", told) == [
+    assert re.findall(r"column '(\w+)' of the rollouts' results mixes text with other types", told) == [
         "mixed"
     ]
     merged = merged_table(tmp_path / "run")
@@ -211,10 +211,10 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
         4: f"{name}: ended its process (SIGSEGV)",
         5: f"{name}: took more than 1 s between two awaits (limits.python)",
         6: f"{name}: took more than 15 s (limits.rollout)",
-        7: f"{name}: asked more than 5 times (limits.turns)",
+        7: f"{name}: sent more than 5 requests (limits.turns)",
         8: f"{name}: returned a str: return a dict",
-        9: f"{name}: a result has a column 'rollout' already: name yours otherwise",
-        10: f"{place}:17: batchrunner.GenerateError: generate: a list is no prompt: give messages, "
+        9: f"{name}: a result has a column 'rollout' already: rename yours",
+        10: f"{place}:17: batchrunner.GenerateError: generate: a list is not a prompt: give messages, "
         "a text or token ids",
         11: f"{place}:18: batchrunner.GenerateError: generate: temperature: should be greater than or "
         "equal to 0 (got -1)",
@@ -226,8 +226,9 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
         17: f"{name}: ended its process (exit code 5)",
         18: "prompt.rollout: RecursionError: maximum recursion depth exceeded while pickling an object",
         19: f"{name}: Only dicts with str-like or number-like keys are supported",
-        20: f"{place}:32: batchrunner.GenerateError: generate: top_k: give the value, not its column",
-        21: f"{place}:34: batchrunner.GenerateError: generate: n: await several calls, by asyncio.gather",
+        20: f"{place}:32: batchrunner.GenerateError: generate: top_k: give a value, not a column",
+        21: f"{place}:34: batchrunner.GenerateError: generate: n: must be 1; for several answers, "
+        "await several calls by asyncio.gather",
     }
     asked = json.loads(rows[1]["conversation"])
     assert asked["prompt"] == [{"role": "user", "content": "row 1"}]

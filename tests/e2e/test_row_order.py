@@ -180,7 +180,7 @@ def test_no_room_to_sort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("batchrunner.input.sorted_copy.write_sorted", full)
     monkeypatch.setattr("batchrunner.input.order.WINDOW_ROWS", 50)
     write_texts(tmp_path / "input.parquet", shuffled(200, 10))
-    with pytest.raises(OutputError, match=r"No space left on device: make room, or set order: input$"):
+    with pytest.raises(OutputError, match=r"No space left on device: free disk space, or set order: input$"):
         batchrunner.run(sorted_job(tmp_path))
     job = sorted_job(tmp_path, order="auto")
     assert batchrunner.run(job).rows_ok == 200

@@ -218,7 +218,7 @@ def test_an_engine_that_dies(tmp_path: Path, server: FakeSGLang) -> None:
     job = job_of(tmp_path, server, rows=100, window=4, limits={"engine_wait": 0.5})
     result = run_job(job, tmp_path, code=1)
     assert len([line for line in result.stderr.splitlines() if line.startswith("batchrun: ")]) == 1
-    assert "the engine took no row for" in result.stderr
+    assert "the engine accepted no row for" in result.stderr
     done = {*column_of(job, "row")}
     assert 20 <= len(done) < 50  # those in flight at the death may have been answered, and more after them
     with FakeSGLang() as another:
@@ -232,7 +232,7 @@ def test_the_reader_does_not_run_away(tmp_path: Path, server: FakeSGLang) -> Non
     server.script = lambda sent: "busy 503"
     job = job_of(tmp_path, server, rows=20_000, window=16, limits={"engine_wait": 2})
     server.retry_after = "1"
-    with pytest.raises(EngineLostError, match="the engine took no row"):
+    with pytest.raises(EngineLostError, match="the engine accepted no row"):
         batchrunner.run(job)
     assert 16 <= len(set(server.prompts)) <= 4096
     assert results_of(job) == []

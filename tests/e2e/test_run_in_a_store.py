@@ -440,7 +440,7 @@ def test_machines_do_a_run_together(
     assert rows_in_parts(store_bucket) == list(range(100))
     assert "done: 100 of 100 rows ok" in batchrun(job, "--join").stderr
     assert not [*cache.glob("*/batchrunner/runs/*"), *cache.glob("batchrunner/runs/*")]
-    told(refusal(job.read_text(), tmp_path), "done with --join")
+    told(refusal(job.read_text(), tmp_path), "was started with --join")
 
 
 def _rows_stored(cache: Path, bucket: StoreBucket) -> int:
@@ -521,6 +521,6 @@ def test_a_store_that_cannot_keep_tasks_apart(
     """Several tasks need conditional writes; that is said before anything is sent, and nothing is left."""
     proxy.faults = lambda *_: "no conditions"
     job = job_of(tmp_path, server, output={"path": f"{store_bucket.uri}/run"})
-    told(refusal(job, tmp_path, "--join"), "the store has no conditional writes", "run one task")
+    told(refusal(job, tmp_path, "--join"), "the store has no conditional writes", "run a single worker")
     assert store_bucket.keys() == []
     assert not server.sent

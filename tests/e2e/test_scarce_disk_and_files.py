@@ -144,7 +144,7 @@ def test_most_files_are_for_connections(tmp_path: Path) -> None:
         most = server.most_in_flight
     assert least <= most < limit
     (line,) = [line for line in said.splitlines() if "can be in flight" in line]
-    assert f"at most {most} requests can be in flight, and the engine can run 512" in line
+    assert f"at most {most} requests can be in flight, but the engine can run 512" in line
     assert f"ulimit -n {limit}" in line
     assert f"up to {1 - most / 512:.0%} of the speed is lost" in line
 

@@ -302,19 +302,19 @@ def test_vectors_without_use(tmp_path: Path, embedder: FakeSGLang, as_floats: bo
         3: "the vector is empty",
         5: "the vector is zero",
         6: "output.dtype: the vector has numbers too large for float16",
-        7: "the vector has 7 numbers, and output.dimensions is 8",
+        7: "the vector has 7 numbers, but output.dimensions is 8",
     }
     assert column_type(job) == pa.list_(pa.float16())
 
 
 BAD_VECTORS: dict[str, tuple[str, str]] = {
     "zeros": ("[0, 0, 0.0, -0.0, 0, 0, 0, 0]", "the vector is zero"),
-    "of another length": ("[1, 2, 3]", "the vector has 3 numbers, and others have 8"),
+    "of another length": ("[1, 2, 3]", "the vector has 3 numbers, but earlier vectors have 8"),
     "nulls": ("[null, null, null, null, null, null, null, null]", "numbers that are NaN or infinite"),
     "NaN": ("[NaN, 1, 1, 1, 1, 1, 1, 1]", "numbers that are NaN or infinite"),
     "over a double": ("[1e999, 1, 1, 1, 1, 1, 1, 1]", "numbers that are NaN or infinite"),
-    "null": ("null", "the vector is no list of numbers"),
-    "a text": ('"?"', "the vector is no list of numbers"),
+    "null": ("null", "the vector is neither a list of numbers"),
+    "a text": ('"?"', "the vector is neither a list of numbers"),
 }
 
 
@@ -384,13 +384,13 @@ def scorer() -> Iterator[FakeSGLang]:
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (["perhaps"], "labels: 'perhaps' is 2 tokens of the model (7, 8): a label is a single token"),
+        (["perhaps"], "labels: 'perhaps' is 2 tokens of the model (7, 8): a label must be a single token"),
         ([" yes", "yes"], "labels: ' yes' and 'yes' are the same token, 11"),
         ([" yes", 11], "labels: ' yes' and 11 are the same token, 11"),
         (["??"], "labels: the engine's tokenizer refuses '??'"),
         (
             None,
-            "labels: the engine does not tell its tokens (no /v1/tokenize): give the token ids of the labels",
+            "labels: the engine does not return tokens (no /v1/tokenize): give the token ids of the labels",
         ),
     ],
 )
@@ -484,7 +484,9 @@ def test_rewards(tmp_path: Path, reranker: FakeSGLang) -> None:
     reranker.classes = 2
     other = {**job, "output": {"path": str(tmp_path / "two")}, "limits": {"max_failed_rows": 4}}
     run_job(other, tmp_path)
-    assert {*column_of(other, "error")} == {"the model gives 2 numbers, and task: reward takes a single one"}
+    assert {*column_of(other, "error")} == {
+        "the model returned 2 numbers, but task: reward needs exactly one"
+    }
 
 
 @pytest.mark.parametrize("softmax", [False, True])

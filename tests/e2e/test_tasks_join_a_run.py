@@ -129,7 +129,7 @@ def test_nothing_is_free(tmp_path: Path, server: FakeSGLang) -> None:
         eventually(lambda: len(server.sent) == 20)
         refused = run_job(job, tmp_path, "--join").stderr
         told(refused, "no rows are free: other workers hold the rest: 0 of 20 rows ok, 0 failed, 20 left")
-        assert "done with --join" in run_job(job, tmp_path, code=2).stderr
+        assert "was started with --join" in run_job(job, tmp_path, code=2).stderr
         assert "is writing this run" in run_job(job, tmp_path, "--fresh", code=2).stderr
         server.answer_held()
         assert first.end() == 0
@@ -156,7 +156,7 @@ def test_what_is_added_later(
     next((tmp_path / "run" / "parts").glob("*.parquet")).unlink()
     monkeypatch.setattr(TIMING, "parts_appear", 0.0)  # nobody waits for another host's parts to be seen
     task = Task(job, "later")
-    assert "rows that were done are in no part" in caplog.text
+    assert "finished rows are in no part file" in caplog.text
     task.work(10_000)
     assert rows_in(job) == list(range(80))
 
@@ -239,7 +239,7 @@ def test_a_discard_that_did_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         run_job(job, tmp_path, "--fresh", code=1)
     assert "--fresh was stopped while it discarded this run" in batchrun("merge", tmp_path / "run").stderr
     result = run_job(job, tmp_path, "--join")
-    assert "discards the rest of what an earlier --fresh left" in result.stderr
+    assert "an earlier --fresh was stopped: discarding the remaining files" in result.stderr
     rows_once(job, 300)
 
 

@@ -88,7 +88,7 @@ def test_thinking_that_took_all_is_counted(tmp_path: Path, server: FakeSGLang) -
     job = thinking_job(tmp_path, server, prompt=CHAT)
     outcome = run_job(job, tmp_path)
     assert report_of(job)["rows_thinking_cut"] == 3
-    told = "3 rows ok, but the thinking took all of max_thinking_tokens: raise it, or set on_length: longer"
+    told = "3 rows ok, but the thinking used all of max_thinking_tokens: raise it, or set on_length: longer"
     assert told in outcome.stderr
 
 

@@ -98,7 +98,9 @@ def test_a_reason_not_to(arguments: dict[str, Any], why: str, server: FakeSGLang
     assert (where, why in str(told)) == ("server", True)
     assert {sent.path for sent in server.sent} == {"/v1/chat/completions"}
     server.forget()
-    with pytest.raises(EngineStartError, match="tokenize: prompts cannot be tokenised here") as failure:
+    with pytest.raises(
+        EngineStartError, match="tokenize: batchrunner cannot tokenize the prompts itself"
+    ) as failure:
         batchrunner.run({**job, "tokenize": "client"}, fresh=True)
     assert (why in str(failure.value), failure.value.exit_code, server.sent) == (True, 2, [])
 
@@ -137,9 +139,9 @@ def test_a_question_that_fails_is_asked_again(
     assert batchrunner.run(job).rows_ok == 10
     ((where, why),) = where_of(job)
     assert where == ("client" if failures == 2 else "server")
-    assert (why or "").startswith("" if failures == 2 else "the engine did not tell its tokens: 500: ")
+    assert (why or "").startswith("" if failures == 2 else "the engine failed to tokenize: 500: ")
     if failures == 99:
-        with pytest.raises(EngineStartError, match="the engine did not tell its tokens: 500: "):
+        with pytest.raises(EngineStartError, match="the engine failed to tokenize: 500: "):
             batchrunner.run({**job, "tokenize": "client"}, fresh=True)
 
 
@@ -237,5 +239,5 @@ def test_truncate_needs_tokens_here(tmp_path: Path) -> None:
     job = job_of(tmp_path, prompt={"text": "text", "truncate": "tail"})
     with pytest.raises(JobError, match="leave out `tokenize: server`"):
         batchrunner.run({**job, "tokenize": "server"})
-    with pytest.raises(EngineStartError, match=r"^prompt\.truncate: .*no tokenizer that we know of"):
+    with pytest.raises(EngineStartError, match=r"^prompt\.truncate: .*the engine reports no tokenizer"):
         batchrunner.run(job)

@@ -164,4 +164,4 @@ def test_a_server_that_runs_already_is_refused(server: FakeSGLang, tmp_path: Pat
     """The flags of an engine that the run does not start cannot be changed: one line, exit 2."""
     result = batchrun("tune", write_job(job_of(tmp_path, server), tmp_path))
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert "this job starts none" in result.stderr
+    assert "this job starts no server" in result.stderr

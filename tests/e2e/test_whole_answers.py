@@ -131,7 +131,7 @@ def test_an_answer_without_what_was_asked_for(tmp_path: Path, server: FakeSGLang
     job = asking(tmp_path, server, ["logprobs"], rows=2, **KINDS[kind], limits={"max_attempts": 2})
     assert batchrunner.run(job).exit_code == 3
     (row, _) = results_of(job)
-    assert row["error"] == "the answer came without logprobs, which output.columns requests"
+    assert row["error"] == "the answer lacks logprobs, which output.columns requests"
     assert (row["output"], row["attempts"]) == (None, 2)
 
 
@@ -231,7 +231,7 @@ def test_prompt_logprobs_of_chats_need_their_tokens(tmp_path: Path, server: Fake
     """The chat endpoint gives none: without a tokenizer here the run is refused before anything is sent."""
     job = asking(tmp_path, server, ["prompt_logprobs"], rows=2, prompt=CHAT)
     refused = run_job(job, tmp_path, code=2)
-    assert "output.columns: prompt_logprobs: prompts cannot be tokenised here" in refused.stderr
+    assert "output.columns: prompt_logprobs: batchrunner cannot tokenize the prompts itself" in refused.stderr
     assert server.sent == []
 
 

@@ -155,7 +155,10 @@ def test_a_column_that_a_file_lacks(tmp_path: Path, caplog: pytest.LogCaptureFix
     job = job_of(tmp_path, INSTANT, input={"path": str(tmp_path / "in"), "columns": ["x", "year"]})
     batchrunner.run(job)
     assert [(row["x"], row["year"]) for row in results_of(job)] == [(1.5, 1999), (None, 2024)]
-    assert f"{tmp_path}/in/year=2024/a.parquet: has no column 'x': it is null there" in caplog.text
+    assert (
+        f"{tmp_path}/in/year=2024/a.parquet: has no column 'x': the column is null for its rows"
+        in caplog.text
+    )
     assert "'year'" not in caplog.text
 
 

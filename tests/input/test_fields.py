@@ -155,10 +155,13 @@ def test_where_it_stands(where: str, tmp_path: Path, server: FakeSGLang) -> None
 @pytest.mark.parametrize(
     ("prompt", "told"),
     [
-        ({"text": "{{ name }}"}, "prompt.fields: no template shows them: write {{ fields }} into a template"),
+        (
+            {"text": "{{ name }}"},
+            "prompt.fields: no template uses {{ fields }}: write {{ fields }} in the template",
+        ),
         ({"input_ids": "n"}, "`fields` has no effect beside `input_ids`"),
         ({"fields": ["name", "nmae"]}, "prompt.fields: unknown column 'nmae'; did you mean 'name'?"),
-        ({"fields": ["raw"]}, "prompt.fields: column 'raw' holds bytes (binary), which are no text"),
+        ({"fields": ["raw"]}, "prompt.fields: column 'raw' holds bytes (binary), not text"),
     ],
 )
 def test_fields_that_cannot_be(prompt: dict[str, Any], told: str, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_numbers_that_json_has_not(tmp_path: Path, server: FakeSGLang) -> None:
     job = job_of(tmp_path, server, sampling={"temperature": {"column": "t"}})
     batchrunner.run(job)
     assert [row["error"] for row in results_of(job)] == [
-        "sampling.temperature: nan is not a number that can be sent",
+        "sampling.temperature: nan is not a valid value",
         None,
     ]
 
@@ -198,10 +198,10 @@ def test_templates(tmp_path: Path, server: FakeSGLang) -> None:
 
 BAD = [
     ([{"role": "critic", "content": "a"}], "message 1 has the unknown role 'critic'"),
-    (said(("user", "a"), ("user", None)), "message 2 has no text as its content"),
+    (said(("user", "a"), ("user", None)), "message 2 has content that is not text"),
     (said((None, "a")), "message 1 has no role"),  # type: ignore[arg-type]
     (said(("user", [{"text": "a"}])), "message 1 has a part without a type"),
-    (said(("assistant", "a")), "only the assistant speaks in it"),
+    (said(("assistant", "a")), "all its messages are from the assistant"),
     ([None, "Hi"], "message 1 has no role"),
     ([], "is empty"),
     ({"role": "user", "content": "a"}, "its JSON is not a list of messages"),
@@ -230,7 +230,7 @@ def test_bad_conversations(tmp_path: Path, server: FakeSGLang, more: dict[str, A
         ({"messages": []}, "prompt.messages"),
         ({"messages": [{"role": "critic", "content": "a"}]}, "prompt.messages"),
         ({"messages": said(("user", "{{ txt }}"))}, "prompt.messages.0.content: unknown column 'txt'"),
-        ({"user": "Row {id}."}, "prompt: {id} is no column in a template: write {{ id }}"),
+        ({"user": "Row {id}."}, "prompt: {id} does not insert the column: write {{ id }}"),
         ({"messages": said(("assistant", "a"))}, "no message that the assistant could answer"),
         ({"messages": said(("user", "a")), "continue": True}, "`continue` has no effect beside"),
         ({"messages": "id"}, "must hold lists of {role, content} or {from, value}"),

@@ -28,7 +28,7 @@ def test_a_template_of_a_text_that_was_meant_as_a_number(tmp_path: Path) -> None
     told(
         said,
         "template: TypeError: ",
-        "(text is in size, text: compare it with a text, or write NAME | float)",
+        "(text is in size, text: compare it with text, or convert it by NAME | float)",
     )
     job["prompt"]["text"] = "{% if size | float < 30 %}{{ text }}{% endif %}"
     assert batchrunner.run(job, fresh=True).rows_failed == 0

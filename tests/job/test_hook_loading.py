@@ -113,10 +113,10 @@ def test_values_become_plain_python() -> None:
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ({"number": "3"}, "number: '3' is no whole number"),
+        ({"number": "3"}, "number: '3' is not a whole number"),
         ({"number": 1 << 63}, "number: 9223372036854775808 has more than 64 bits"),
-        ({"number": 1, "place": [1]}, r"place: '\[1\]' is no object"),
-        ({"numbr": 1}, r"returned 'numbr', which is no column \(columns: number, place\)"),
+        ({"number": 1, "place": [1]}, r"place: '\[1\]' is not of type object"),
+        ({"numbr": 1}, r"returned 'numbr', not a declared column \(columns: number, place\)"),
         (3, "returned an int: return a dict"),
     ],
 )

@@ -169,7 +169,7 @@ def test_an_existing_file_is_kept(run: Path) -> None:
     file.write_text("mine")
     result = batchrun("merge", run, file)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "answers.csv: exists: take another name, or --force to replace it" in result.stderr
+    assert "answers.csv: exists: use another name, or --force to replace it" in result.stderr
     assert file.read_text() == "mine"
     assert written(run, "answers.csv", "--force").count(b"\n") > ROWS
     assert run.stat().st_mtime_ns == written_at

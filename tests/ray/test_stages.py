@@ -123,8 +123,12 @@ def test_an_engine_takes_so_many(engine: Any, on_nodes: list[float], asked: int)
 @pytest.mark.parametrize(
     ("engine", "on_nodes", "said"),
     [
-        ({"kind": "server", "model": "m", "tp": 4}, [2, 2], "takes 4 GPUs, and no node .* more than 2: set"),
-        ({"kind": "server", "model": "m", "device": "cuda"}, [], "takes 1 GPU, and no node .* more than 0"),
+        (
+            {"kind": "server", "model": "m", "tp": 4},
+            [2, 2],
+            "needs 4 GPUs, but no node .* more than 2: lower",
+        ),
+        ({"kind": "server", "model": "m", "device": "cuda"}, [], "needs 1 GPU, but no node .* more than 0"),
         ({"kind": "server", "model": "m", "replicas": "auto"}, [8], "engine.replicas: auto.*give a number"),
     ],
 )

@@ -133,8 +133,8 @@ def test_what_the_cluster_cannot_give_is_one_line(nodes: RayNodes, tmp_path: Pat
     done = on_cluster(nodes, path, "--workers", 2)
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1] == (
-        "batchrun: engine: it takes 2 GPUs, and no node of the Ray cluster has more than 0: "
-        "set engine.tp to fewer, or add a node with as many"
+        "batchrun: engine: it needs 2 GPUs, but no node of the Ray cluster has more than 0: "
+        "lower engine.tp, or add a node with enough GPUs"
     )
     path = write_job(job_of(tmp_path, input={"path": str(tmp_path / "nothing.csv")}), tmp_path)
     done = on_cluster(nodes, path, "--workers", 2)
@@ -158,7 +158,7 @@ def refused(tmp_path: Path, *options: object) -> str:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--workers", 0], "--workers 0: give a number from 1 on"),
+        (["--workers", 0], "--workers 0: give a number of at least 1"),
         (["--cpus", 0], "--cpus 0: give a number above 0"),
         (["--address", "nowhere"], "--address nowhere: Ray cannot connect: .*: give host:port"),
         (

@@ -98,7 +98,7 @@ def test_there_is_one_next_step(tmp_path: Path, server: FakeSGLang) -> None:
     assert result.exit_code == 1
     told = [result.stderr, batchrun("status", tmp_path / "run").stdout, page_of(tmp_path / "run").text]
     for text in told:
-        assert "start with --retry-failed" in text
+        assert "run again with --retry-failed" in text
         assert "--fresh" not in text
         assert "same command again" not in text.lower()
     # the commonest causes, with counts

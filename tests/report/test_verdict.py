@@ -9,7 +9,7 @@ from batchrunner.report.verdict import RunEnd, RunVerdict, verdict_of
 
 STOP = RunVerdict(143, "SIGTERM")
 LEFT = "3 rows are left that no living worker holds: run the same command again"
-ADDED = "came into the input, or grew, during the run: run the same command again"
+ADDED = "appeared in the input, or grew, during the run: run the same command again"
 TOO_MANY = "done, but more rows failed than limits.max_failed_rows tolerates"
 
 

@@ -104,7 +104,9 @@ def test_fresh_tells_workers_that_join_apart() -> None:
 def test_failed_rows_are_sent_again_only_after_all_leases() -> None:
     """Workers that are still at it would write their failed rows after they were discarded."""
     retry = StartOptions(join=True, retry_failed=True)
-    with pytest.raises(ResumeError, match=r"^out/run: --retry-failed: other workers are still at it"):
+    with pytest.raises(
+        ResumeError, match=r"^out/run: --retry-failed: other workers are still retrying failed rows"
+    ):
         check_retry(retry, "out/run", is_leased=True)
     check_retry(retry, "out/run", is_leased=False)
     check_retry(StartOptions(join=True), "out/run", is_leased=True)

@@ -87,7 +87,7 @@ def test_a_chat_template_that_is_not_known(
     """What only the server knows is not judged, and `check` says so."""
     done = batchrun("check", job_on(tmp_path, template, CHAT, engine=engine))
     assert done.exit_code == 0
-    assert f"not looked at: {says}" in done.stdout
+    assert f"not checked: {says}" in done.stdout
     assert "all else is fine; nothing was sent" in done.stdout
 
 
@@ -98,8 +98,7 @@ def test_a_model_whose_chats_sglang_writes_itself(tmp_path: Path) -> None:
     done = batchrun("check", file)
     assert done.exit_code == 0
     assert (
-        "not looked at: prompts of chats, for which SGLang has rules of its own for deepseek_v4"
-        in done.stdout
+        "not checked: prompts of chats, for which SGLang has rules of its own for deepseek_v4" in done.stdout
     )
 
 

@@ -29,7 +29,7 @@ def test_what_is_launched_for_a_job(tmp_path: Path) -> None:
     found = {"kind": "gateway", "url": "http://127.0.0.1:9"}
     with pytest.raises(
         JobError,
-        match=r"engine\.kind gateway: tuning starts SGLang with other flags, and this job starts none",
+        match=r"engine\.kind gateway: tuning restarts SGLang, but this job starts no server",
     ):
         engine_to_tune(load_job(job_of(tmp_path, found)))
 

@@ -45,7 +45,7 @@ GONE_AFTER_S = 1.0
 REFUSALS = (
     "the input file",  # it changed, or another one stands in its place
     "the input had",
-    "done with --join",
+    "was started with --join",
     "--fresh would discard",
     "can only grow",
     "--retry-failed: other workers",
@@ -437,7 +437,7 @@ class Scenario:
             said = start.stderr.read_text()
             if code == 0:
                 return start
-            if "done with --join" in said:
+            if "was started with --join" in said:
                 self._joins = True
             elif code == EXIT_WRONG:
                 assert self._put_back(said), said

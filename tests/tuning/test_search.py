@@ -191,7 +191,7 @@ def test_the_table_names_each_trial_and_reason() -> None:
     assert text.count("x the best") >= 3
     assert "engine:\n  args:\n    schedule-conservativeness: 0.1\n    max-running-requests: 256\n" in text
     assert all(f"\n{tuned_flag.name}: " in text for tuned_flag in TUNED_FLAGS)
-    assert text.endswith("put this into job.yaml")
+    assert text.endswith("add this to job.yaml")
 
 
 def cards_lab(speeds: dict[int, float]) -> Lab:

@@ -271,7 +271,7 @@ class Controller:
             window += GAIN * error
         room = self._room(reading, target) if is_full else window
         if room < window:
-            window, reason = room, f"token usage {reading.usage:.2f}: rows begin as the KV pool takes them"
+            window, reason = room, f"token usage {reading.usage:.2f}: rows are sent as the KV pool has room"
         return self._move(int(window), reason)
 
     def _room(self, reading: Reading, target: float) -> float:
@@ -364,7 +364,7 @@ def first_window(
     large, the extra rows cannot be called back: they begin together and grow together until the pool is full.
     """
     if max_running is None:
-        return UNKNOWN_ENGINE_WINDOW, "the engine does not tell how many requests it runs"
+        return UNKNOWN_ENGINE_WINDOW, "the engine does not report its max_running_requests"
     running, why = max_running, f"max_running_requests {max_running}"
     if max_total_tokens is not None:
         fits = max(1, max_total_tokens // row_tokens)

@@ -38,15 +38,15 @@ class BackgroundServers(AttachedServers):
         info = await super().open()
         if not self._reports_load:
             raise EngineStartError(
-                f"{self.replicas[0]}: reports no load, by which engine.background keeps out of the way",
-                hint="take SGLang 0.5.23, or leave out engine.background",
+                f"{self.replicas[0]}: does not report its load, which engine.background needs",
+                hint="use SGLang 0.5.23, or leave out engine.background",
             )
         yields = all(_yields(arguments) for arguments in self._known_arguments())
         note = (
             "background: the server lets its users' requests go first"
             if yields
-            else "background: the server does not let its users go first, so that they may wait for rows of "
-            f"ours, and a part of it is kept free for them: start it with {YIELDS}"
+            else "background: the server does not let its users' requests go first. They may wait for rows "
+            f"of this run, which leaves a part of the server free for them: start it with {YIELDS}"
         )
         return replace(
             info,

@@ -493,7 +493,7 @@ class HttpEngine(Engine):
         if answer is None:
             return
         if answer.status == _OK and answer.content.lstrip().startswith(JSON_BEGINS):
-            raise BundleRefusedError("the answer to several rows is no stream of events")
+            raise BundleRefusedError("the answer to a request with several rows is not an event stream")
         raise self._refusal(endpoint, answer)
 
     def _can_watch(self, endpoint: Endpoint, request: Request) -> bool:
@@ -788,7 +788,7 @@ class AttachedServers(HttpEngine):
                 raise EngineAwayError(str(failure)) from None
             if not urls:
                 raise EngineAwayError(f"{gateway}: the gateway has no workers that speak HTTP")
-            remedy = "the gateway's workers must be within reach from here: rows go to them directly"
+            remedy = "rows go directly to the gateway's workers: make them reachable from this machine"
         info = await self.connect(urls, remedy)
         self._watch_loop = asyncio.create_task(self._watch())
         if gateway is None:
@@ -842,7 +842,7 @@ class AttachedServers(HttpEngine):
         """Send rows to the workers that the gateway lists now, and no more rows to other workers."""
         for endpoint in self.serving:
             if endpoint.url not in urls:
-                log.info("%s gets no more rows: the gateway lists it no more", endpoint.url)
+                log.info("%s gets no more rows: the gateway no longer lists it", endpoint.url)
                 endpoint.set_listed(is_listed=False)
         for url in set(urls).difference(self.replicas):
             log.info("%s gets rows: the gateway lists it", url)

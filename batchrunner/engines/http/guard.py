@@ -125,7 +125,7 @@ def _another_model(url: str, name: str, was: str, now: str) -> AnotherModelError
     return AnotherModelError(
         f"{url} serves another model now ({MODEL_FIELDS[name]} was {was!r} and is {now!r})",
         hint="start the run's model there and run the job again to "
-        "resume, or take another output.path for the new model",
+        "resume, or use another output.path for the new model",
     )
 
 

@@ -477,7 +477,7 @@ def _tokens(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
 
 def _required(value: Any, name: str) -> Any:
     if value is None:
-        raise AttemptFailedError(f"the answer came without {name}, which output.columns requests")
+        raise AttemptFailedError(f"the answer lacks {name}, which output.columns requests")
     return value
 
 

@@ -50,7 +50,7 @@ NOT_SGLANG = (ValueError, KeyError, TypeError, msgspec.MsgspecError)
 def in_words(failure: Exception) -> str:
     """Return the reason why a server gave no answer, in one line, which not all errors of aiohttp have."""
     if isinstance(failure, aiohttp.TooManyRedirects):
-        return "its redirects lead in a circle"
+        return "its redirects form a loop"
     return " ".join(str(getattr(failure, "os_error", failure)).split()) or type(failure).__name__
 
 
@@ -282,7 +282,8 @@ class ServerQuestions:
         check_does(task, model, f"{url}: serves {model['model_path']}")
         if server.get("skip_tokenizer_init"):
             raise EngineStartError(
-                f"{url}: runs with --skip-tokenizer-init and returns no text", hint="start it without"
+                f"{url}: runs with --skip-tokenizer-init and returns no text",
+                hint="start it without this flag",
             )
         return model, server
 
@@ -531,7 +532,7 @@ def pooling_note(model: Mapping[str, Any]) -> str | None:
     if pooling not in ("cls", "last") or not takes_mean(path):
         return None
     return (
-        f"the server makes vectors of the {'first' if pooling == 'cls' else 'last'} token, and the authors "
-        f"of {path} make them of the mean over all tokens: they will not be alike, unless it was started "
-        "with SGLANG_EXTERNAL_MODEL_PACKAGE=mean_pooling"
+        f"the server makes vectors of the {'first' if pooling == 'cls' else 'last'} token, but the authors "
+        f"of {path} make them of the mean over all tokens: the vectors will differ, unless the server was "
+        "started with SGLANG_EXTERNAL_MODEL_PACKAGE=mean_pooling"
     )

@@ -203,7 +203,7 @@ def _chat_logprob_fields(asks: AskedColumns) -> dict[str, Any]:
     """Return the fields of a chat that request token ids and probabilities; raises RowRefusedError."""
     if "prompt_logprobs" in asks.names:
         raise RowRefusedError(
-            "output.columns: prompt_logprobs: SGLang gives none for a chat that is not tokenised here"
+            "output.columns: prompt_logprobs: SGLang returns none for a chat that the server tokenizes"
         )
     fields: dict[str, Any] = {}
     if "output_ids" in asks.names:

@@ -114,7 +114,7 @@ class LaunchedFleet(HttpEngine):
             )
             await self.gateway.start([*self._replicas])
             self._watching.append(asyncio.create_task(self.gateway.watch()))
-            notes = (f"other clients can use the replicas by the gateway {self.gateway.url}", *notes)
+            notes = (f"other clients can use the replicas through the gateway {self.gateway.url}", *notes)
         has_all_gpus = len(servers) == 1 and not (cpu or "CUDA_VISIBLE_DEVICES" in spec.env)
         return dataclasses.replace(
             info,

@@ -99,7 +99,7 @@ def local_copy(source: str, cache: str, name: str) -> str:
     cache = os.path.expandvars(cache)
     failed = f"copy of the model: error: engine.cache_dir {cache}"
     if "$" in cache:
-        raise SystemExit(f"{failed}: a variable in it is not set on this machine")
+        raise SystemExit(f"{failed}: an environment variable in the path is not set on this machine")
     try:
         files = files_of(source)
         state = hashlib.sha256(repr((source, files)).encode()).hexdigest()
@@ -111,7 +111,7 @@ def local_copy(source: str, cache: str, name: str) -> str:
                 if not copy.exists():
                     copy_files(source, files, copy)
     except OSError as failure:
-        raise SystemExit(f"{failed}: no copy of {source}: {failure}") from None
+        raise SystemExit(f"{failed}: cannot copy {source}: {failure}") from None
     return str(copy)
 
 
@@ -134,7 +134,7 @@ def copy_files(source: str, files: dict[str, tuple[int, int]], copy: Path) -> No
     bytes_to_copy, free_bytes = sum(sizes.values()), shutil.disk_usage(copy.parent).free
     amount = f"{bytes_to_copy / 2**30:.1f} GiB"
     if bytes_to_copy > free_bytes:
-        raise OSError(f"it takes {amount}, and {free_bytes / 2**30:.1f} GiB are free")
+        raise OSError(f"the copy needs {amount}, but only {free_bytes / 2**30:.1f} GiB are free")
     print(f"copying {source} ({amount}) to {copy}", flush=True)  # noqa: T201 - into the log
     try:
         for file in sizes:
@@ -143,7 +143,7 @@ def copy_files(source: str, files: dict[str, tuple[int, int]], copy: Path) -> No
             with (unfinished / file).open("rb") as stream:
                 os.fsync(stream.fileno())
         if files_of(source) != files:
-            raise OSError("it changed while it was copied")  # noqa: TRY301
+            raise OSError("the model changed while it was copied")  # noqa: TRY301
         unfinished.rename(copy)
     except OSError:  # also if the disk is full
         shutil.rmtree(unfinished, ignore_errors=True)

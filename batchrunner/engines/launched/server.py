@@ -154,7 +154,7 @@ class SGLangServer:
             if str(self._args.get(TOKENIZERS, 1)) != "1":
                 self.key = ""
                 log.warning(
-                    "%s has no API key, which SGLang refuses with --%s: "
+                    "%s has no API key, because SGLang refuses one with --%s: "
                     "every user of this machine can use it",
                     self.name, TOKENIZERS,
                 )  # fmt: skip
@@ -353,7 +353,7 @@ class SGLangServer:
         if self.lost is not None:
             raise self.lost
         if not self.up:
-            raise EngineDownError(f"{self.name} is not up, and the run stops")
+            raise EngineDownError(f"{self.name} is not up, because the run is stopping")
 
     def hangs(self, hang: Hang) -> None:
         """Report that it hangs, so that `watch` ends and restarts it."""
@@ -466,8 +466,8 @@ def _model_copy(model: str, *, revision: str | None, cache_dir: str) -> dict[str
     files = model_directory(model, revision).resolve()
     if not files.is_dir():
         raise EngineStartError(
-            f"engine.cache_dir: no directory of {model} is here to copy",
-            hint="download the model first (`hf download`), or leave the field out",
+            f"engine.cache_dir: the files of {model} are not on this machine",
+            hint="download the model first (`hf download`), or leave out engine.cache_dir",
         )
     name = model_identity(model).rpartition("/")[2]
     return {"source": str(files), "cache": cache_dir, "name": name}

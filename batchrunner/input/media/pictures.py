@@ -40,7 +40,7 @@ def sendable(content: bytes, max_pixels: int | None) -> bytes:
     except (BadFileError, MemoryError):
         raise
     except UnidentifiedImageError:
-        raise BadFileError(f"is no image that can be read ({len(content)} bytes)") from None
+        raise BadFileError(f"cannot be read as an image ({len(content)} bytes)") from None
     except Exception as failure:  # noqa: BLE001 - Pillow raises what its many decoders raise
         why = " ".join(str(failure).split()) or type(failure).__name__
         raise BadFileError(f"is a broken image: {why}") from None
@@ -83,7 +83,7 @@ def _plain(image: Any) -> Any:
         _, most = image.getextrema()
         return image.point(lambda value: value / 257).convert("L") if most > 255 else image.convert("L")  # noqa: PLR2004
     if image.mode == "F":
-        raise BadFileError("has pixels of 32-bit numbers: write it with 8 or 16 bits")
+        raise BadFileError("has 32-bit pixels: save it with 8 or 16 bits per channel")
     if image.has_transparency_data:
         clear = image.convert("RGBA")
         ground = Image.new("RGB", clear.size, _WHITE)
@@ -113,7 +113,7 @@ def page_images(content: bytes, pages: str, dpi: float, max_pixels: int | None) 
         with pypdfium2.PdfDocument(content) as document:
             for page_range in page_ranges(pages):
                 if page_range.start > len(document):
-                    raise BadFileError(f"has no page {page_range.start}: it has {len(document)}")
+                    raise BadFileError(f"has no page {page_range.start}: it has only {len(document)}")
                 for number in page_range[: len(document) + 1 - page_range.start]:
                     page = document[number - 1]
                     scale = dpi / _POINTS_AN_INCH
@@ -122,4 +122,4 @@ def page_images(content: bytes, pages: str, dpi: float, max_pixels: int | None) 
                     bitmap = page.render(scale=scale)
                     yield _encoded(bitmap.to_pil().convert("RGB"))
     except pypdfium2.PdfiumError as failure:
-        raise BadFileError(f"is no PDF document that can be read ({failure})") from None
+        raise BadFileError(f"cannot be read as a PDF document ({failure})") from None

@@ -132,7 +132,7 @@ def _content_of_url(url: str, where: str) -> bytes:
         with urlopen(url) as reply:  # noqa: S310 - a data URL
             return bytes(reply.read())
     except (ValueError, OSError):
-        raise RowRefusedError(f"{where}: no data URL that can be read") from None
+        raise RowRefusedError(f"{where}: cannot be read as a data URL") from None
 
 
 def _holds_files(kind: pa.DataType) -> bool:

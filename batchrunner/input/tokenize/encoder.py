@@ -156,8 +156,8 @@ class Encoder:
                 return ids
             keep -= len(ids) - limit
         raise RowRefusedError(
-            f"prompt.truncate: the prompt has {length} tokens and may have {limit}: "
-            f"even without all text that may be truncated it has more"
+            f"prompt.truncate: the prompt has {length} tokens, and more than the allowed {limit} "
+            "even without all text that may be truncated"
         )
 
 

@@ -266,8 +266,8 @@ class LogReader:
             self._add(earlier)
         if not self.records:
             raise InputError(
-                f"{path}: not a log of SGLang: no line of it is one that SGLang writes "
-                "(such as `Decode batch, #running-req: …` or `server_args=…`)"
+                f"{path}: not an SGLang log: it has no line that SGLang writes, such as "
+                "`Decode batch, #running-req: …` or `server_args=…`"
             )
         self.series.settle()
         return self

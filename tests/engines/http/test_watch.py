@@ -71,7 +71,7 @@ def test_a_live_server_with_dp_attention() -> None:
     with FakeSGLang(max_running=4, others=40, arguments=arguments) as server:
         found = watched(server)
     (advice,) = [advice for advice in found.advice if advice.rule == "running-capped"]
-    assert "as many requests run as may (4)" in advice.sign
+    assert "all 4 allowed requests run" in advice.sign
     assert advice.args["max-running-requests"] % 8 == 0
     assert advice.args["max-running-requests"] > 32
 

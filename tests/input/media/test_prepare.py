@@ -38,7 +38,7 @@ def test_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_broken_file() -> None:
     """The first bad file is the row's error; sound and videos are sent as they are."""
     told = prepare((_file(sound(), "audio"), _file(b"no"), _file(b"other")))
-    assert told == "prompt.images: column 'file': is no image that can be read (2 bytes)"
+    assert told == "prompt.images: column 'file': cannot be read as an image (2 bytes)"
     assert prepare((_file(sound(), "audio"), _file(video(), "video"))) == [((sound(),), 25), ((video(),), 1)]
 
 
@@ -120,13 +120,13 @@ def _huge(width: int, height: int) -> bytes:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"hello", "is no image that can be read (5 bytes)"),
-        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is no image"),
+        (b"hello", "cannot be read as an image (5 bytes)"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "cannot be read as an image"),
         (picture(size=(300, 300))[:-40], "is a broken image"),
         (picture(size=(300, 300), kind="JPEG")[:400], "is a broken image"),
         (_huge(10_000, 9_000), "pixels) exceeds limit"),
         (_huge(10, 9_000), "is a broken image"),
-        (file_of(Image.new("F", (9, 9), 0.5), "TIFF"), "32-bit numbers"),
+        (file_of(Image.new("F", (9, 9), 0.5), "TIFF"), "32-bit pixels"),
     ],
     ids=["text", "svg", "cut png", "cut jpeg", "bomb", "short", "floats"],
 )
@@ -161,10 +161,10 @@ ENCRYPTED = (
 @pytest.mark.parametrize(
     ("content", "pages", "problem"),
     [
-        (picture(), "1", "is no PDF document that can be read"),
-        (document(2)[:200], "1", "is no PDF document that can be read"),
+        (picture(), "1", "cannot be read as a PDF document"),
+        (document(2)[:200], "1", "cannot be read as a PDF document"),
         (ENCRYPTED, "all", "Incorrect password"),
-        (document(2), "1,5-9", "has no page 5: it has 2"),
+        (document(2), "1,5-9", "has no page 5: it has only 2"),
     ],
     ids=["picture", "cut", "encrypted", "range"],
 )

@@ -166,7 +166,7 @@ def test_what_is_not_a_log_of_sglang_is_refused(content: bytes, tmp_path: Path) 
     """Another program's log, a picture, an empty file: one line and exit 2, no advice from noise."""
     result = batchrun("advise", _written(tmp_path / "a.log", content))
     assert result.exit_code == 2
-    assert "not a log of SGLang" in result.stderr
+    assert "not an SGLang log" in result.stderr
     assert result.stderr.count("\n") == 1
 
 
