@@ -191,11 +191,11 @@ def engine(
     overrides: SetOption = None,
     verbose: VerboseOption = False,
 ) -> None:
-    """Start SGLang servers as a run does, and print their URLs, or that of a Model Gateway before them.
+    """Start SGLang servers as a run does, and print their URLs.
 
-    Jobs use the server with `--set engine=URL`; Ctrl-C stops it. It gets the same arguments and environment
-    as in a run, also on a CPU. Its API key is the value of SGLANG_API_KEY, or else a new key, which is
-    printed.
+    Jobs use a server with `--set engine=URL`; Ctrl-C stops it. It gets the same arguments and environment as
+    in a run, also on a CPU. Its API key is the value of SGLANG_API_KEY, or else a new key, which is printed.
+    With --gateway, the one URL is that of a Model Gateway before the servers.
 
     Example: batchrun engine Qwen/Qwen3-8B --set engine.args.tp-size=2
     """
