@@ -1,5 +1,6 @@
 """Makes the engine that a job names. The modules of an engine are imported only for jobs that use it."""
 
+import asyncio
 import logging
 import os
 from pathlib import Path
@@ -50,7 +51,8 @@ async def make_engine(
         case ServerEngine():
             from batchrunner.engines.launched.fleet import LaunchedFleet  # noqa: PLC0415
 
-            spec = bound_blanks(spec) if task == GENERATE else spec
+            if task == GENERATE:
+                spec = await asyncio.to_thread(bound_blanks, spec)  # it asks the interpreter for its SGLang
             return LaunchedFleet(spec, log_dir=log_dir, limits=limits, task=task, shape=shape)
         case SimulatedEngine():
             from batchrunner.engines.simulated import Simulator  # noqa: PLC0415

@@ -138,5 +138,5 @@ def test_what_goes_without_background(tmp_path: Path) -> None:
             batchrunner.run(job_of(tmp_path, {**engine, "background": True}))
     with FakeSGLang() as server:
         server.polls = "gone"
-        with pytest.raises(EngineStartError, match=r"reports no load.*SGLang 0.5.23"):
+        with pytest.raises(EngineStartError, match=r"does not report its load.*SGLang 0.5.23"):
             batchrunner.run(job_of(tmp_path, server), overrides=["engine.background=true"])

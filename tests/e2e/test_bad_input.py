@@ -344,7 +344,7 @@ def test_a_long_value_without_a_closing_quote(tmp_path: Path, record: bytes) -> 
             {"encoding": "utf-99"},
             "input.encoding: 'utf-99' is not an encoding of Python: give utf-8, cp1252,",
         ),
-        ("a.csv", {"encoding": "utf-16"}, "line 1 is not UTF-16: write input.encoding"),
+        ("a.csv", {"encoding": "utf-16"}, "line 1 is not UTF-16: set input.encoding"),
         ("a.csv", {"delimiter": "\\t"}, "input.delimiter: give one character, such as"),
         ("a.jsonl", {"delimiter": ";"}, "input.delimiter: is for CSV, and the input has no such file"),
         ("a.csv", {"types": {"txt": "int64"}}, "input.types: unknown column 'txt'; did you mean 'text'?"),
@@ -384,7 +384,7 @@ def test_json_lines_files_have_one_schema(tmp_path: Path) -> None:
 FILES = [
     ("a.csv", b"", "the header is missing"),
     ("a.csv", b"id,text\n", "no rows in 1 file(s)"),
-    ("a.csv", "id,text\n1,a\n".encode("utf-16"), "line 1: the header is not UTF-8: write input.encoding"),
+    ("a.csv", "id,text\n1,a\n".encode("utf-16"), "line 1: the header is not UTF-8: set input.encoding"),
     (
         "a.csv",
         "id,text\n1,a\n2,ü\n".encode("cp1252"),
@@ -560,7 +560,7 @@ def test_results_of_another_run_in_the_input(tmp_path: Path, pattern: str) -> No
         batchrunner.run(job, overrides=[f"input.limit={limit}"])
     assert rows_in(job) == [*range(10)]
     second = {**job, "output": {"path": f"{tmp_path}/data/run2"}}
-    told(refusal(second, tmp_path), f"names files of the run {tmp_path}/data/run1 too")
+    told(refusal(second, tmp_path), f"also names files of the run {tmp_path}/data/run1")
     meant = {**second, "input": {"path": f"{tmp_path}/data/run1/parts"}, "prompt": {"text": "output"}}
     assert batchrunner.run(meant).rows_ok == 10
 

@@ -205,7 +205,7 @@ def test_pages_of_documents(tmp_path: Path, senses: FakeSGLang) -> None:
     prompt = {"user": "Page {{ page }} {{ doc }} now.", "pdf": pdf}
     rows = _run(tmp_path, senses, prompt, columns, code=3)
     assert [row["error"] is None for row in rows] == [True, True, True, False, False]
-    assert "has no page 4: it has 3" in rows[3]["error"]
+    assert "has no page 4: it has only 3" in rows[3]["error"]
     assert sorted(len(_files(sent)) for sent in senses.sent) == [1, 1, 2]
     assert {opened(page).size for sent in senses.sent for page in _files(sent)} == {(100, 50)}
 

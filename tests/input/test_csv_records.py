@@ -56,7 +56,7 @@ def test_the_delimiter_for_excel(line: str, delimiter: str | None) -> None:
 
 def test_an_encoding_that_fits_no_record() -> None:
     """The file is refused; if the encoding fits other records, only the undecodable one fails."""
-    with pytest.raises(InputError, match=r"a\.csv: line 2 is not UTF-8: write input\.encoding"):
+    with pytest.raises(InputError, match=r"a\.csv: line 2 is not UTF-8: set input\.encoding"):
         table_of("id,text\n1,é\n", encoding="latin-1")
     mixed = "id,text\n1,é\n".encode() + "2,é\n".encode("latin-1")
     _, records = table_of(mixed.decode("latin-1"), encoding="latin-1")
