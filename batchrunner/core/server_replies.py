@@ -99,7 +99,7 @@ _REFUSED = {400, 404, 413, 422}
 
 
 def error_of(status: int, body: bytes, retry_after: str | None = None) -> RequestError:
-    """Return the error of a row whose reply is no answer; with status 200 the reply was not JSON."""
+    """Convert a reply without an answer to an error. With status 200 the body was not JSON."""
     body = strict_json(body)
     explanation = short(_sentence_in(body))
     message = error_with_status(status, explanation or "no explanation")

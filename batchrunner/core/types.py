@@ -200,7 +200,8 @@ class ForwardTask(ABC):
     by_generation: ClassVar[bool] = False
     """Whether it needs a generating model (a server without `--is-embedding`)."""
     takes: ClassVar[tuple[str, ...]] = ()
-    """Fields of a job that only this task has. The subclass takes the last parts of their names."""
+    """Job fields that only this task accepts, as dotted names; the subclass has a field for the last part of
+    each."""
     meanings: ClassVar[Mapping[str, str]]
     """Its result columns, with their meanings."""
 

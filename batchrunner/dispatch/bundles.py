@@ -139,8 +139,8 @@ SHORT_TOKENS = 16
 PERIOD_S = 0.25
 """Minimum length, in seconds, of a period after which the bundle size is computed from the ended rows."""
 SHARE = 4
-"""A bundle has at most 1/SHARE of the outstanding rows of its route. A larger bundle would have to wait until
-rows end that have just begun. And while a list is on its way, the server can compute the other rows."""
+"""A bundle has at most 1/SHARE of the outstanding rows of its route. A larger bundle would have to wait for
+rows that have only just begun. And while one bundle is in transit, the server still has other rows."""
 
 
 class BundleSize:

@@ -93,7 +93,7 @@ def _csv_batches(
 
 
 def _json_records(lines: Iterable[bytes | None]) -> Iterator[TextRecord]:
-    """Yield a record for each line that is not empty. None stands for a line that is too long.
+    """Yield a record for each line that is not empty. A None in `lines` stands for a line that is too long.
 
     Neither DuckDB (2.0) nor Arrow can replace this function. DuckDB turns a malformed line into a null and
     gives no reason, and turns a column of lists with one odd value into text. DuckDB and Arrow both round

@@ -174,6 +174,8 @@ def read_job_file(source: str | Path) -> dict[str, Any]:
     tree = parse(text, name)
     if not isinstance(tree, dict):
         raise JobError(f"{name}: a job is a mapping with input, prompt, output, engine (got {tree!r:.60})")
+    if any(not isinstance(key, str) for key in tree):
+        raise JobError(f"{name}: the keys of a job must be text, such as input (got {[*tree]!r:.60})")
     return tree
 
 

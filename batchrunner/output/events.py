@@ -36,7 +36,8 @@ _NO_LOG = (FileNotFoundError, IsADirectoryError)
 class EventLog:
     """Appends events. Each has `time` (seconds since the epoch), `elapsed_s` (since `open`) and `event`.
 
-    Events that are written before `open` are kept. They follow the first event after it, which is `start`.
+    Events from before `open` are held back. They are written right after `start`, the first event after
+    `open`.
     """
 
     def __init__(self, path: Path) -> None:

@@ -282,7 +282,8 @@ def _with_copy(
         holder = parse_holder(objects.look(run_dir.owner)[0])
         is_in_use = holder is not None and holder.is_dead(this_process()) is False
         if is_read_only or not is_in_use:
-            copied = read_json(run_dir.run_json)  # read before the object, which a new run writes first
+            # A new run writes the object in the store before the copy, so the copy is read first.
+            copied = read_json(run_dir.run_json)
             if copied and str(copied.get(RUN_ID)).encode() not in objects.look("run.json")[0]:
                 shutil.rmtree(root)  # its run was deleted from the store, or replaced by a fresh one
             make_directory(root)

@@ -90,8 +90,8 @@ class PreparedJob(JobInput):
     def fingerprint(self, model: str) -> dict[str, Any]:
         """Return the facts that all attempts at a run must have in common.
 
-        The types of columns are among them, because a merge cannot unite columns of two types. The types of
-        carried columns are those over all files. `model` is "" if it must not be compared.
+        The types of columns are among them, because a merge cannot unite columns of two types. The type of a
+        carried column is the common type over all input files. `model` is "" if it must not be compared.
         """
         functions = self.functions.facts.values() if self.functions is not None else ()
         computed = {name: type_name(arrow_type(kind)) for facts in functions for name, kind in facts.columns}

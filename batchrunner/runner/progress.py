@@ -154,7 +154,7 @@ class Progress:
     eta_s: float | None
     """Estimated seconds to the end; None while unknown."""
     output_tokens_per_s: float
-    """Output tokens per second of these rows."""
+    """Output tokens per second, over the last 30 s."""
     rows_in_flight: int
     """Rows that were sent to the engine and have not ended."""
     simulated: bool

@@ -98,7 +98,7 @@ class ExpiresAfter(_Parameters):
 
 
 class NewFile(_Parameters):
-    """The form of an upload; `file` is the client's name of the file."""
+    """Form fields of a file upload; `file` is the file name that the client sent."""
 
     file: str
     purpose: Literal["batch"]

@@ -76,7 +76,7 @@ def expert_parallel(s: Situation, _: Flags) -> Finding:
 
 
 def dp_attention(s: Situation, _: Flags) -> Finding:
-    """Name a model with latent attention (MLA) whose KV cache is repeated on each GPU."""
+    """Return the finding for a model with latent attention (MLA), whose KV cache is repeated on each GPU."""
     return Finding(f"{s.facts.model} keeps the same KV cache on each of {s.facts.tp} GPUs")
 
 

@@ -45,8 +45,9 @@ def test_a_server_by_hand(tmp_path: Path, key: str | None, monkeypatch: pytest.M
     assert f"--api-key {shown}" in told
 
 
-def test_an_engine_that_cannot_be_started(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line says why; the log of a server that dies stays."""
+    monkeypatch.setenv("SGLANG_API_KEY", "a-key")  # the command sets one, in this process, if there is none
     refused = batchrun("engine", "simulated")
     assert (refused.exit_code, refused.stderr) == (
         2,

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from shlex import quote
 
+import hypothesis
 import jsonschema_rs
 import pytest
 import yaml
@@ -257,6 +258,7 @@ def test_a_missing_section_is_shown(section: str) -> None:
 
 
 @given(content=st.binary(max_size=60) | texts.map(str.encode))
+@hypothesis.example(content=b"?")
 def test_no_file_breaks_the_reader(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A file that is no job at all is refused in one line with its name."""
     file_refusal(tmp_path_factory.getbasetemp() / "none.yaml", content)

@@ -133,7 +133,7 @@ def test_check_says_what_it_does_not_know(tmp_path: Path) -> None:
     """A model whose files are elsewhere may not exist."""
     file = write_job(job_of(tmp_path), tmp_path)
     for engine, unknown in [
-        ("Qwen/Qwen9-99B", "engine.model Qwen/Qwen9-99B: no files"),
+        ("Qwen/Qwen9-99B", "engine.model Qwen/Qwen9-99B: its files"),
         ("http://a:1", "the servers"),
     ]:
         shown = batchrun("check", file, "--set", f"engine={engine}")

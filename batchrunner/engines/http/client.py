@@ -410,7 +410,10 @@ class HttpEngine(Engine):
         return self._names_to_send[name]
 
     async def _resolve_name(self, url: str, name: str) -> str:
-        """Return the server's form of a name without a colon; log which model answers for an unknown one."""
+        """Return the name to send for `name`, which has no colon: `model:adapter` for a loaded adapter.
+
+        Any other name is returned as it is, and a warning says which model answers for it.
+        """
         assert self._server_questions is not None
         if name in await self._server_questions.adapters(url):
             return f"{wire.ANY_MODEL}:{name}"

@@ -491,7 +491,7 @@ def _common_to(infos: Sequence[TokenizerInfo]) -> TokenizerInfo:
 
 
 def sends_pieces(server: Mapping[str, Any]) -> str | None:
-    """Name the argument by which a server sends only the new text in each event; None if there is none."""
+    """Return words for the argument by which a server sends only new text in each event, or None."""
     return _runs_with(server, _IN_PIECES)
 
 

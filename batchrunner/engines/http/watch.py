@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
+from yarl import URL
 
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import InputError
@@ -49,7 +50,8 @@ async def _watch(url: str, span_s: float) -> Situation:
     with contextlib.suppress(NotImplementedError, RuntimeError):  # not in the main thread
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, enough.set)
     key = os.environ.get(KEY_VARIABLE)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    has_password = URL(url).password is not None  # aiohttp sends it in the same header
+    headers = {"Authorization": f"Bearer {key}"} if key and not has_password else {}
     async with aiohttp.ClientSession(headers=headers) as session:
         server = _Server(ServerStatus(session, url))
         await server.ask_arguments()

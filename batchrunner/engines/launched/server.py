@@ -429,7 +429,7 @@ class SGLangServer:
         log.warning("%s is back", self.name)
 
     def _judge(self, *, healed: bool) -> None:
-        """Wake all who wait for the verdict on a death."""
+        """Record whether recovery found safer arguments after a death, and wake all who wait for that."""
         self._was_healed, self._judged_at = healed, time.monotonic()
         self._verdict.set()
         self._verdict = asyncio.Event()

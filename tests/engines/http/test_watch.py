@@ -43,8 +43,9 @@ def watched(server: FakeSGLang, *, polls: int = 8, user: str = "", **options: An
     return advise(server.url.replace("://", f"://{user}"), span_s=PATIENCE_S, **options)
 
 
-def test_a_password_is_not_shown() -> None:
-    """It stands in the address of a server behind a proxy."""
+def test_a_password_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands in the address of a server behind a proxy, and goes before a key in the environment."""
+    monkeypatch.setenv("SGLANG_API_KEY", "another")
     with FakeSGLang() as server:
         found = watched(server, user="joe:hunter2@")
     assert "//***@127" in "\n".join(found.lines())
