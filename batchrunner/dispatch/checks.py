@@ -88,7 +88,7 @@ class AnswerChecker:
         """Thread for checks that may take long and would block the event loop; None if all are quick."""
 
     def to_send(self, request: Request) -> Request:
-        """Return the request to send: with BLANKS if an answer was padded and the request has a schema."""
+        """Return the request, with BLANKS as stop_regex once an answer was padded, if it has a schema."""
         if self._ends_padding and request.sampling.get("json_schema") is not None:
             return _ending_padding(request)
         return request

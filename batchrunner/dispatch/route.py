@@ -1,4 +1,6 @@
-"""Routes: the servers that get a run's rows, and the run's state for each. No clock, no loop.
+"""Routes: the servers to which a run sends rows, with the state that it keeps for each server.
+
+Nothing here reads the clock or runs in the event loop; callers pass the time.
 
 A route also keeps the sender of its rows, which only the dispatcher calls. Each run has its own routes. Runs
 that use one engine at the same time share only `EndedRows`.

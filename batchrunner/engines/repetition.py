@@ -16,8 +16,8 @@ LEAST_PERIODS = 6
 LONGEST_PERIOD = 2048
 """Maximum length, in characters, of a period that is searched for."""
 TAIL = LEAST_CHARACTERS - LEAST_CHARACTERS // LEAST_PERIODS
-"""Number of characters at the end that must also stand one period earlier. In an end of n periods, the last n
-- 1 periods do."""
+"""Number of characters at the end of a text that must occur once more, one period earlier. If the end has n
+periods, all but the first of them do."""
 WINDOW = LONGEST_PERIOD * LEAST_PERIODS
 """Number of characters at the end of a text that are examined."""
 LEAST_IN_PROMPT = 64
@@ -57,8 +57,8 @@ def find_repetition(text: str) -> Repetition | None:
 def _period(text: str, tail: int) -> int | None:
     """Return how far before its end the last `tail` characters of a text occur once more; None if nowhere.
 
-    Searching forwards in the reversed text takes linear time: CPython has a two-way search for that, but
-    `rfind` compares anew at each place.
+    It searches forwards in the reversed text, because CPython's `find` takes linear time (two-way search),
+    while its `rfind` compares anew at each place.
     """
     reversed_text = text[::-1]
     place = reversed_text.find(reversed_text[:tail], 1)
@@ -66,7 +66,7 @@ def _period(text: str, tail: int) -> int | None:
 
 
 def repeats_in_prompt(prompt: str | Sequence[int], output: str | Sequence[int]) -> bool:
-    """Tell whether a prompt also has the repetition at the end of an output: it may have asked for it.
+    """Tell whether the repetition at the end of an output is also in the prompt, which may have asked for it.
 
     Both are texts, or both are token ids.
     """

@@ -68,7 +68,7 @@ class PythonPrompts:
         return filled
 
     def _filled(self, request: Request, result: HookResult) -> Request | Outcome:
-        if result.error is not None or result.value is None:  # without an error, the row is left out
+        if result.error is not None or result.value is None:  # the function skips a row by None
             return Outcome.unsent(request.ref, result.error)
         try:
             return with_prompt(request, self._label, *result.value)

@@ -14,7 +14,7 @@ _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """A bucket, and a key or a common prefix of keys in it."""
+    """Address in an object store: a bucket, and in it a key or the prefix of several keys."""
 
     scheme: str
     """s3, gs or az."""

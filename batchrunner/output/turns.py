@@ -96,7 +96,7 @@ class TurnStore:
             if turn in self._unwritten:
                 batch = [*self._unwritten]
                 await self._disk.write(self._run_dir.task_directory, functools.partial(self._append, batch))
-                del self._unwritten[: len(batch)]  # only now, because a cancelled row cancels its write
+                del self._unwritten[: len(batch)]  # not before: a cancelled row cancels its write
 
     def ended(self, rows: BitMap64) -> None:
         """Delete the segments whose last rows are now in parts, except the newest. Raises OSError."""

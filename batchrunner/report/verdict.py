@@ -85,7 +85,7 @@ def _incomplete(end: RunEnd) -> RunVerdict:
 
 
 def _too_many_failed(end: RunEnd) -> RunVerdict:
-    """Return the verdict on a run with too many failed rows. It counts those of other workers too."""
+    """Return the verdict on too many failed rows. The reason has their number if other workers had some."""
     if end.rows_failed_here in {None, end.rows_failed}:
         return FAILED_ROWS
     rows = counted(end.rows_failed, "row")

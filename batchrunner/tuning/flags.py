@@ -248,7 +248,7 @@ def _half_pool(s: Server) -> list[int]:
 
 
 def _good_fraction(s: Server) -> list[float]:
-    """Return the fraction that leaves the memory free that the guides advise, if a useful pool fits."""
+    """Return the fraction that leaves as much memory free as the guides advise, if a useful pool fits."""
     now, spare_gb, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb
     if now is None or spare_gb is None or not card:
         return []

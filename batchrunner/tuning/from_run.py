@@ -51,7 +51,7 @@ def read_run(run: Path | RunDir) -> Situation:
         client = worker.client
         for path in sorted(worker_dir.log_directory.glob("engine*.log")):
             log.source = f"{worker_dir.task} {path.stem}"
-            with contextlib.suppress(InputError):  # raised for the empty log of a server that never started
+            with contextlib.suppress(InputError):  # the log of a server that never started is empty
                 log.read(path)
     load.settle()
     _lengths(run_dir, client)

@@ -318,6 +318,8 @@ def test_a_directory_that_is_discarded_while_its_lock_is_taken(
     monkeypatch.setattr(os, "fsync", discard_at_first)
     with hold_task(run_dir) as lock:
         lock.verify()
+        assert next(discards, None) is None  # the directory was deleted once
+        assert lock.token in (run_dir.task_directory / "owner").read_text()
 
 
 @pytest.mark.parametrize("join", [[], ["--join"]])

@@ -96,7 +96,7 @@ class BackgroundServers(AttachedServers):
         return fields
 
     async def _post(self, endpoint: Endpoint, path: str, body: bytes) -> bytes:
-        """Post a body, and count the output tokens of a preempted row."""
+        """Post a body. If the row was preempted meanwhile, count the output tokens of its reply."""
         reply = await super()._post(endpoint, path, body)
         task = asyncio.current_task()
         if task in self._preempted:

@@ -1,7 +1,7 @@
 """Sends rows through SGLang's Model Gateway (`smg`), and decides whether they have to go through it.
 
-Some gateways send all requests with the same routing key to one worker: those with the policy
-`consistent_hashing` or `manual`, and all others with `--routing-key-override`. There each worker is a route,
+A gateway sends all requests with the same routing key to one worker if its policy is
+`consistent_hashing` or `manual`, or if it has `--routing-key-override`. There each worker is a route,
 as if it were reached directly: its rows carry a key that leads to it, and windows, prefix groups and retries
 work as for a replica. Any other gateway is one route that leads to several schedulers, and the gateway
 chooses the worker of each request.
@@ -102,7 +102,7 @@ _read_refusal = msgspec.json.Decoder(_GatewayRefusal)
 
 
 def code_of(content: bytes) -> str | None:
-    """Return the error code in a gateway's own refusal; None for a worker's, whose codes are numbers."""
+    """Return the error code if the gateway itself refused; None if a worker did: its codes are numbers."""
     try:
         return _read_refusal.decode(content).error.code
     except (msgspec.MsgspecError, ValueError):
@@ -110,7 +110,7 @@ def code_of(content: bytes) -> str | None:
 
 
 def refusal_of(answer: replies.WholeAnswer) -> RequestError | None:
-    """Return the error of a row that the gateway itself refused; None where a worker refused it."""
+    """Return the error of a row that the gateway itself refused; None for any other refusal."""
     code = code_of(answer.content)
     if code is None:
         return None
@@ -131,13 +131,7 @@ async def reason_to_go_through(url: str, headers: Mapping[str, str]) -> str | No
     Raises EngineAwayError if there is no gateway, or if it has no workers.
     """
     async with aiohttp.ClientSession(headers=headers) as session:
-        try:
-            workers = await GatewayQuestions(session, url).workers()
-        except EngineDownError as failure:
-            raise EngineAwayError(str(failure)) from None
-        workers = [worker for worker in workers if not worker.is_leaving]
-        if not workers:
-            raise EngineAwayError(f"{url}: the gateway has no workers")
+        workers = await _workers_at_start(GatewayQuestions(session, url), url)
         for worker in workers:
             if worker.is_grpc:
                 return f"{worker.url} speaks gRPC"
@@ -145,6 +139,18 @@ async def reason_to_go_through(url: str, headers: Mapping[str, str]) -> str | No
                 return f"{worker.url} is a {worker.worker_type} worker, and only the gateway joins the halves"
         reasons = await asyncio.gather(*(_unreachable(session, worker) for worker in workers))
         return next(filter(None, reasons), None)
+
+
+async def _workers_at_start(gateway: GatewayQuestions, url: str) -> list[GatewayWorker]:
+    """Return the gateway's workers that stay; raises EngineAwayError if there are none, or no gateway."""
+    try:
+        workers = await gateway.workers()
+    except EngineDownError as failure:
+        raise EngineAwayError(str(failure)) from None
+    staying = [worker for worker in workers if not worker.is_leaving]
+    if not staying:
+        raise EngineAwayError(f"{url}: the gateway has no workers")
+    return staying
 
 
 async def _unreachable(session: aiohttp.ClientSession, worker: GatewayWorker) -> str | None:
@@ -215,12 +221,7 @@ class ThroughGateway(HttpEngine):
                 f"task: {self._task} needs requests that the gateway {self.url} does not pass on",
                 hint="set engine.route: workers, or list the workers as engine.urls",
             )
-        try:
-            workers = [worker for worker in await self._gateway.workers() if not worker.is_leaving]
-        except EngineDownError as failure:
-            raise EngineAwayError(str(failure)) from None
-        if not workers:
-            raise EngineAwayError(f"{self.url}: the gateway has no workers")
+        workers = await _workers_at_start(self._gateway, self.url)
         model, server = await self._describe(workers)
         self._model_id = next((w.model_id for w in workers if w.model_id), str(model["served_model_name"]))
         self.model_to_send = self._model_id
@@ -386,7 +387,7 @@ class ThroughGateway(HttpEngine):
         )
 
     def _in_flight_at(self, worker: GatewayWorker) -> int:
-        """Count the rows in flight at a worker, by the requests that the gateway counts and our own rows."""
+        """Estimate the rows in flight at a worker, from our own rows and the gateway's count of requests."""
         endpoint = self.endpoints.get(worker.url)
         if endpoint is not None:
             others = 0 if worker.load is None else max(0, worker.load - len(endpoint.requests))
@@ -470,7 +471,10 @@ class ThroughGateway(HttpEngine):
         return await self._keys_of(frozenset(worker.url for worker in workers if worker.is_usable))
 
     async def _keys_of(self, urls: frozenset[str]) -> dict[str, str]:
-        """Try keys until there is one for each worker; return them, or none if a key changes its worker.
+        """Try routing keys until one leads to each worker; return them.
+
+        The result is empty if a key leads to another worker when it is tried again, or if some worker got no
+        key though all requests were answered.
 
         Workers that are down get no key. Requests are sent one after the other, because a gateway may pin a
         key at its first request, and must have answered this request before the next one comes.
@@ -523,7 +527,7 @@ def _rows_of(endpoint: Endpoint) -> int:
 
 
 def _value_of(label: Any) -> Any:
-    """Return the value of a label, which the gateway has as a text: true, 4096, or the text itself."""
+    """Return the value of a label: parsed if the text is JSON, such as true or 4096, else the text."""
     try:
         return orjson.loads(label)
     except (orjson.JSONDecodeError, TypeError):

@@ -41,7 +41,7 @@ class _PublicConnection(http.client.HTTPConnection):
         for *_, address in socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM):
             self._check(address[0])
         super().connect()
-        self._check(self.sock.getpeername()[0])  # the name may have been resolved anew
+        self._check(self.sock.getpeername()[0])  # connecting resolves the name again
 
     def _check(self, address: str | int) -> None:
         if not is_public(str(address)):

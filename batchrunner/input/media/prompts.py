@@ -223,7 +223,7 @@ class MediaPrompts:
         leading: list[PromptFile],
         placed: list[PromptFile],
     ) -> list[dict[str, Any]]:
-        """Return messages with files in place of their marks; the last user message begins with `leading`."""
+        """Put files in place of their marks, and the files `leading` first into the last user message."""
         user_positions = [at for at, message in enumerate(messages) if message["role"] == _USER]
         target = user_positions[-1] if user_positions else 0
         filled = []
