@@ -25,6 +25,7 @@ from batchrunner.dispatch.progress import AttemptProgress
 from batchrunner.dispatch.queue import Backlog, ResultSink, RowSource
 from batchrunner.dispatch.reorder import OutputLengths, Reorderer, ReuseDistance
 from batchrunner.dispatch.route import Routes
+from batchrunner.dispatch.sharing import Account
 from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.engines.base import Engine
 from batchrunner.input.dataset import carried_of
@@ -174,14 +175,15 @@ class Sending:
         turns: TurnStore | None = None,
         estimated_row_s: float | None = None,
         adaptation: Adaptation | None = None,
+        account: Account | None = None,
     ) -> None:
         """Build the objects in the order in which rows and load samples pass through them.
 
         `began` is the start of the attempt on the monotonic clock, `functions` run the job's Python
         functions, `done_before` are the rows of earlier attempts, `turns` stores the turns of rollouts,
-        `estimated_row_s` is the time per row in seconds that an estimate of the run predicts, and
-        `adaptation` tunes the servers' flags. Raises CannotTokenizeError if the job needs client-side
-        tokenization and that is not possible.
+        `estimated_row_s` is the time per row in seconds that an estimate of the run predicts, `adaptation`
+        tunes the servers' flags, and `account` pays for the rows. Raises CannotTokenizeError if the job needs
+        client-side tokenization and that is not possible.
         """
         self._job, self._rows, self._outlet, self._events = job, rows, outlet, events
         self._control, self._displays, self._load_control = control, displays, load_control
@@ -193,7 +195,7 @@ class Sending:
         self._next_sample = 0.0
         self.concurrency = load_control.concurrency
         concurrency, info = self.concurrency, self.concurrency.info
-        routes = Routes()
+        routes = Routes(account)
         tokenizer = RowTokenizer(
             job=job, kind=rows.kind, engine=engine, info=info, events=events, functions=functions
         )
