@@ -31,7 +31,7 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import CHAT_PATH, EMBEDDINGS_PATH, Request
+from batchrunner.core.types import CHAT_PATH, CLASSIFY_PATH, EMBEDDINGS_PATH, RESPONSES_PATH, Request
 from batchrunner.dispatch.route import Route, RouteRecord
 
 MOST_DEATHS = 4
@@ -323,7 +323,10 @@ FEW_TOKENS = {"max_new_tokens": 8, "temperature": 0}
 """Sampling parameters of a control. It requests several tokens: a single token may have no text yet, and an
 empty text would not count as an answer."""
 _WORD = [{"role": "user", "content": "1"}]
-_PROMPTS: dict[str, tuple[str, Any]] = {CHAT_PATH: ("messages", _WORD), EMBEDDINGS_PATH: ("input", "1")}
+_PROMPTS: dict[str, tuple[str, Any]] = {
+    CHAT_PATH: ("messages", _WORD),
+    **dict.fromkeys((EMBEDDINGS_PATH, CLASSIFY_PATH, RESPONSES_PATH), ("input", "1")),
+}
 """Prompt field of a control's body and its value, by endpoint; other endpoints have a `prompt`."""
 
 

@@ -1,4 +1,7 @@
-"""Reads the requests of a batch file (OpenAI's format), and finds repeated custom_ids.
+"""Reads the requests of a batch file (OpenAI's format), and refuses files with unusable lines.
+
+A custom_id that is missing, no text or repeated, and a wrong endpoint, are faults of the whole file, because
+nothing can be sent for such a line, or its result would not be found. Other faults fail a line alone.
 
 `{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": […]}}`
 """
@@ -6,24 +9,27 @@
 import logging
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from pyroaring import BitMap
 from xxhash import xxh3_64_intdigest
 
 from batchrunner.core.errors import InputError
-from batchrunner.core.types import BATCH_PATHS, EMBEDDINGS_PATH
 from batchrunner.input.request_bodies import BODY, CUSTOM_ID, URL
 from batchrunner.input.text_lines import ITEMS_NAMED, TOO_LONG, LineNumbers, TextRecord
+from batchrunner.job.prompt import BatchRules
+from batchrunner.job.tasks import TASK_OF_ENDPOINT, TaskName
 
 log = logging.getLogger(__name__)
 
 MOST_REPEATED = 100_000
 """Maximum number of custom_ids whose full digests are compared. These are the custom_ids that share the low
 half of their digest with an earlier one. Among ten million different custom_ids, about 12,000 do."""
+MOST_FAULTS = 50
+"""Maximum number of faulty lines of one kind that an error lists one by one."""
 ID_CHARACTERS = 40
 """Maximum number of characters of a repeated `custom_id` in a message."""
 _LOW_BITS = (1 << 32) - 1
@@ -47,25 +53,82 @@ class _ModelOfBody(msgspec.Struct):
     model: str | None = None
 
 
+_read_name = msgspec.json.Decoder(_Named)
 _read_custom_id = msgspec.json.Decoder(_NamedByAny)
 _read_request = msgspec.json.Decoder(_RequestLine)
 _read_model = msgspec.json.Decoder(_ModelOfBody)
+
+
+class LineFault(NamedTuple):
+    """A fault of a line for which the whole file is refused."""
+
+    line: int
+    code: str
+    """OpenAI's name of the fault."""
+    problem: str
+
+
+class BatchFileError(InputError):
+    """A batch file has lines for which it is refused; nothing of it is sent."""
+
+    def __init__(self, message: str, faults: Sequence[LineFault] = (), *, hint: str | None = None) -> None:
+        """Take the message, and the first of the faults, at most MOST_FAULTS of each code."""
+        super().__init__(message, hint=hint)
+        self.line_faults = [*faults]
+
+
+class _LineFaults:
+    """The faults of a file that have one code."""
+
+    def __init__(self, code: str, hint: str) -> None:
+        self._code, self._hint = code, hint
+        self._numbers = LineNumbers()
+        self._faults: list[LineFault] = []
+
+    def add(self, line: int, problem: str) -> None:
+        self._numbers.add(line, problem)
+        if len(self._faults) < MOST_FAULTS:
+            self._faults.append(LineFault(line, self._code, problem))
+
+    def errors(self, path: str) -> list[BatchFileError]:
+        """Return one error for all faults; nothing if there are none."""
+        if not self._numbers.count:
+            return []
+        message = f"{path}: {self._numbers}: {self._numbers.reason}"
+        return [BatchFileError(message, self._faults, hint=self._hint)]
+
+
+def _raise_together(errors: Sequence[BatchFileError]) -> None:
+    """Raise the errors, if there are any: several as one error with a line of text for each."""
+    if len(errors) > 1:
+        faults = sorted(fault for error in errors for fault in error.line_faults)
+        texts = [text for error in errors for text in (error.faults or [str(error)])]
+        combined = BatchFileError("\n".join(texts), faults)
+        combined.faults = texts
+        raise combined
+    for error in errors:
+        raise error
 
 
 class _WrongEndpointError(ValueError):
     """A request is for an endpoint that is not served, or for another task than the lines before it."""
 
 
+class _WrongCustomIdError(ValueError):
+    """A request has no custom_id, or one that is no text."""
+
+
 def request_lines(lines: Iterable[bytes | None], path: str) -> Iterator[TextRecord]:
     """Yield a record for each line that is not empty. None stands for a line that is too long.
 
-    The first request sets the kind of endpoint for the whole file (embeddings or not), and the first request
-    with a model sets the model. After the last line, raises InputError if any line has a wrong endpoint; the
-    message begins with `path`.
+    The first request sets the model's task for the whole file, such as text generation, and the first request
+    with a model sets the model. After the last line, raises BatchFileError if a line has a wrong endpoint or
+    no custom_id; the message begins with `path`.
     """
-    for_embeddings: bool | None = None
+    task: TaskName | None = None
     model: str | None = None
-    wrong_endpoints = LineNumbers()
+    wrong_endpoints = _LineFaults("invalid_url", "remove these lines, or move them to a file of their own")
+    wrong_ids = _LineFaults("missing_required_parameter", "give each line a custom_id of its own")
     for number, line in enumerate(lines, 1):
         if line is None:
             yield TextRecord(number, {}, f"not a request: it {TOO_LONG}", 0)
@@ -77,37 +140,57 @@ def request_lines(lines: Iterable[bytes | None], path: str) -> Iterator[TextReco
         problem: str | None = None
         try:
             request = _request_in(text)
-            _check_endpoint(request.url, for_embeddings=for_embeddings)
-            for_embeddings = request.url == EMBEDDINGS_PATH
+            task = _same_task(request.url, task)
             model = _same_model(request.body, model)
             values = {CUSTOM_ID: request.custom_id, URL: request.url, BODY: bytes(request.body).decode()}
         except _WrongEndpointError as failure:
             problem = str(failure)
             wrong_endpoints.add(number, problem)
+        except _WrongCustomIdError as failure:
+            problem = str(failure)
+            wrong_ids.add(number, problem)
         except (ValueError, RecursionError) as failure:  # errors of msgspec and of UTF-8 are ValueErrors
             values, problem = _custom_id_in(text), f"not a request: {failure}"
         yield TextRecord(number, values, problem, len(line))
-    if wrong_endpoints.count:
-        raise InputError(
-            f"{path}: {wrong_endpoints}: {wrong_endpoints.reason}",
-            hint="remove these lines, or move them to a file of their own",
-        )
+    _raise_together([*wrong_ids.errors(path), *wrong_endpoints.errors(path)])
 
 
 def _request_in(text: bytes) -> _RequestLine:
-    """Return the request on a line; raises ValueError or RecursionError if there is none."""
+    """Return the request on a line; raises ValueError or RecursionError if there is none.
+
+    The error is a _WrongCustomIdError if the line is an object without a usable custom_id.
+    """
     text.decode()
-    return _read_request.decode(text)
+    try:
+        return _read_request.decode(text)
+    except msgspec.ValidationError:
+        _check_custom_id(text)
+        raise
 
 
-def _check_endpoint(url: str, *, for_embeddings: bool | None) -> None:
-    """Raise _WrongEndpointError if an endpoint is not served, or is of another kind than in earlier lines."""
-    if url not in BATCH_PATHS:
-        raise _WrongEndpointError(f"url should be {' or '.join(BATCH_PATHS)} (got {url!r:.60})")
-    if for_embeddings not in {None, url == EMBEDDINGS_PATH}:
+def _check_custom_id(text: bytes) -> None:
+    """Raise _WrongCustomIdError if the object on a line has no custom_id, or one that is no text."""
+    try:
+        _read_name.decode(text)
+    except msgspec.ValidationError as failure:
+        if text.startswith(b"{"):
+            raise _WrongCustomIdError(f"custom_id should be a text that is not empty ({failure})") from None
+
+
+def _same_task(url: str, task: TaskName | None) -> TaskName:
+    """Return the task of the model that answers at an endpoint.
+
+    Raises _WrongEndpointError if the endpoint is not served, or if its task is not that of the earlier lines.
+    """
+    task_of_url = TASK_OF_ENDPOINT.get(url)
+    if task_of_url is None:
+        raise _WrongEndpointError(f"url should be {' or '.join(TASK_OF_ENDPOINT)} (got {url!r:.60})")
+    if task not in {None, task_of_url}:
         raise _WrongEndpointError(
-            f"url is {url}, unlike in an earlier line: one model cannot make both embeddings and answers"
+            f"url is {url}, which needs a model for task: {task_of_url}; an earlier line needs one for "
+            f"task: {task}"
         )
+    return task_of_url
 
 
 def _same_model(body: msgspec.Raw, model: str | None) -> str | None:
@@ -136,22 +219,28 @@ def _custom_id_in(text: bytes) -> dict[str, str]:
     return {} if written == b"null" else {CUSTOM_ID: name}
 
 
-def log_faults(records: Iterable[TextRecord], path: str) -> Iterator[TextRecord]:
-    """Yield the records of a batch file; at its end log bad lines and repeated custom_ids."""
+def checked_requests(records: Iterable[TextRecord], path: str, rules: BatchRules) -> Iterator[TextRecord]:
+    """Yield the records of a batch file; at its end log bad lines.
+
+    After the last record, raises BatchFileError if `records` does, or if custom_ids are repeated although the
+    rules forbid it.
+    """
     bad_lines, custom_ids = LineNumbers(), _CustomIds()
-    for record in records:
-        if record.problem is not None:
-            bad_lines.add(record.line, record.problem)
-        if CUSTOM_ID in record.values:
-            custom_ids.add(record.line, record.values[CUSTOM_ID])
-        yield record
+    errors: list[BatchFileError] = []
+    try:
+        for record in records:
+            if record.problem is not None:
+                bad_lines.add(record.line, record.problem)
+            if CUSTOM_ID in record.values:
+                custom_ids.add(record.line, record.values[CUSTOM_ID])
+            yield record
+    except BatchFileError as failure:
+        errors.append(failure)
+    if not rules.allows_repeated:
+        errors += custom_ids.errors(path)
+    _raise_together(errors)
     if bad_lines.count:
         log.warning("%s: %s will fail: %s", path, bad_lines, bad_lines.reason)
-    repeated = custom_ids.repeated()
-    if repeated:
-        shown = "; ".join(f"{name!r} on {lines}" for name, lines in repeated[:ITEMS_NAMED])
-        more = f"; and {len(repeated) - ITEMS_NAMED:,} more" if len(repeated) > ITEMS_NAMED else ""
-        log.warning("%s: repeated custom_ids (each line is still answered): %s%s", path, shown, more)
 
 
 class _CustomIds:
@@ -171,6 +260,22 @@ class _CustomIds:
             self._low_halves.add(low_half)
         elif len(self._candidates) < MOST_REPEATED:
             self._candidates.setdefault(digest, custom_id[:ID_CHARACTERS])
+
+    def errors(self, path: str) -> list[BatchFileError]:
+        """Return one error that names repeated custom_ids with their lines; nothing if there are none."""
+        repeated = self.repeated()
+        if not repeated:
+            return []
+        shown = "; ".join(f"{name!r} on {lines}" for name, lines in repeated[:ITEMS_NAMED])
+        more = f"; and {len(repeated) - ITEMS_NAMED:,} more" if len(repeated) > ITEMS_NAMED else ""
+        faults = [
+            LineFault(line, "duplicate_custom_id", f"custom_id {name!r} is also on line {lines.first[0]}")
+            for name, lines in repeated
+            for line in lines.first[1:]
+        ]
+        message = f"{path}: repeated custom_ids: {shown}{more}"
+        hint = "give each line a custom_id of its own, or add --allow-repeated"
+        return [BatchFileError(message, faults[:MOST_FAULTS], hint=hint)]
 
     def repeated(self) -> list[tuple[str, LineNumbers]]:
         """Return the first characters of each repeated custom_id, with its lines."""

@@ -46,6 +46,7 @@ from batchrunner.input.parquet_copy import (
 from batchrunner.input.templates import unknown_column
 from batchrunner.job.arrow_types import type_name
 from batchrunner.job.output import StorageSpec
+from batchrunner.job.prompt import BatchRules
 from batchrunner.job.spec import InputSpec
 from batchrunner.output.arrow_arrays import UNREADABLE, arrow_array, shown_values
 
@@ -124,11 +125,11 @@ class Dataset:
         copies: Path | None = None,
         *,
         paths: Sequence[str] | None = None,
-        is_batch: bool = False,
+        batch_rules: BatchRules | None = None,
     ) -> None:
         """Find the files, except those in the run directory `run`, and read their columns and row groups.
 
-        `paths` replaces `source.path`. `storage` says how object stores are reached. With `is_batch`, the
+        `paths` replaces `source.path`. `storage` says how object stores are reached. With `batch_rules`, the
         input is one batch file. `copies` is the directory for the Parquet copies of files in other formats;
         the default is a temporary directory, which is deleted with this object. Raises InputError if a file
         is missing or unreadable.
@@ -136,7 +137,7 @@ class Dataset:
         if paths is None:
             paths = [source.path] if isinstance(source.path, str) else source.path
         self._find = functools.partial(find_files, paths, run, storage)
-        self.files = self._open_files(source, copies, is_batch=is_batch)
+        self.files = self._open_files(source, copies, batch_rules=batch_rules)
         _unify_json_lines(self.files)
         self._starts = [0, *accumulate(file.rows for file in self.files)]
         self.total_rows = self._starts[-1]
@@ -160,9 +161,11 @@ class Dataset:
         self._problem_columns = [PROBLEM] if has_problems or len(self._paths_by_schema) > 1 else []
         self._check_text_options(source)
 
-    def _open_files(self, source: InputSpec, copies: Path | None, *, is_batch: bool) -> list[SourceFile]:
+    def _open_files(
+        self, source: InputSpec, copies: Path | None, *, batch_rules: BatchRules | None
+    ) -> list[SourceFile]:
         fs, names = self._find()
-        if is_batch and len(names) > 1:
+        if batch_rules and len(names) > 1:
             raise InputError(
                 f"the input has {len(names)} batch files, such as {names[0]} and {names[1]}",
                 hint="give one file: a custom_id is unique only within its file",
@@ -171,7 +174,7 @@ class Dataset:
             copies = Path(tempfile.mkdtemp(prefix="batchrunner-copies-"))
             weakref.finalize(self, shutil.rmtree, copies, ignore_errors=True)
         with thread_pool(READERS) as pool:
-            options = repeat(copies), repeat(source), repeat(is_batch)
+            options = repeat(copies), repeat(source), repeat(batch_rules)
             return list(pool.map(SourceFile, repeat(fs), names, *options))
 
     def _check_text_options(self, source: InputSpec) -> None:

@@ -4,15 +4,32 @@ from typing import Any
 
 import msgspec
 
-from batchrunner.core.types import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RequestBody
+from batchrunner.core.types import (
+    CHAT_PATH,
+    CLASSIFY_PATH,
+    COMPLETIONS_PATH,
+    EMBEDDINGS_PATH,
+    RERANK_PATH,
+    SCORE_PATH,
+    RequestBody,
+)
 
 CUSTOM_ID, URL, BODY = BATCH_COLUMNS = ("custom_id", "url", "body")
 """Columns of a batch file: the ID of a request, its endpoint, and its body."""
-PROMPT_FIELDS = ("tools", "messages", "prompt", "input_ids", "input")
+PROMPT_FIELDS = (
+    "instructions", "tools", "messages", "prompt", "input_ids", "query", "input", "items", "documents",
+)  # fmt: skip
 """Fields whose values begin the prompt, in the order in which chat templates write them."""
-_PLAIN_PROMPTS = ("prompt", "input_ids")
-_TO_EMBED = ("input",)
-_LIMITS = ("max_completion_tokens", "max_tokens")
+_PLAIN_PROMPTS = {
+    COMPLETIONS_PATH: ("prompt", "input_ids"),
+    EMBEDDINGS_PATH: ("input",),
+    CLASSIFY_PATH: ("input",),
+    SCORE_PATH: ("query", "items"),
+}
+"""Fields with prompts that reach the model without a chat template, by endpoint."""
+_WITHOUT_DECODING = {EMBEDDINGS_PATH, CLASSIFY_PATH, SCORE_PATH, RERANK_PATH}
+"""Endpoints whose answers have no output tokens."""
+_LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 CHAT_TOKENS, COMPLETION_TOKENS = 1024, 16
 """Estimated output tokens of a request without a limit. 16 is SGLang's own limit for completions."""
 THINKING_BUDGET = "thinking_budget"
@@ -64,13 +81,19 @@ def prompts_in(body: RequestBody) -> list[Any]:
     """
     fields = fields_of(body.content)
     values: list[Any] = []
-    for name in _TO_EMBED if body.path == EMBEDDINGS_PATH else _PLAIN_PROMPTS:
+    for name in _PLAIN_PROMPTS.get(body.path, ()):
         value = msgspec.json.decode(fields[name]) if name in fields else None
         if isinstance(value, list) and any(isinstance(item, (str, list)) for item in value):
             values += value
         else:
             values.append(value)
-    return [value for value in values if isinstance(value, str) or _is_ids(value)]
+    # A query or an item of a score may be empty, because both together are the prompt.
+    may_be_empty = body.path == SCORE_PATH
+    return [
+        value
+        for value in values
+        if (isinstance(value, str) or _is_ids(value)) and (value or not may_be_empty)
+    ]
 
 
 def _is_ids(prompt: Any) -> bool:
@@ -95,7 +118,7 @@ def _with_budget(custom_params: msgspec.Raw | None, budget: int) -> msgspec.Raw:
 
 def _most_tokens(path: str, fields: dict[str, msgspec.Raw]) -> int:
     """Return a request's limit of output tokens, or an estimate if the request has no limit."""
-    if path == EMBEDDINGS_PATH:
+    if path in _WITHOUT_DECODING:
         return 1
     for name in _LIMITS:
         value = msgspec.json.decode(fields[name]) if name in fields else None

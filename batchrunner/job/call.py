@@ -133,11 +133,14 @@ CUSTOM_ID = "custom_id"
 """Column that identifies the request of a result."""
 
 
-def job_of_batch(requests: str, run: str, *, engine: Sequence[str], overrides: Sequence[str]) -> Job:
+def job_of_batch(
+    requests: str, run: str, *, engine: Sequence[str], overrides: Sequence[str], allows_repeated: bool = False
+) -> Job:
     """Return the job that sends the lines of the file `requests`; its run directory is `run`.
 
     `engine` is a model, the addresses of servers, or a job file, whose engine, limits, order and window are
-    used. By default any number of lines may fail. Raises JobError.
+    used. By default any number of lines may fail. `allows_repeated` tells whether several lines may have one
+    custom_id. Raises JobError.
     """
     for override in overrides:
         name = override.partition("=")[0].strip()
@@ -154,7 +157,7 @@ def job_of_batch(requests: str, run: str, *, engine: Sequence[str], overrides: S
     output, limits = tree["output"], tree["limits"]
     tree = {part: value for part, value in tree.items() if part not in left_out} | {
         "input": {"path": requests, "columns": [CUSTOM_ID]},
-        "prompt": BatchPrompts(),
+        "prompt": BatchPrompts(allows_repeated=allows_repeated),
         "output": {
             **{key: value for key, value in output.items() if f"output.{key}" in _OF_BASE},
             "path": run,

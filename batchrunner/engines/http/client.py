@@ -425,7 +425,8 @@ class HttpEngine(Engine):
     async def _post(self, endpoint: Endpoint, path: str, body: bytes) -> bytes:
         """Send a body and return the reply; raises RequestError, with the reply, if that is no answer."""
         fields = self._added_fields(endpoint, path)
-        rids = (str(fields["rid"]),) if "rid" in fields else ()
+        rid_field = wire.RID_FIELDS.get(path)
+        rids = (str(fields[rid_field]),) if rid_field in fields else ()
         body = wire.with_fields(body, fields) if fields else body
         answer = await self._exchange(endpoint, path, body, self._whole, rids=rids)
         if answer.status != _OK or not answer.content.lstrip().startswith(JSON_BEGINS):
@@ -441,9 +442,10 @@ class HttpEngine(Engine):
 
         All ids have the same length, because SGLang may abort every request whose id begins with a given one.
         """
-        if path not in wire.ABORTABLE_PATHS:
+        rid_field = wire.RID_FIELDS.get(path)
+        if rid_field is None:
             return {}
-        return {"rid": f"{self._rid_prefix}-{next(self._rid_numbers):010}"}
+        return {rid_field: f"{self._rid_prefix}-{next(self._rid_numbers):010}"}
 
     def _addressed(self, body: dict[str, Any]) -> dict[str, Any]:
         """Add the model's name to a body, if a gateway needs it to find a worker; return the body."""

@@ -15,7 +15,14 @@ from yarl import URL
 
 from batchrunner.core.errors import EngineDownError, RowRefusedError
 from batchrunner.core.media import PromptFile, file_of_part
-from batchrunner.core.types import CHAT_PATH, COMPLETIONS_PATH, AskedColumns, Request, RequestBody
+from batchrunner.core.types import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    RESPONSES_PATH,
+    AskedColumns,
+    Request,
+    RequestBody,
+)
 from batchrunner.engines.http.proxies import proxy_of
 from batchrunner.input.request_bodies import THINKING_BUDGET, prompts_in
 from batchrunner.job.output import OF_TOKENS
@@ -30,8 +37,14 @@ _CHAT_NAMES = {
 
 
 GENERATE_PATH, TOKENIZE_PATH, ABORT_PATH = "/generate", "/v1/tokenize", "/abort_request"
-ABORTABLE_PATHS = {GENERATE_PATH, CHAT_PATH, COMPLETIONS_PATH}
-"""Paths whose requests can be aborted. At other paths a row ends with its forward pass anyway."""
+RID_FIELDS = {
+    GENERATE_PATH: "rid",
+    CHAT_PATH: "rid",
+    COMPLETIONS_PATH: "rid",
+    RESPONSES_PATH: "request_id",
+}
+"""Field with the ID by which a request can be aborted, by path. At other paths a row ends with its forward
+pass anyway."""
 ANY_MODEL = "default"
 """Model name that SGLang accepts for the model it serves, whatever that model is called."""
 
