@@ -376,7 +376,7 @@ def test_rows_that_were_appended(
         server.forget()
         grown(path, range(known, rows))
         result = run_job(job, tmp_path, *options)
-        assert f"{path} grew: its first {known} rows are those of this run" in result.stderr
+        assert f"{path} has grown: the first {known} rows are those of this run" in result.stderr
         assert rows_sent(server) == [*range(known, rows)]
         assert done(job, rows)
     assert batchrun("merge", tmp_path / "run").exit_code == 0
