@@ -320,8 +320,8 @@ def test_a_run_s_results_are_the_next_one_s_input(tmp_path: Path, server: FakeSG
     second = {**first, "input": {"path": path}, "prompt": prompt, "output": {"path": f"{path}-2"}}
     told(
         refusal(second, tmp_path),
-        f"{path}: this run is not done: 10 of 20 rows: "
-        f"run it again, or use the finished rows in {path}/parts",
+        f"{path}: this run is not done: 10 of 20 rows are done: "
+        f"run its job again, or use the finished rows in {path}/parts",
     )
     server.script = lambda _: "answer"
     of_parts = {**second, "input": {"path": f"{path}/parts"}, "output": {"path": f"{path}-3"}}
