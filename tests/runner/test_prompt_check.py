@@ -88,7 +88,7 @@ def test_a_chat_template_that_is_not_known(
     done = batchrun("check", job_on(tmp_path, template, CHAT, engine=engine))
     assert done.exit_code == 0
     assert f"not checked: {says}" in done.stdout
-    assert "all else is fine; nothing was sent" in done.stdout
+    assert "everything else is fine; nothing was sent" in done.stdout
 
 
 def test_a_model_whose_chats_sglang_writes_itself(tmp_path: Path) -> None:
