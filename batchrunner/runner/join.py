@@ -213,7 +213,7 @@ class LeasedRows(TaskRows):
         return lease, is_over
 
     def _try_take(self) -> Lease | None:
-        """Take a lease that was free at the last look; None if none was free, or this worker has its share."""
+        """Take a lease that was free at the last look; None if none was, or if this worker has its share."""
         if time.monotonic() - self._refreshed_at > REFRESH_S:
             self._refresh()
         if self._has_its_share():
