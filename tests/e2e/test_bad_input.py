@@ -560,7 +560,7 @@ def test_results_of_another_run_in_the_input(tmp_path: Path, pattern: str) -> No
         batchrunner.run(job, overrides=[f"input.limit={limit}"])
     assert rows_in(job) == [*range(10)]
     second = {**job, "output": {"path": f"{tmp_path}/data/run2"}}
-    told(refusal(second, tmp_path), f"also names files of the run {tmp_path}/data/run1")
+    told(refusal(second, tmp_path), f"also matches files of the run {tmp_path}/data/run1")
     meant = {**second, "input": {"path": f"{tmp_path}/data/run1/parts"}, "prompt": {"text": "output"}}
     assert batchrunner.run(meant).rows_ok == 10
 

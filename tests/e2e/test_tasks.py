@@ -356,7 +356,7 @@ def test_an_engine_opened_for_another_task(embedder: FakeSGLang) -> None:
     """An open engine takes jobs of its task only."""
     with batchrunner.open_engine(embedder.url, task="embed") as engine:
         assert batchrunner.embed(["x"], engine=engine).column("embedding").to_pylist() == [vector_for("x")]
-        with pytest.raises(batchrunner.JobError, match="was opened for task embed, and the"):
+        with pytest.raises(batchrunner.JobError, match="was opened for task embed, but the job"):
             batchrunner.generate(["x"], engine=engine)
 
 
