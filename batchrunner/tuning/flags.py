@@ -433,7 +433,7 @@ def state_args(
 
 
 def _state_pool(flag: str, *, grows: bool) -> NextValues:
-    """Return the function for the next value of a flag that makes the state pool larger (`grows`) or smaller."""
+    """Return the function for the next value of a flag that enlarges (`grows`) or shrinks the state pool."""
 
     def values(s: Server) -> list[Any]:
         pool = s.facts.states
