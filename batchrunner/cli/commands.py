@@ -201,6 +201,7 @@ def engine(
     """
     from batchrunner.api.runs import open_engine  # noqa: PLC0415
     from batchrunner.engines.registry import launched_model  # noqa: PLC0415
+    from batchrunner.job.engine import API_KEY_VARIABLE  # noqa: PLC0415
     from batchrunner.job.load import load_job  # noqa: PLC0415
     from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
 
@@ -214,9 +215,9 @@ def engine(
     )
     if launched_model(job.engine) is None:
         raise JobError(f"engine: kind {job.engine.kind} starts no server", hint="give a model")
-    key = os.environ.setdefault("SGLANG_API_KEY", secrets.token_hex(24))
+    key = os.environ.setdefault(API_KEY_VARIABLE, secrets.token_hex(24))
     with open_engine(job.engine, task=job.task) as open_server, contextlib.suppress(KeyboardInterrupt):
-        tell(f"ready until Ctrl-C; its users need: export SGLANG_API_KEY={key}")
+        tell(f"ready until Ctrl-C; its users need: export {API_KEY_VARIABLE}={key}")
         started = getattr(open_server.shared.engine, "gateway", None)
         show(open_server.info.routes if started is None else (started.url,))
         threading.Event().wait()
