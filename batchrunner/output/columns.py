@@ -122,7 +122,7 @@ def rows_made(outcome: Outcome) -> list[Outcome]:
 
 
 def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -> pa.Table:
-    """Convert outcomes, in their order, to a table with the schema of a part."""
+    """Convert outcomes, in their order, to a table with the schema of a part file."""
     if plan.asked is not None:  # only a job with rollouts sets it
         outcomes = [*chain.from_iterable(map(rows_made, outcomes))]
     is_single = plan.samples == 1

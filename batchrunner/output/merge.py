@@ -173,7 +173,7 @@ def in_order(
     (default: BUCKET_BYTES). Memory peaks at about three times that size. `columns` selects columns; by
     default the tables have all columns but the digests of requests. Temporary files go to the directory
     `work`. Raises OutputError if they cannot be written, and ArrowException, KeyError or ResumeError for part
-    files that are damaged or do not belong together.
+    file files that are damaged or do not belong together.
     """
     bucket_bytes = bucket_bytes or BUCKET_BYTES
     bucket_rows = _bucket_rows(parts, columns, bucket_bytes)

@@ -238,8 +238,8 @@ def _aws_credentials() -> dict[str, Any]:
         why = "none were found" if isinstance(failure, ValueError) else first_line(failure)
         raise JobError(
             f"AWS credentials: {why}",
-            hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, "
-            "or storage.anonymous for a public bucket",
+            hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
+            "or storage.anonymous: true for a public bucket",
         ) from None
 
 

@@ -316,7 +316,7 @@ class Run:
             raise end.failure
         return report
 
-    # Build the parts of the run
+    # Build the components of the run
 
     async def _open_load_control(self) -> tuple[LoadControl, str]:
         """Write the event `start`; return the load control and the reason for its first window."""
@@ -341,7 +341,7 @@ class Run:
     def _writer(self) -> ResultWriter:
         """Return the writer of the results.
 
-        In an object store, parts make rows durable. Raises StorageError.
+        In an object store, part files make rows durable. Raises StorageError.
         """
         prepared, info = self.prepared, self.engine.info
         output = prepared.job.output
@@ -467,8 +467,8 @@ class Run:
         try:
             await writer.close()
         except BaseException as failure:  # also a second cancellation
-            # Rows may be in a journal and in no part. In these runs, another worker or machine may go on, and
-            # the mark of an abandoned lock tells it to recover the journal.
+            # Rows may be in a journal and in no part file. In these runs, another worker or machine may go
+            # on, and the mark of an abandoned lock tells it to recover the journal.
             end.is_on_disk = False
             if self.start.join or self.prepared.run_dir.store.uri:
                 self.lock.abandon()

@@ -188,9 +188,8 @@ def _read(data: object, buffer: RowBuffer) -> None:
     except BaseException as raised:  # noqa: BLE001 - `StreamCall` raises it again, in the program's own loop
         failure = raised
     buffer.end(failure)
-    with contextlib.suppress(
-        Exception
-    ):  # The rows have ended, so an error of closing the iterator is ignored.
+    # The rows have ended, so an error of closing the program's iterator no longer matters.
+    with contextlib.suppress(Exception):
         pieces.close()
 
 
@@ -200,9 +199,8 @@ async def _read_in_loop(data: AsyncIterable[Any], buffer: RowBuffer) -> None:
     try:
         async for row in rows:
             mapping = dict(as_mapping(row, number))
-            if not buffer.offer(
-                mapping
-            ):  # A thread is only used if the buffer is full, because `put` blocks.
+            # `put` blocks while the buffer is full, so that it must run in a thread.
+            if not buffer.offer(mapping):
                 await asyncio.to_thread(buffer.put, mapping)
             if buffer.stopped:
                 break
@@ -436,9 +434,8 @@ class Handover:
         self._changed.set()
         if not outcomes:
             return []
-        carried = {
-            outcome.ref.row: carried_of(outcome.ref) for outcome in outcomes
-        }  # the program's own columns
+        # The columns of the program's own rows are returned too.
+        carried = {outcome.ref.row: carried_of(outcome.ref) for outcome in outcomes}
         rows = table_of(outcomes, self._schema, self._plan).to_pylist()
         returned = [orjson.loads(row.pop(RETURNED, None) or "{}") for row in rows]
         # Of two columns with the same name, the later one in this order wins.
