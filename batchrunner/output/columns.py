@@ -149,7 +149,8 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
         values["output"] = of_completions(texts)
         values["finish_reason"] = of_completions(reasons)
         values["completion_tokens"] = of_completions(counts)
-        if None in values["finish_reason"]:  # rows that `prompt.python` left out may be among them
+        # A row that `prompt.python` left out has no answer, but a finish reason of its own.
+        if None in values["finish_reason"]:
             left_out = LEFT_OUT if is_single else [LEFT_OUT] * plan.samples
             values["finish_reason"] = [
                 left_out if outcome.is_left_out else reason

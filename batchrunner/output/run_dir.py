@@ -197,7 +197,7 @@ class RunDir:
         for path in sorted(self.path.rglob("*"), reverse=True):  # A directory comes after its files.
             before_each()
             name = path.relative_to(self.path).as_posix()
-            if self.task_directory in path.parents:
+            if self.task_directory in path.parents:  # with the lock and the sorted copy of this attempt
                 if path.name.startswith(("journal-", SEGMENT)):
                     path.unlink(missing_ok=True)
             elif path.is_dir():

@@ -106,7 +106,7 @@ def known_fields(fingerprint_of_run: Mapping[str, Any]) -> list[str] | None:
 
 
 def _files_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str | None:
-    """Describe a difference of the input files that makes their rows differ; None if there is none."""
+    """Describe a change of the input files that changes rows of the run; None without such a change."""
     if len(new) < len(old):
         return f"the input had {len(old)} files and has {len(new)}"
     old_digests, new_digests = ({file["digest"] for file in files} for files in (old, new))

@@ -58,9 +58,9 @@ def part_interval_s(age_s: float, first_s: float) -> float:
 class ResultWriter:
     """Writes finished rows to a journal, and later to a part file.
 
-    A part file is written every `part_rows` rows, or after `part_interval_s`. While the disk accepts no writes,
-    rows wait in memory up to a limit. At the limit `put` blocks, so that no further rows are sent and the run
-    pauses.
+    A part file is written every `part_rows` rows, or after `part_interval_s`. While the disk accepts no
+    writes, rows wait in memory up to a limit. At the limit `put` blocks, so that no further rows are sent and
+    the run pauses.
     """
 
     run_dir: RunDir

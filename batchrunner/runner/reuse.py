@@ -252,6 +252,7 @@ class Reuse:
             return {}
         facts = functions.facts[PARSE]
         outputs = answers.column("output").to_pylist()
+        # The column `output` has a text for each row, or a list of texts if a row has several completions.
         texts_of_rows = [[text] for text in outputs] if samples == 1 else outputs
         rows: list[dict[str, Any]] = [{} for _ in outputs]
         for name, column in zip(carried.schema.names, carried.columns, strict=True):
@@ -262,6 +263,7 @@ class Reuse:
             for texts, row in zip(texts_of_rows, rows, strict=True)
             for text in texts
         ]
+        # One call for each text, so that the results have to be grouped by row again.
         results = iter(functions.call_many(PARSE, calls, self._control.check))
         columns: dict[str, list[Any]] = {name: [] for name in ("error", *(name for name, _ in facts.columns))}
         for texts in texts_of_rows:
@@ -273,7 +275,7 @@ class Reuse:
             ]
             columns["error"].append(errors[0] if errors else None)
             for name, _ in facts.columns:
-                if errors:
+                if errors:  # A row fails as a whole if one of its completions cannot be parsed.
                     columns[name].append(None)
                 elif samples == 1:
                     columns[name].append(results_of_row[0].value[name])

@@ -122,6 +122,7 @@ async def execute(
         events = EventLog(run_dir.events)
 
         async def ready_engine() -> SharedEngine:
+            """Return the engine that was passed, or else open the job's own. Check that it can do the job."""
             opened = engine
             if opened is None:
                 task_of_model = await asyncio.to_thread(lambda: prepared.model_task)
@@ -136,7 +137,9 @@ async def execute(
         finder = WorkFinder(
             prepared=prepared, start=start, lock=lock, control=control, events=events, turns=turns
         )
-        model, weights, ready = engine.info.model if engine else model_of(job.engine), None, None
+        model = engine.info.model if engine else model_of(job.engine)
+        weights: str | None = None
+        ready: SharedEngine | None = None
         if start.discards and job.output.reuse is not None:
             # Planning will discard old results and store reused answers, so the engine must be ready first.
             await control.run(lambda: finder.check(model))

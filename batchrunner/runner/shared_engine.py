@@ -62,17 +62,19 @@ class SharedEngine:
         fixed = None if job.window == "auto" else job.window
         prompt_tokens = None if prompt_bytes is None else prompt_bytes / BYTES_PER_TOKEN
         info = self.info
+        # Without decoding, the number of requests follows from the number of rows that fill a forward pass.
+        passes = None if job.forward is None and decodes else ForwardPasses(info.prefill_tokens)
         concurrency = ConcurrencyLimits(
             info,
             QueueBand(),
             tokens_a_row(_most_new_tokens(job), prompt_tokens),
             most=max(1, (info.connections or sys.maxsize) // len(info.routes)),
             fixed=fixed,
-            passes=None if job.forward is None and decodes else ForwardPasses(info.prefill_tokens),
+            passes=passes,
             prompt_tokens=prompt_tokens or TYPICAL_PROMPT_TOKENS,
         )
         loads = await self.engine.loads()
-        current = self._load_control
+        current = self._load_control  # Read after the wait, in which another run may have begun.
         if current is not None and current.in_use and current.concurrency.fixed == fixed:
             return current, "shared with other runs"
         control = self._load_control = LoadControl(self.engine, concurrency)
@@ -152,9 +154,9 @@ def _cost_of_connections(info: EngineInfo, fixed: int | None) -> str | None:
     needed = fixed or info.max_running or UNKNOWN_ENGINE_WINDOW
     if info.connections is None or info.connections >= needed:
         return None
-    need = f"the job's window is {fixed}" if fixed else f"the engine can run {needed}"
+    reason = f"the job's window is {fixed}" if fixed else f"the engine can run {needed}"
     return (
-        f"at most {info.connections} requests can be in flight, but {need}: up to "
+        f"at most {info.connections} requests can be in flight, but {reason}: up to "
         f"{1 - info.connections / needed:.0%} of the speed is lost. The limit is {info.connections_by}: "
         "raise it (ulimit -Hn, LimitNOFILE, or the container's --ulimit nofile)"
     )

@@ -160,14 +160,15 @@ def status_lines(state: RunStatus) -> list[str]:
     reused = f"{state.rows_reused:,} reused, " if state.rows_reused else ""
     cut = f"{state.rows_cut:,} truncated at max_new_tokens, " if state.rows_cut else ""
     tokens = state.output_tokens
+    # A run with rows but without output tokens has a task that generates no text.
     decoded = f", {cut}{tokens:,} output tokens" if tokens or not on_disk else ""
-    of_all, share = "rows", ""
+    stored = f"{on_disk:,} rows on disk"
     if total is not None:
         done_share = on_disk / total if total else 1.0
-        of_all, share = f"of {total:,} rows", f" ({done_share:.1%})"
+        stored = f"{on_disk:,} of {total:,} rows on disk ({done_share:.1%})"
     lines = [
         f"{state.path}: {state.model or 'no row was sent yet'}",
-        f"{on_disk:,} {of_all} on disk{share}, {reused}{state.rows_failed:,} failed{decoded}",
+        f"{stored}, {reused}{state.rows_failed:,} failed{decoded}",
     ]
     lines += cause_lines(state.failures, "failed")
     leases = state.leases
