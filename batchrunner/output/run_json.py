@@ -85,7 +85,8 @@ def check_same_run(old: Mapping[str, Any], new: Mapping[str, Any], where: str | 
     last of the old files. The models are compared if `new` has one.
     """
     difference = _files_difference(old["files"], new["files"])
-    if difference is None and new["limit"] is not None and new["limit"] < (old["limit"] or sys.maxsize):
+    old_limit = old["limit"] or sys.maxsize  # A run without a limit has the largest one.
+    if difference is None and new["limit"] is not None and new["limit"] < old_limit:
         difference = f"input.limit was {old['limit'] or 'unset'} and is {new['limit']}: it can only grow"
     may_differ = {"files", "limit"} if new["model"] else {"files", "limit", "model"}
     for name in {**new, **old}:

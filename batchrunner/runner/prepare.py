@@ -145,7 +145,7 @@ def prepare(
         dataset = _open_dataset(job, run_dir, run, run_dir.copies if keeps_copies else None)
         functions = open_functions(job)
         answers = plan_answers(job, functions)
-        faults = Faults()
+        faults = Faults()  # The faults of checks and templates are shown together, in one message.
         if answers.checks:
             from batchrunner.dispatch.checks import AnswerConditions  # noqa: PLC0415 - only for such jobs
 
@@ -156,12 +156,12 @@ def prepare(
         faults.raise_all()
         dataset.log_notes(renderer.columns)
         before = None if fresh else _fingerprint_of(run_dir)
-        if before is not None:
+        if before is not None:  # Files to which rows were appended are recognized as those of the run.
             dataset.recognize(before["files"])
         elif job.output.reuse is not None:  # The fields of the prompts must be in the other run's order.
             before = _fingerprint_of(look_at_run(job.output.reuse, job.storage))
         job, renderer = _with_field_order(job, renderer, dataset, answers, before=before)
-    except BaseException:
+    except BaseException:  # A job that is refused leaves no copies and no processes behind.
         drop_copies(run_dir)
         if functions is not None:
             functions.close()

@@ -80,11 +80,12 @@ class SharedEngine:
         control = self._load_control = LoadControl(self.engine, concurrency)
         if cost := _cost_of_connections(info, fixed):
             log.warning("%s", cost)
-        first = concurrency.begin(loads, now, unsent=unsent)
+        first_windows = concurrency.begin(loads, now, unsent=unsent)
         if fixed is not None:
             return control, "set by the job"
-        write_changes(events, first)
-        return control, first[0].reason + (f"; {len(first)} schedulers" if first[1:] else "")
+        write_changes(events, first_windows)
+        schedulers = f"; {len(first_windows)} schedulers" if len(first_windows) > 1 else ""
+        return control, f"{first_windows[0].reason}{schedulers}"
 
     def check(self, job: Job) -> None:
         """Raise EngineStartError if the engine cannot do a job; otherwise log the engine's notes."""
