@@ -231,9 +231,10 @@ def drop_copies(run_dir: RunDir, *, is_done: bool = False) -> None:
     with contextlib.suppress(OSError, BatchrunError):
         if run_dir.run_json.exists() and not is_done:
             return
-        other_users = run_dir.other_tasks() if is_done else run_dir.all_tasks()
-        if run_dir.copies.exists() and _is_held(other_users):
-            return
+        if run_dir.copies.exists():
+            possible_users = run_dir.other_tasks() if is_done else run_dir.all_tasks()
+            if _is_held(possible_users):
+                return
         shutil.rmtree(run_dir.copies, ignore_errors=True)
         run_dir.path.rmdir()  # succeeds only for a run that has not begun, whose directory is empty
 

@@ -140,9 +140,8 @@ async def _columns_of_answer(
     results: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
     failures = {number: result for number, result in enumerate(results) if isinstance(result, BaseException)}
     for failure in failures.values():
-        if not isinstance(
-            failure, RowRefusedError
-        ):  # The processes of the function are lost, not only this row.
+        # Any other error means that the processes of the function are lost, so it must end the run.
+        if not isinstance(failure, RowRefusedError):
             raise failure
     if failures:
         number = min(failures)
