@@ -40,7 +40,8 @@ _OURS = re.compile(
 """Names, relative to the run directory, of the files that the tasks of a run write."""
 _DIRECTORIES = re.compile(r"parts|(leases|tasks)(/.+)?")
 _RESERVED = re.compile(rf"(parts|leases|tasks|merged|\.input)(/.*)?|{_OURS.pattern}|discarding")
-"""Names in a run directory that only the run may write: its files, and whatever lies in its directories."""
+"""Names, relative to the run directory, that only the run may write: its files, and all in its
+directories."""
 SEGMENT = "turns-"
 """Prefix of the names of the files in a task's directory that hold turns of rollouts (turns.py)."""
 PLACE = ".place.json"

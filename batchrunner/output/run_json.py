@@ -119,7 +119,7 @@ def _files_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> s
                     f"the new input file {after['path']} sorts before {before['path']}: "
                     "rename it so that it comes last"
                 )
-            moved = "" if before["path"] == after["path"] else f" (it stands where {before['path']} stood)"
+            moved = "" if before["path"] == after["path"] else f" (its position was that of {before['path']})"
             return f"the input file {after['path']} changed{moved}"
     return None
 

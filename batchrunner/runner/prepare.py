@@ -271,7 +271,7 @@ def _open_dataset(job: Job, run_dir: RunDir, run: Path, copies: Path | None) -> 
         real = Path(file.path) if run_dir.store.input_place else Path(file.path).resolve()
         if run in real.parents:
             raise OutputError(
-                f"output.path {run_dir.name}: the input file {file.path} lies in it",
+                f"output.path {run_dir.name}: the input file {file.path} lies in this directory",
                 hint="give another directory",
             )
     return dataset

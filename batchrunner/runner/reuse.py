@@ -103,9 +103,11 @@ class Reuse:
         """Return the reason for which no answer of the other run can be used; None if some can be used."""
         prepared = self._prepared
         if self._run.path.resolve() == prepared.run_dir.path.resolve():
-            return "is the output path itself"
+            return "is the output path of this job itself"
         if judges_by_row(prepared.functions):
-            return "accept.python is called with the row, which the digests of requests do not cover"
+            return (
+                "accept.python depends on the row, but requests of two runs are compared without their rows"
+            )
         difference = self._difference(model, weights)
         if difference is not None:
             return difference

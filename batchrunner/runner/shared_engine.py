@@ -155,7 +155,7 @@ def _cost_of_connections(info: EngineInfo, fixed: int | None) -> str | None:
     needed = fixed or info.max_running or UNKNOWN_ENGINE_WINDOW
     if info.connections is None or info.connections >= needed:
         return None
-    reason = f"the job's window is {fixed}" if fixed else f"the engine can run {needed}"
+    reason = f"the job's window is {fixed}" if fixed else f"the engine can run {needed} at once"
     return (
         f"at most {info.connections} requests can be in flight, but {reason}: up to "
         f"{1 - info.connections / needed:.0%} of the speed is lost. The limit is {info.connections_by}: "
