@@ -173,7 +173,7 @@ def in_order(
     (default: BUCKET_BYTES). Memory peaks at about three times that size. `columns` selects columns; by
     default the tables have all columns but the digests of requests. Temporary files go to the directory
     `work`. Raises OutputError if they cannot be written, and ArrowException, KeyError or ResumeError for part
-    file files that are damaged or do not belong together.
+    files that are damaged or do not belong together.
     """
     bucket_bytes = bucket_bytes or BUCKET_BYTES
     bucket_rows = _bucket_rows(parts, columns, bucket_bytes)
@@ -185,6 +185,7 @@ def in_order(
             buckets.put(table)
     sorted_tables = buckets.take()
     kinds = None
+    # The types of the columns that a rollout function returned follow from the values of all rows.
     if RETURNED in schema.names:
         kinds = kinds_returned(_read(part, [RETURNED]) for part in parts)
     while True:

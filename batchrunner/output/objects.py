@@ -97,7 +97,7 @@ class RunObjects:
         with self._request(name):
             try:
                 condition: Any = {"e_tag": e_tag}
-                if self.address.scheme == "gs":  # Google's condition is a generation, which listings lack
+                if self.address.scheme == "gs":  # Google's condition is a generation number, not an e_tag.
                     metadata = obstore.head(self._bucket, self._key(name))
                     if _tag(metadata) != e_tag:
                         return self._e_tag_if(name, content)

@@ -350,7 +350,7 @@ class Run:
         output = prepared.job.output
         durable_s, part_s = output.durable, TIMING.part
         is_in_store = prepared.run_dir.store.objects is not None
-        if is_in_store:
+        if is_in_store:  # `output.durable` is then the time until a part file is uploaded.
             durable_s = min(output.durable, SPOOL_S)
             part_s = min(TIMING.part, output.uploaded_within_s * FLUSH_FRACTION)
         schema: pa.Schema = prepared.results_schema

@@ -335,12 +335,13 @@ class MeasuringEngine(ObservedEngine):
         at_s = self._last - (self.first_sent_at or self._last)
         result = self.watch.result(ended, why, at_s, 0.0)
         log = self.log_path.read_bytes() if self.log_path else b""
+        # Only the steady part of the trial counts: the log lines between these two moments.
         begin, until = self.watch.measured_span(
             TrialProgress(at_s, self.watch.tokens, self.watch.rows, self._log_bytes or len(log))
         )
         passes = logged_passes(_lines(log[begin.log_bytes : until.log_bytes]))
-        work = signs_of_passes(passes, until.tokens - begin.tokens)
-        signs = replace(result.signs, **work, repeated=round(words_a_step(self._answers), 2))
+        signs_of_log = signs_of_passes(passes, until.tokens - begin.tokens)
+        signs = replace(result.signs, **signs_of_log, repeated=round(words_a_step(self._answers), 2))
         facts = server_facts(_lines(log), self.args)
         limits = ServerReady(signs.pool_tokens, info.prefill_tokens, signs.max_running)
         # With `--enable-mixed-chunk`, prefill passes decode too, and the log does not count their tokens.

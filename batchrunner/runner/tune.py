@@ -100,6 +100,8 @@ def summarize(search: Search, machine: Machine, source: str, sample: str, spent_
     if not job_setting.speeds:
         raise EngineStartError(search.reason)
     changed = changes(best.args, job_setting.args)
+    # The job file has fields of its own for the replicas, and for the tensor parallelism if the job sets
+    # `tp`.
     layout: dict[str, Any] = {}
     if best.replicas != machine.replicas:
         layout = {"replicas": best.replicas}
