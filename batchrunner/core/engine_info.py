@@ -82,6 +82,9 @@ class EngineInfo:
     """Why each row is a request of its own; None where a request can hold several rows."""
     only_short_share: str | None = None
     """Why only rows with short outputs share a request; None where all may."""
+    prefix_rows_alone: bool = False
+    """Whether a row that shares a prefix with other rows needs a request of its own. A gateway that chooses
+    the server by the prompt looks at the first prompt of a request only."""
     unsupported: Mapping[str, str] = field(default_factory=dict)
     """Parts of a job that the engine cannot do, and why."""
     no_thinking_budget: str | None = None

@@ -27,6 +27,7 @@ MODEL_FIELDS = {
     "served_model_name": "the served name",
     "weight_version": "the weights' version",
     "revision": "the revision",
+    "weight_gb": "the memory of the weights in GB",
 }
 """Fields of `/model_info` and `/server_info` that say which model a server serves, and their names in
 messages."""
@@ -96,7 +97,7 @@ class ModelGuard:
             return
         self.weights = self.weights or version
         if version != self.weights:
-            raise _another_model(endpoint.url, "weight_version", self.weights, version)
+            raise another_model(endpoint.url, "weight_version", self.weights, version)
 
     async def _ask(self, endpoint: Endpoint, watch: ModelWatch) -> BatchrunError | EngineDownError | None:
         """Ask for the model; return the error if it is another one or there is no answer, else None."""
@@ -117,10 +118,10 @@ def refuse_another(url: str, run_model: Model, model: Model) -> None:
     """Raise AnotherModelError where a server's model is another than the run's."""
     for name, was in run_model.items():
         if model.get(name, was) != was:
-            raise _another_model(url, name, was, model[name])
+            raise another_model(url, name, was, model[name])
 
 
-def _another_model(url: str, name: str, was: str, now: str) -> AnotherModelError:
+def another_model(url: str, name: str, was: str, now: str) -> AnotherModelError:
     """Return the error for a server that serves another model than at the beginning of the run."""
     return AnotherModelError(
         f"{url} serves another model now ({MODEL_FIELDS[name]} was {was!r} and is {now!r})",
