@@ -250,8 +250,8 @@ class WorkerWatch:
 
     The gateway reads a worker's model only when the worker is registered. If a server of another model takes
     the address later, only the load reports show it, because its weights take another amount of memory.
-    Before that, requests or load reports fail on their way to the worker. From such a failure on, the worker
-    is in doubt and its answers do not count, until a report that is newer than the failure.
+    Before that, requests fail on their way to the worker. From such a failure on, the worker is in doubt and
+    its answers do not count, until a report that is newer than the failure.
     """
 
     url: str
@@ -262,7 +262,7 @@ class WorkerWatch:
     """Time of the last report from before the doubt; None until the list of workers is read again."""
 
     def record_failure(self) -> None:
-        """Record that a request or a load report failed on its way to the worker."""
+        """Record that a request failed on its way to the worker."""
         if self._weights_gb is not None:
             self.in_doubt, self._report_before = True, None
 
@@ -270,7 +270,6 @@ class WorkerWatch:
         """Process the worker's entry in the list; raises AnotherModelError for another model's weights."""
         weights_gb = worker.weights_gb
         if weights_gb is None:
-            self.record_failure()
             self._report_before = NO_REPORT
             return
         if self._weights_gb is None:

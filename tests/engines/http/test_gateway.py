@@ -136,14 +136,17 @@ def test_a_worker_is_in_doubt_until_a_newer_report() -> None:
     assert not watch.in_doubt  # no report has told the weights
     watch.observe(listed(15.0, "1"))
     watch.record_failure()
-    reports = [("2", 15.1), ("2", 15.1), ("3", 15.1), ("4", 14.9), ("", None), ("5", 15.0)]
     in_doubt = []
-    for at, weights_gb in reports:
+    for at, weights_gb in [("2", 15.1), ("2", 15.1), ("3", 15.1), ("4", 14.9), ("", None), ("5", 15.0)]:
         watch.observe(listed(weights_gb, at))
         in_doubt.append(watch.in_doubt)
-    assert in_doubt == [True, True, False, False, True, False]
+    assert in_doubt == [True, True, False, False, False, False]
+    watch.record_failure()
+    watch.observe(listed(None, ""))  # the gateway could not read a report after the failure
+    watch.observe(listed(15.0, "6"))
+    assert not watch.in_doubt
     with pytest.raises(AnotherModelError, match=r"the memory of the weights in GB was '15.0' and is '20.0'"):
-        watch.observe(listed(20.0, "6"))
+        watch.observe(listed(20.0, "7"))
 
 
 class FakeGateway:
