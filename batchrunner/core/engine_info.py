@@ -84,6 +84,9 @@ class EngineInfo:
     """Reason why each row is sent in a separate request; None if a request can hold several rows."""
     only_short_share: str | None = None
     """Reason why only rows with short outputs may share a request; None if all rows may."""
+    prefix_rows_alone: bool = False
+    """Whether a row that shares a prefix with other rows needs a request of its own. A gateway that chooses
+    the server by the prompt looks at the first prompt of a request only."""
     unsupported: Mapping[str, str] = field(default_factory=dict)
     """Reasons why the engine cannot do a part of a job, by the name of the part, such as `prompt.images`."""
     no_thinking_budget: str | None = None

@@ -129,7 +129,10 @@ class Dispatcher:
             self._in_flight[row] = None
             if self.checker is not None:
                 row.request = self.checker.to_send(row.request)
-            completion = await self._sender_of(route).send(row.request, alone=row.attempts > 1)
+            is_alone = row.attempts > 1 or (
+                row.group is not None and self.load_control.concurrency.info.prefix_rows_alone
+            )
+            completion = await self._sender_of(route).send(row.request, alone=is_alone)
         except RequestError as failure:
             completion, error = None, failure
         finally:

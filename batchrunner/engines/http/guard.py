@@ -27,6 +27,7 @@ MODEL_FIELDS = {
     "served_model_name": "the served name",
     "weight_version": "the weights' version",
     "revision": "the revision",
+    "weight_gb": "the memory of the weights in GB",
 }
 """Fields of `/model_info` and `/server_info` that identify a server's model, with their names in messages."""
 
@@ -101,7 +102,7 @@ class ModelGuard:
             return
         self.weights = self.weights or version  # the first answer decides
         if version != self.weights:
-            raise _another_model(endpoint.url, "weight_version", self.weights, version)
+            raise another_model(endpoint.url, "weight_version", self.weights, version)
 
     async def _ask(self, endpoint: Endpoint, watch: ModelWatch) -> BatchrunError | EngineDownError | None:
         """Ask a server for its model.
@@ -127,10 +128,10 @@ def refuse_another(url: str, run_model: Model, model: Model) -> None:
     """Raise AnotherModelError if a field of a server's model differs from the run's model."""
     for name, run_value in run_model.items():
         if model.get(name, run_value) != run_value:
-            raise _another_model(url, name, run_value, model[name])
+            raise another_model(url, name, run_value, model[name])
 
 
-def _another_model(url: str, name: str, was: str, now: str) -> AnotherModelError:
+def another_model(url: str, name: str, was: str, now: str) -> AnotherModelError:
     """Return the error for a server whose model has changed: the field `name` was `was` and is `now`."""
     return AnotherModelError(
         f"{url} serves another model now ({MODEL_FIELDS[name]} was {was!r} and is {now!r})",
