@@ -1,6 +1,5 @@
 """One trial of `batchrun tune`: a server with some flags answers the sample until its speed is known."""
 
-import re
 import shutil
 import time
 from collections import defaultdict
@@ -32,6 +31,7 @@ from batchrunner.sglang.logs.lines import LoggedBatch, ServerReady, clean, origi
 from batchrunner.sglang.logs.reader import Facts
 from batchrunner.tuning.flags import FLAGS
 from batchrunner.tuning.measurement import End, TrialProgress, TrialResult, TrialWatch
+from batchrunner.tuning.ngrams import MOST_ANSWERS, words_a_step
 from batchrunner.tuning.recover import EndedServer, read_server
 from batchrunner.tuning.search import TrialRequest
 
@@ -112,56 +112,6 @@ def output_rate(passes: Passes) -> float | None:
                 tokens, seconds, lines = tokens + added, seconds + added / after.throughput, lines + 1
         rates.append(tokens / seconds if seconds else 0.0)
     return round(sum(rates), 2) if lines >= FEWEST_DECODES else None
-
-
-MOST_ANSWERS, MOST_WORDS = 400, 1000
-"""Maximum number of a trial's answers on which n-gram speculation is simulated, and of words of each."""
-CONTEXTS = (8, 4, 3, 2, 1)
-"""Lengths in words of the n-grams that are looked up, the longest first."""
-DRAFT = 11
-"""Maximum number of words that a decode step drafts: SGLang's default of `--speculative-num-draft-tokens`,
-less one."""
-WORD = re.compile(r"\s?\w+|\s?[^\w\s]|\s")
-"""A word or sign with the space before it, which is about one token."""
-
-
-def words_a_step(answers: Iterable[str]) -> float:
-    """Simulate SGLang's n-gram speculation; return the words per decode step, 1 if no draft is ever right.
-
-    The speculation looks up the last words of an answer, and drafts the words that followed them when they
-    last occurred in any answer. It does not learn from prompts, except for their last words (0.5.23,
-    ngram_worker).
-    """
-    next_word: dict[tuple[str, ...], str] = {}  # by the words before it
-    all_words = steps = 0
-    for answer in answers:
-        words = WORD.findall(answer)[:MOST_WORDS]
-        all_words += len(words)
-        begin = 0
-        while begin < len(words):
-            steps += 1
-            end = min(len(words), begin + _drafted(next_word, words, begin) + 1)  # and a word without a draft
-            for place in range(begin, end):
-                next_word |= dict.fromkeys(_contexts(words, place), words[place])
-            begin = end
-    return all_words / steps if steps else 1.0
-
-
-def _drafted(next_word: Mapping[tuple[str, ...], str], words: Sequence[str], begin: int) -> int:
-    """Return how many words from `begin` on a draft would guess."""
-    end = begin
-    while end < min(len(words), begin + DRAFT) and words[end] == _expected(next_word, words, end):
-        end += 1
-    return end - begin
-
-
-def _contexts(words: Sequence[str], place: int) -> list[tuple[str, ...]]:
-    return [tuple(words[place - size : place]) for size in CONTEXTS if size <= place]
-
-
-def _expected(next_word: Mapping[tuple[str, ...], str], words: Sequence[str], place: int) -> str | None:
-    contexts = _contexts(words, place)
-    return next((next_word[context] for context in contexts if context in next_word), None)
 
 
 @dataclass(frozen=True, slots=True)
