@@ -3,7 +3,8 @@
 Loops: rows that ask about a name of Python's library are answered at temperature 0, once with `on_repetition:
 keep` and once with `stop`. A row counts as changed if its text differs between the two runs. A stopped row
 should keep a prefix of its whole text. An answer may also differ because other requests were in its batch,
-whose size changes the last bits of a sum.
+whose size changes the last bits of a sum. With `--modes stop`, which takes a fraction of the time,
+`tokens_to_limit` is the number of tokens if each stopped loop went on to `max_new_tokens`.
 
 Blanks: rows with a JSON Schema are answered by two servers, of which one has the flag
 `constrained-json-max-whitespace-cnt`. All rows are in flight at once, so that the runner cannot protect later
@@ -15,7 +16,7 @@ Tokens, rows and decode passes are counts. Seconds depend on other work on the m
 import argparse
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrunner.core.console import tell
+from batchrunner.job.output import REPETITION
 from batchrunner.runner.foreground import run_in_foreground
 from batchrunner.sglang.flags import MAX_BLANKS_FLAG
 from benchmarks.engine import KEY_VARIABLE, Log, Server, flush, serve
@@ -80,8 +82,16 @@ def run_job(server: Server, place: Path, name: str, fields: Mapping[str, Any]) -
     report = run_in_foreground(str(job), [], fresh=True, retry_failed=False, quiet=True, as_json=False)
     if report.rows_failed or not report.rows_ok:
         tell("\n".join(report.lines()))
-    table = pq.read_table(place / name / "parts", columns=["id", "output"])
+    table = pq.read_table(
+        place / name / "parts", columns=["id", "output", "finish_reason", "completion_tokens"]
+    )
+    limit = fields["sampling"]["max_new_tokens"]
+    tokens = [
+        limit if row["finish_reason"] == REPETITION else row["completion_tokens"] or 0
+        for row in table.to_pylist()
+    ]
     result = {
+        "tokens_to_limit": sum(tokens),
         "output_tokens": report.output_tokens,
         "finish_reasons": report.finish_reasons,
         "rows_ok": report.rows_ok,
@@ -105,16 +115,17 @@ def longest_blanks(text: str) -> int:
     return max(after - before - 1 for before, after in pairwise(ends))
 
 
-def measure_loops(model: Path, place: Path, max_new_tokens: int) -> dict[str, Any]:
-    """Answer the rows with `on_repetition: keep` and with `stop`."""
+def measure_loops(model: Path, place: Path, max_new_tokens: int, modes: Sequence[str]) -> dict[str, Any]:
+    """Answer the rows with `on_repetition: stop`, and with `keep` if `modes` has it."""
     sampling = {**LOOPS["sampling"], "max_new_tokens": max_new_tokens}
     with serve(model, place, SERVER_ARGS, name="loops") as server:
         runs = {
             mode: run_job(server, place, mode, {**LOOPS, "sampling": sampling, "on_repetition": mode})
-            for mode in ("keep", "stop")
+            for mode in modes
         }
     texts = {mode: run.pop("texts") for mode, run in runs.items()}
-    return {**runs, "rows_by_text": compare_texts(texts["keep"], texts["stop"])}
+    by_text = compare_texts(texts["keep"], texts["stop"]) if "keep" in texts else None
+    return {**runs, "rows_by_text": by_text, "max_new_tokens": max_new_tokens}
 
 
 def measure_blanks(model: Path, place: Path, max_new_tokens: int) -> dict[str, Any]:
@@ -132,12 +143,12 @@ def measure_blanks(model: Path, place: Path, max_new_tokens: int) -> dict[str, A
 
 def report_loops(loops: dict[str, Any]) -> None:
     """Print and save the figures of `on_repetition`."""
-    keep, stop = loops["keep"], loops["stop"]
-    saved = 1 - stop["output_tokens"] / keep["output_tokens"]
+    stop = loops["stop"]
+    whole = loops["keep"]["output_tokens"] if "keep" in loops else stop["tokens_to_limit"]
     line = (
-        f"waste: on_repetition stop saves {saved:.0%} of {keep['output_tokens']:,} output tokens and ends "
-        f"{stop['finish_reasons'].get('repetition', 0)} of {keep['rows_ok']} rows; texts: "
-        f"{loops['rows_by_text']}"
+        f"waste: on_repetition stop ends {stop['finish_reasons'].get('repetition', 0)} of {stop['rows_ok']} "
+        f"rows and generates {stop['output_tokens']:,} tokens; without it {whole:,}"
+        f"{'' if 'keep' in loops else ' if no loop ends by itself'}"
     )
     save("waste_loops", line, {"server_args": SERVER_ARGS, **loops}, PACKAGES, "waste")
 
@@ -159,6 +170,7 @@ def main() -> None:
     parser.add_argument("what", choices=("loops", "json"))
     parser.add_argument("--rows", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=1536, help="max_new_tokens of each row")
+    parser.add_argument("--modes", nargs="+", default=["keep", "stop"], help="values of on_repetition")
     parser.add_argument("--model", type=Path, default=Path("data/smollm2-135m-instruct"))
     parser.add_argument("--documents", type=Path, default=Path("data/docs.parquet"))
     args = parser.parse_args()
@@ -166,7 +178,7 @@ def main() -> None:
         place = Path(scratch)
         write_rows(args.documents, place / "rows.parquet", args.rows)
         if args.what == "loops":
-            report_loops(measure_loops(args.model, place, args.tokens))
+            report_loops(measure_loops(args.model, place, args.tokens, args.modes))
         else:
             report_blanks(measure_blanks(args.model, place, args.tokens))
 
