@@ -87,6 +87,10 @@ class Timing:
     """Pause between two checks of the workers of a job on a Ray cluster."""
     adapt: float = 30.0
     """Minimum length of the steady period from which flag tuning judges SGLang's flags during a run."""
+    corpus: float = 30.0
+    """Shortest pause between two looks at the corpora of a server with n-gram speculation."""
+    corpus_load: float = 60.0
+    """Timeout of a request that loads a corpus, which takes about 2 s for a million tokens."""
     trial_steady: float = 10.0
     """Minimum length of the steady period that a trial of `batchrun tune` measures, so that the trial has
     many polls."""

@@ -69,6 +69,10 @@ class Engine(Protocol):
         """
         return
 
+    def may_speculate(self) -> bool:
+        """Tell whether servers use n-gram speculation now, or may do so after flag tuning during the run."""
+        return False
+
     def incidents(self) -> list[Incident]:
         """Return the incidents of the engine's servers since the last call, oldest first."""
         return []

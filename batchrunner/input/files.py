@@ -373,7 +373,11 @@ class SourceFile:
 
     def recognize(self, earlier_facts: Mapping[str, Any]) -> None:
         """Set `grown_from` if rows were appended to the file since it had these `earlier_facts`."""
-        size, digest, rows = earlier_facts.get("size", self._size), earlier_facts["digest"], earlier_facts["rows"]
+        size, digest, rows = (
+            earlier_facts.get("size", self._size),
+            earlier_facts["digest"],
+            earlier_facts["rows"],
+        )
         if size < self._size and self._begins_with(size, digest):
             self.grown_from = digest
             log.info(

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import pyarrow as pa
 from pyroaring import BitMap64
@@ -65,8 +65,10 @@ from batchrunner.runner.shared_engine import SharedEngine, open_engine_of
 from batchrunner.runner.work import Work, WorkFinder
 
 if TYPE_CHECKING:
+    from batchrunner.engines.http.client import HttpEngine
     from batchrunner.output.turns import TurnStore
     from batchrunner.runner.adapt import Adaptation
+    from batchrunner.runner.corpora import CorpusFeeder
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -394,6 +396,7 @@ class Run:
             turns=self.turns,
             estimated_row_s=estimate.get("row_s"),
             adaptation=self._adaptation(load_control),
+            corpora=self._corpora(load_control),
         )
 
     def _adaptation(self, load_control: LoadControl) -> Adaptation | None:
@@ -407,6 +410,19 @@ class Run:
 
         ends_at = self.began + (job.limits.deadline or math.inf)
         return adaptation_of(self.engine.engine, self.prepared.run_dir, ends_at)
+
+    def _corpora(self, load_control: LoadControl) -> CorpusFeeder | None:
+        """Return the corpora for n-gram speculation; None if no server can use it.
+
+        A corpus takes memory and time of a server, so background runs load none.
+        """
+        job, engine = self.prepared.job, self.engine.engine
+        is_background = getattr(job.engine, "background", False)
+        if not engine.may_speculate() or job.forward is not None or is_background or load_control.in_use:
+            return None
+        from batchrunner.runner.corpora import CorpusFeeder  # noqa: PLC0415
+
+        return CorpusFeeder(cast("HttpEngine", engine), self.prepared.run_dir)
 
     def _write_run_json(self) -> None:
         """Write the job, its fingerprint and the engine to run.json. Raises StorageError."""

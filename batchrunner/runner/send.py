@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from batchrunner.dispatch.rollouts import Rollouts
     from batchrunner.output.turns import TurnStore
     from batchrunner.runner.adapt import Adaptation
+    from batchrunner.runner.corpora import CorpusFeeder
 
 
 log = logging.getLogger(__name__)
@@ -187,20 +188,24 @@ class Sending:
         turns: TurnStore | None = None,
         estimated_row_s: float | None = None,
         adaptation: Adaptation | None = None,
+        corpora: CorpusFeeder | None = None,
     ) -> None:
         """Build the objects in the order in which rows and load samples pass through them.
 
         `began` is the start of the attempt on the monotonic clock, `functions` runs the job's Python
         functions, `done_before` are the rows of earlier attempts, `turns` stores the answers of rollouts,
-        `estimated_row_s` is the time per row in seconds that an estimate of the run predicts, and
-        `adaptation` tunes the servers' flags. Raises CannotTokenizeError if the job needs client-side
-        tokenization that is not possible.
+        `estimated_row_s` is the time per row in seconds that an estimate of the run predicts, `adaptation`
+        tunes the servers' flags, and `corpora` gives servers answers for n-gram speculation. Raises
+        CannotTokenizeError if the job needs client-side tokenization that is not possible.
         """
         self._job, self._rows, self._outlet, self._events = job, rows, outlet, events
         self._control, self._displays, self._load_control = control, displays, load_control
         self._began, self._adaptation = began, adaptation
         self._adapting: asyncio.Task[None] | None = None
         """asyncio task in which flag tuning processes a load sample."""
+        self._corpora = corpora
+        self._feeding: asyncio.Task[None] | None = None
+        """asyncio task in which `corpora` processes a load sample."""
         self._loads: Sequence[SchedulerLoad] = ()
         """The newest load of each scheduler."""
         self._next_sample_at = 0.0
@@ -310,10 +315,12 @@ class Sending:
                 await sending
         finally:
             self._rows.stop()
-            tasks = [task for task in (sending, polling, self._adapting) if task is not None]
+            tasks = [task for task in (sending, polling, self._adapting, self._feeding) if task is not None]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self._corpora is not None:
+                await self._corpora.close()
             self._load_control.leave(self._run)
 
     def _polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
@@ -332,6 +339,8 @@ class Sending:
             is_adapting = self._adapting is not None and not self._adapting.done()
             if self._adaptation is not None and not is_adapting:
                 self._adapting = asyncio.create_task(self._adapt(self._adaptation, sample, now))
+            if self._corpora is not None and (self._feeding is None or self._feeding.done()):
+                self._feeding = asyncio.create_task(self._feed(self._corpora, sample, now))
         self._outlet.check()
         deadline_s = self._job.limits.deadline
         if deadline_s is not None and now > self._began + deadline_s:
@@ -344,6 +353,14 @@ class Sending:
         except Exception:
             log.exception("automatic flag tuning failed: the servers keep their flags from now on")
             self._adaptation = None
+
+    async def _feed(self, corpora: CorpusFeeder, sample: RunSample, now: float) -> None:
+        """Let the corpora process a load sample. An error ends only them; the run goes on."""
+        try:
+            await corpora.take(sample, now)
+        except Exception:
+            log.exception("no more answers are loaded for n-gram speculation")
+            self._corpora = None
 
     def show_end(self, now: float) -> None:
         """Show and log the last state of the run, at its end."""

@@ -1,6 +1,5 @@
 """Trials of `batchrun tune`: a server with some flags answers a sample of rows until its speed is known."""
 
-import re
 import shutil
 import time
 from collections import defaultdict
@@ -32,6 +31,7 @@ from batchrunner.sglang.logs.lines import LoggedBatch, ServerReady, clean, origi
 from batchrunner.sglang.logs.reader import Facts
 from batchrunner.tuning.flags import FLAGS
 from batchrunner.tuning.measurement import End, TrialProgress, TrialResult, TrialWatch
+from batchrunner.tuning.ngrams import MOST_ANSWERS, words_a_step
 from batchrunner.tuning.recover import EndedServer, read_server
 from batchrunner.tuning.search import TrialRequest
 
@@ -118,61 +118,6 @@ def output_rate(passes: Passes) -> float | None:
                 lines += 1
         rates.append(tokens / seconds if seconds else 0.0)
     return round(sum(rates), 2) if lines >= FEWEST_DECODES else None
-
-
-MOST_ANSWERS = 400
-"""Maximum number of answers of a trial on which n-gram speculation is simulated."""
-MOST_WORDS = 1000
-"""Maximum number of words of an answer on which n-gram speculation is simulated."""
-CONTEXTS = (8, 4, 3, 2, 1)
-"""Lengths in words of the n-grams by which the speculation finds a draft, the longest first."""
-DRAFT = 11
-"""Maximum number of words that a decode step drafts: SGLang's default of `--speculative-num-draft-tokens`,
-less one."""
-WORD = re.compile(r"\s?\w+|\s?[^\w\s]|\s")
-"""Matches a word or a punctuation mark with the space before it, which is about one token."""
-
-
-def words_a_step(answers: Iterable[str]) -> float:
-    """Simulate SGLang's n-gram speculation on answers; return the mean number of words per decode step.
-
-    The result is 1 if no draft is ever right. The speculation looks up the last words of an answer, and
-    drafts the words that followed them when they last occurred in any answer. It does not learn from prompts,
-    except for their last words (0.5.23, ngram_worker).
-    """
-    next_word: dict[tuple[str, ...], str] = {}  # The last word that followed an n-gram.
-    all_words = steps = 0
-    for answer in answers:
-        words = WORD.findall(answer)[:MOST_WORDS]
-        all_words += len(words)
-        begin = 0
-        while begin < len(words):
-            steps += 1
-            # A step yields the drafted words that are right, and one word that the model itself generates.
-            end = min(len(words), begin + _drafted(next_word, words, begin) + 1)
-            for place in range(begin, end):
-                next_word |= dict.fromkeys(_contexts(words, place), words[place])
-            begin = end
-    return all_words / steps if steps else 1.0
-
-
-def _drafted(next_word: Mapping[tuple[str, ...], str], words: Sequence[str], begin: int) -> int:
-    """Return the number of words from `begin` on that a draft would predict."""
-    end = begin
-    while end < min(len(words), begin + DRAFT) and words[end] == _expected(next_word, words, end):
-        end += 1
-    return end - begin
-
-
-def _contexts(words: Sequence[str], place: int) -> list[tuple[str, ...]]:
-    """Return the n-grams before a word, the longest first."""
-    return [tuple(words[place - size : place]) for size in CONTEXTS if size <= place]
-
-
-def _expected(next_word: Mapping[tuple[str, ...], str], words: Sequence[str], place: int) -> str | None:
-    """Return the word that last followed the longest known n-gram before `place`; None without one."""
-    contexts = _contexts(words, place)
-    return next((next_word[context] for context in contexts if context in next_word), None)
 
 
 @dataclass(frozen=True, slots=True)

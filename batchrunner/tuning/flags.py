@@ -11,13 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from batchrunner.sglang.flags import CLIP, STATE_RATIO, Flags
+from batchrunner.sglang.flags import CLIP, STATE_RATIO, Flags, number
 from batchrunner.sglang.logs.reader import (
     FP8,
     Architecture,
     Facts,
     prefill_graph_off,
 )
+from batchrunner.sglang.model_files import kv_bytes
+from batchrunner.tuning.ngrams import CORPUS_BUDGET, checking_cost
 from batchrunner.tuning.signals import GUIDES
 
 OF_DECODING = frozenset({
@@ -54,6 +56,8 @@ class Server:
     """Fraction of the prompt tokens that come from the prefix cache, or could; None if unknown."""
     repeated: float = 1.0
     """Mean number of tokens that a decode step would yield with n-gram speculation from earlier outputs."""
+    speculates_exactly: bool = True
+    """Whether answers keep their distribution with speculation (`ngrams.is_exact`)."""
     most_pool_tokens: float = 0.0
     """Maximum size of the KV pool, in tokens, that the memory of a machine without a GPU allows."""
     media: bool | None = None
@@ -64,6 +68,18 @@ class Server:
     def now(self, flag: str) -> float | None:
         """Return the value that a flag has on this server; see `in_effect`."""
         return in_effect(self.facts, flag)
+
+    @property
+    def kv_share(self) -> float:
+        """Size of the KV cache in use divided by the size of the weights, on one GPU; 0 if unknown."""
+        token_bytes = kv_bytes(self.facts.config, BYTES_OF_16_BITS) or 0
+        pool_gb = (self.now("max-total-tokens") or 0) * token_bytes / self.facts.tp / 1e9
+        return self.usage * pool_gb / self.facts.weights_gb if self.facts.weights_gb else 0.0
+
+    @property
+    def ngram_speedup(self) -> float:
+        """Predicted output rate with n-gram speculation, divided by the present one."""
+        return self.repeated / checking_cost(self.running, self.kv_share)
 
     @property
     def spare_gb(self) -> float | None:
@@ -200,9 +216,15 @@ GRAPH = 64
 """First value to try for the largest batch with a CUDA graph, in requests, if the present one is unknown."""
 LEAST_GRAPH = 16
 """Minimum of the largest batch with a CUDA graph, in requests, that is tried. SGLang itself proposes it."""
-REPEATED = 1.3
-"""N-gram speculation is worth a trial if a decode step would yield at least this many tokens. With 1, it
-would lose, because a step that checks guesses takes longer."""
+NGRAM = "speculative-algorithm"
+"""Flag that turns on n-gram speculation (value NGRAM)."""
+CORPUS_FLAG = "speculative-ngram-external-sam-budget"
+"""Flag for the number of drafted tokens that come from an external corpus."""
+LEAST_SPEEDUP = 1.3
+"""N-gram speculation is worth a trial if the output rate would rise by at least this factor. The prediction
+leaves out the time that SGLang takes on the CPU to look up drafts."""
+BYTES_OF_16_BITS = 2
+"""Number of bytes of a number in the KV cache of an unquantised model."""
 TOKENIZERS = 4
 """`--tokenizer-worker-num` and `--detokenizer-worker-num`, in processes, if one process is too slow."""
 LOADERS = 16
@@ -492,10 +514,13 @@ def slots_after(args: Mapping[str, Any], per_request: int) -> int:
 
 
 def beside(name: str, value: Any, s: Server) -> dict[str, Any]:
-    """Return the flags that must change together with a flag that changes the size or number of states.
+    """Return the flags that must change together with a flag; empty if no other flag must change.
 
-    They fit the state pool to the changed states of a hybrid model. Empty if no other flag must change.
+    With NGRAM, these are the limit on running requests and the budget for a corpus. With a flag that changes
+    the size or number of states, they fit the state pool of a hybrid model to the changed states.
     """
+    if name == NGRAM:
+        return _with_ngrams(s)
     pool = s.facts.states
     if pool is None:
         return {}
@@ -580,8 +605,39 @@ def _other_layouts(s: Server) -> list[int]:
 
 
 def _ngrams(s: Server) -> list[str]:
-    on = s.facts.arguments.get("speculative_algorithm") or s.facts.attn_dp > 1
-    return ["NGRAM"] if s.repeated >= REPEATED and not on else []
+    """Return NGRAM if it promises a clear gain, and this server can use it without a change of answers.
+
+    SGLang refuses DP attention, and most attention backends with pages of several tokens. On other GPUs than
+    NVIDIA's it would decode greedily, whatever the temperature. A mixture of experts reads more experts to
+    check more tokens, a cost that is not known here.
+    """
+    facts, arguments = s.facts, s.facts.arguments
+    pages_fit = arguments.get("page_size") in {None, 1} or arguments.get("attention_backend") == "flashinfer"
+    is_refused = facts.attn_dp > 1 or not pages_fit
+    changes_answers = facts.architecture is None or not s.speculates_exactly
+    if arguments.get("speculative_algorithm") or is_refused or changes_answers or facts.is_moe:
+        return []
+    return ["NGRAM"] if s.ngram_speedup >= LEAST_SPEEDUP else []
+
+
+def takes_corpus(arguments: Mapping[str, Any]) -> bool:
+    """Tell whether a corpus may be loaded, by a server's arguments (with underscores).
+
+    Each rank of tensor parallelism loads the corpus in a thread of its own. Until all have loaded it, their
+    drafts differ, and nothing in SGLang 0.5.23 makes them equal: answers could become wrong.
+    """
+    return all((number(arguments.get(name)) or 1) == 1 for name in ("tp_size", "pp_size"))
+
+
+def _with_ngrams(s: Server) -> dict[str, Any]:
+    """Return the flags beside NGRAM: room for the requests that run now, and drafts from a corpus.
+
+    Without the first, SGLang would run at most 48 requests.
+    """
+    room = 2 ** math.ceil(math.log2(max(s.running, 1)))
+    most = s.now("max-running-requests")
+    budget = {CORPUS_FLAG: CORPUS_BUDGET} if takes_corpus(s.facts.arguments) else {}
+    return {"max-running-requests": min(int(most), room) if most else room, **budget}
 
 
 def _experts_whole(s: Server) -> list[int]:
@@ -1139,12 +1195,12 @@ FLAGS: Mapping[str, Flag] = {
             changes_answers=True,
         ),
         Flag(
-            "speculative-algorithm",
+            NGRAM,
             moves={
                 "repeated": Move(
                     _ngrams,
-                    rule="set: NGRAM, with `--max-running-requests`",
-                    source="SGLang; not tried on a GPU",
+                    rule=f"set: NGRAM, with `--max-running-requests` and `--{CORPUS_FLAG}`",
+                    source="SGLang; arithmetic, not tried on a GPU",
                     cost=(
                         "each step checks 12 tokens a request: a loss if few are right or many requests run"
                     ),
@@ -1177,10 +1233,10 @@ def next_setting(sign: str, name: str, server: Server, flags: Flags) -> dict[str
     return next((flags.setting(name, value) for value in FLAGS[name].values(sign, server)), {})
 
 
-def with_state_pool(name: str, server: Server, flags: Flags) -> dict[str, Any]:
-    """Return a flag's next value against a full state pool, with the pool size that fits this value."""
+def with_beside(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
+    """Return a flag's next value that a sign calls for, with the flags that must change together with it."""
     args: dict[str, Any] = {}
-    for value in FLAGS[name].values("states", server):
+    for value in FLAGS[name].values(sign, server):
         for changed_flag, setting in {name: value, **beside(name, value, server)}.items():
             args |= flags.setting(changed_flag, setting)
     return args

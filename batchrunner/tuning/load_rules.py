@@ -11,12 +11,13 @@ from batchrunner.tuning.flags import (
     FLAGS,
     LESS_CONSERVATIVE,
     MOST_RUNNING,
+    NGRAM,
     STATE_STRATEGY,
     next_setting,
     slots_after,
     state_slots,
+    with_beside,
     with_memory,
-    with_state_pool,
 )
 from batchrunner.tuning.signals import (
     ADMITS_TOO_FEW,
@@ -191,7 +192,7 @@ def states_full(s: Situation, flags: Flags) -> Finding | None:
     """Find that the state pool of a hybrid model is the limit while the KV pool has room."""
     if not s.waits_for_states or s.fills_up:
         return None
-    settings = (with_state_pool(flag, s.server, flags) for flag in STATE_LEVERS)
+    settings = (with_beside("states", flag, s.server, flags) for flag in STATE_LEVERS)
     args = next(filter(None, settings), {})
     remedies = [command_line(args)]
     pool, pool_size, would_run = s.facts.states, "", 0
@@ -385,4 +386,24 @@ def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
         args=args,
         evidence={**s.evidence(), "no_graph_share": round(share, 4)},
         certainty="high" if s.facts.graph_disabled else None,
+    )
+
+
+FEWEST_ANSWERS = 100
+"""Minimum number of answers on which the gain of n-gram speculation is predicted."""
+
+
+def answers_repeat(s: Situation, flags: Flags) -> Finding | None:
+    """Find that answers repeat each other so much that drafts from earlier answers would save time."""
+    answers, server = s.client.answers if s.client else 0, s.server
+    args = with_beside("repeated", NGRAM, server, flags)
+    if answers < FEWEST_ANSWERS or not has_enough(s.load) or not args:
+        return None
+    figures = {"tokens_a_step": round(server.repeated, 2), "speedup": round(server.ngram_speedup, 2)}
+    return Finding(
+        f"{answers} answers repeat each other: drafts from earlier answers would yield {server.repeated:.1f} "
+        f"tokens a decode step, and at {server.running:.0f} running requests {server.ngram_speedup:.1f} x "
+        "the output tokens a second",
+        args,
+        evidence={**s.evidence(), **figures},
     )

@@ -16,7 +16,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
@@ -212,6 +212,23 @@ class HttpEngine(Engine):
     def replicas(self) -> list[str]:
         """URLs of the servers that get rows."""
         return [endpoint.url for endpoint in self.serving]
+
+    def may_speculate(self) -> bool:
+        """Tell whether a server uses n-gram speculation; see `Engine.may_speculate`."""
+        return any(self.arguments_of(url).get("speculative_algorithm") == "NGRAM" for url in self.endpoints)
+
+    def arguments_of(self, url: str) -> Mapping[str, Any]:
+        """Return a server's arguments, with underscores; empty if the server did not answer at the start."""
+        return self.endpoints[url].arguments or {}
+
+    def start_of(self, url: str) -> int:  # noqa: ARG002 - of servers that we start
+        """Return a number that changes whenever the run starts the server again."""
+        return 0
+
+    def status_of(self, url: str) -> ServerStatus:
+        """Return a client for questions to a server."""
+        assert self._question_session is not None
+        return ServerStatus(self._question_session, url)
 
     def _new_endpoint(self, url: str) -> Endpoint:
         return Endpoint(url, HangDetector(self._limits.hang))

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import secrets
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,6 +131,19 @@ class LaunchedFleet(HttpEngine):
     def servers(self) -> Sequence[SGLangServer]:
         """All servers."""
         return [*self._replicas.values()]
+
+    def may_speculate(self) -> bool:
+        """Tell whether a server uses n-gram speculation, or flag tuning may try it."""
+        return self.memory is not None or super().may_speculate()
+
+    def arguments_of(self, url: str) -> Mapping[str, Any]:
+        """Return a server's arguments, those of flag tuning included, with underscores."""
+        adapted = self._replicas[url].adapted
+        return {**super().arguments_of(url), **{name.replace("-", "_"): adapted[name] for name in adapted}}
+
+    def start_of(self, url: str) -> int:
+        """Return a number that changes whenever the server is started again."""
+        return self._replicas[url].log_begins
 
     async def generate(self, request: Request, route: str) -> Completion:
         """Send a request once, as soon as its server is up; see `Engine.generate`."""
