@@ -54,6 +54,7 @@ from batchrunner.output.liveness import (
 from batchrunner.output.run_dir import RunDir
 
 if TYPE_CHECKING:
+    from batchrunner.output.beacons import Beacon
     from batchrunner.output.objects import RunObjects
 
 HEARTBEAT_S, STORE_HEARTBEAT_S = 5.0, 15.0
@@ -88,6 +89,8 @@ class TaskLock(ABC):
         self.predecessor: LockHolder | None = None
         """The dead holder that this process replaced, until its leftovers are recovered. Only a lock in a
         store sets it, because recovery on a file system needs no name."""
+        self.beacon: Beacon | None = None
+        """Beacon that shows the heartbeats also to the other workers of a shared run."""
 
     @property
     def token(self) -> str:
@@ -222,6 +225,8 @@ class FileTaskLock(TaskLock):
         """Increment the counter in `heartbeat`. Raises OSError."""
         self._beats += 1
         _overwrite(self._directory / HEARTBEAT, f"{self.token} {self._beats:012d}".encode(), os.O_CREAT)
+        if self.beacon is not None:
+            self.beacon.beat()
 
     def verify(self) -> None:
         """Read `owner`; raises TaskLockLostError for another name in it, OSError where it is unreadable."""
@@ -314,6 +319,9 @@ class StoreTaskLock(TaskLock):
         with self._turn:
             self._me = replace(self._me, beats=self._me.beats + 1)
             self._write(self._me)
+            is_ours = self._e_tag is not None
+        if self.beacon is not None and is_ours:
+            self.beacon.beat()
 
     def _write(self, holder: LockHolder) -> None:
         if self._e_tag is not None:

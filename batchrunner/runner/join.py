@@ -25,16 +25,17 @@ from batchrunner.input.job_input import cut_into_leases
 from batchrunner.input.order import OrderDecision
 from batchrunner.input.sorted_copy import SortedCopy, prepare_order, remove_sorted_copies
 from batchrunner.output.away import AwayWait
+from batchrunner.output.beacons import Beacon, BeaconWatch
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.discard import discard_failed_rows
 from batchrunner.output.events import EventLog
 from batchrunner.output.files import writing
-from batchrunner.output.liveness import POLL_S, SHORT_POLL_S, LivenessMonitor, monitor_of
+from batchrunner.output.liveness import POLL_S, SHORT_POLL_S
 from batchrunner.output.parts import recover
 from batchrunner.output.resume import DoneRows, done_by_all, read_done
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import check_same_run, raise_total
-from batchrunner.output.task_lock import hold_task
+from batchrunner.output.task_lock import TaskLock, hold_task
 from batchrunner.runner.control import Control
 from batchrunner.runner.leases import LeasePlan, Leases, next_lease
 from batchrunner.runner.plan import RunState, StartOptions, check_retry, has_grown, plan_run
@@ -49,7 +50,11 @@ log = logging.getLogger(__name__)
 
 
 REFRESH_S = 3.0
-"""Seconds between two reads of the lease files, while this worker knows of free leases."""
+"""Minimum seconds between two listings of the lease files, while this worker knows of free leases."""
+WORKERS_PER_S, LONGEST_REFRESH_S = 10.0, 20.0
+"""Each worker pauses at least 1 s for each `WORKERS_PER_S` workers between two listings, but at most
+`LONGEST_REFRESH_S`, so that the shared directory has at most this many listings per second from up to 400
+workers, and 50 from 1,000."""
 
 
 class LeasedRows(TaskRows):
@@ -65,11 +70,15 @@ class LeasedRows(TaskRows):
         prepared: PreparedJob,
         leases: Leases,
         *,
+        lock: TaskLock,
         counts: RowCounts,
         events: EventLog,
         turns: TurnStore | None = None,
     ) -> None:
-        """Set up, without taking a lease. `counts` has the rows that this worker has finished."""
+        """Set up, without taking a lease.
+
+        `lock` is that of this worker, and `counts` has the rows that this worker has finished.
+        """
         super().__init__(prepared, turns)
         self._leases = leases
         self._events = events
@@ -78,10 +87,12 @@ class LeasedRows(TaskRows):
         self._lock = (
             threading.Lock()
         )  # the reader, the writer of parts and the end of the run use `_uncommitted` in different threads
-        self._watches: dict[str, LivenessMonitor] = {}
-        """Monitors of the other workers that held leases at the last look."""
-        self._lives: dict[str, bool | None] = {}
-        """Whether each worker of `_watches` was alive at the last look; None if that was unknown."""
+        run_dir = prepared.run_dir
+        self._beacon = Beacon(leases.directory, run_dir.task, lock.token, leases.store)
+        """Lit while this worker holds leases."""
+        lock.beacon = self._beacon
+        self._others = BeaconWatch(run_dir)
+        """The other workers that held leases at the last look."""
         self._counts = counts
         self._refreshed_at = -REFRESH_S
         self._first: Lease | None = None
@@ -152,9 +163,8 @@ class LeasedRows(TaskRows):
         """
         now = self._look()
         self._look_at_others(now)
-        now.refresh()  # a worker that exited during the look ended its leases before it exited
-        workers = set(now.held().values()) - {self._prepared.run_dir.task, *self._dead()}
-        return (now.rows_left(), 0) if workers else (0, now.rows_left())
+        rows_left = now.rows_left()
+        return (rows_left, 0) if self._workers() > 1 else (0, rows_left)
 
     def _look(self) -> Leases:
         """Read the leases of all plans; `self._leases` lacks plans that were added later."""
@@ -176,7 +186,7 @@ class LeasedRows(TaskRows):
                 wait.end()
                 if lease is not None or is_over:
                     return lease
-            sleep(SHORT_POLL_S if self._rows_free else POLL_S)
+            sleep(SHORT_POLL_S if self._rows_free else self._pause_s())
         return None
 
     def _look_for_lease(self) -> tuple[Lease | None, bool]:
@@ -185,29 +195,33 @@ class LeasedRows(TaskRows):
         if lease is not None or self._has_its_share():
             return lease, False
         self._refresh()
-        if not self._rows_free and (dead := self._dead()):
+        if not self._rows_free and (dead := self._others.dead):
             for task in dead:
                 self._take_over(task)
             self._refresh()
         lease = self._try_take()
-        is_over = not self._rows_free and all(self._lives.values()) and not self._unfinished()
+        is_over = not self._rows_free and self._others.all_run and not self._unfinished()
         return lease, is_over
 
     def _try_take(self) -> Lease | None:
         """Take a lease that was free at the last look."""
-        if time.monotonic() - self._refreshed_at > REFRESH_S:
+        if time.monotonic() - self._refreshed_at > max(REFRESH_S, self._pause_s()):
             self._refresh()
         if self._has_its_share():
             return None
         while (number := next_lease(self._leases.free(), self._last)) is not None:
-            lease = self._leases.take(number)
+            with self._lock:  # otherwise the end of another lease could put the beacon out meanwhile
+                self._beacon.light()
+                lease = self._leases.take(number)
+                if lease is not None:
+                    self._uncommitted[lease.number] = lease, lease.rows
+                self._put_out_if_idle()
             if lease is not None:
                 return self._hold(lease)
         return None
 
     def _hold(self, lease: Lease) -> Lease | None:
-        with self._lock:
-            self._uncommitted[lease.number] = lease, lease.rows
+        """Count a lease that was just taken. Return it, or None if this worker was stopped meanwhile."""
         self._events.write("lease", lease=lease.number, turn=lease.turn, rows=len(lease.rows))
         if self._stopped.is_set():
             with self._lock:
@@ -225,30 +239,34 @@ class LeasedRows(TaskRows):
         self._leases.end(lease, uncommitted)
         del self._uncommitted[number]
         self._events.write("lease_end", lease=number, rows_left=len(uncommitted))
+        self._put_out_if_idle()
+
+    def _put_out_if_idle(self) -> None:
+        """Delete this worker's beacon if it holds no lease. The caller holds `_lock`."""
+        if not self._uncommitted:
+            self._beacon.put_out()
 
     def _refresh(self) -> None:
-        """Find out which leases are free, and which workers hold the others."""
-        self._leases.refresh()
+        """Find out which leases are free, and whether the workers that hold the others live."""
         self._look_at_others(self._leases)
         self._rows_free = self._leases.rows_free()
         self._refreshed_at = time.monotonic()
 
     def _look_at_others(self, leases: Leases) -> None:
-        """Find out which other workers hold leases, and whether they live."""
-        run_dir, before = self._prepared.run_dir, self._watches
-        other_tasks = set(leases.held().values()) - {run_dir.task}
-        self._watches = {task: before.get(task) or monitor_of(run_dir.of_task(task)) for task in other_tasks}
-        self._lives = {task: watch.poll() for task, watch in self._watches.items()}
+        """Read the lease files, and find out which other workers hold leases, and whether they live."""
+        self._others.look(leases.refresh())
+        if not self._others and leases.held_count() > len(self._uncommitted):
+            self._others.look_without_beacons(set(leases.held().values()) - {self._prepared.run_dir.task})
 
-    def _dead(self) -> list[str]:
-        """Return the other workers that held leases at the last look and are dead for sure."""
-        return sorted(task for task, lives in self._lives.items() if lives is False)
+    def _pause_s(self) -> float:
+        """Return the seconds between two listings of the lease files, which grow with the workers."""
+        return min(max(POLL_S, len(self._others) / WORKERS_PER_S), LONGEST_REFRESH_S)
 
     def _take_over(self, task: str) -> None:
         """Recover the journals of a dead worker, and end its leases. Raises OSError or OutputError."""
         dead = self._prepared.run_dir.of_task(task)
         try:
-            with hold_task(dead, _at_once, dead_owner=self._watches[task].owner_content) as lock:
+            with hold_task(dead, _at_once, dead_owner=self._others.owner_content(task)) as lock:
                 recover(dead, lock, self._prepared.results_schema)
                 self._leases.refresh()  # the dead worker or one that took over may have ended leases
                 stored = read_done(dead).rows
@@ -256,6 +274,7 @@ class LeasedRows(TaskRows):
                 lock.verify()
                 for lease, rows in unfinished:
                     self._leases.end(lease, rows)
+                self._others.remove(task)
         except (TaskHeldError, TaskLockLostError):  # another worker takes over
             return
         dead.store.discard_copy(task)
@@ -281,7 +300,7 @@ class LeasedRows(TaskRows):
 
     def _workers(self) -> int:
         """Return the number of workers that share the rows: this one, and all that are not dead for sure."""
-        return 1 + len(self._lives) - len(self._dead())
+        return 1 + len(self._others) - len(self._others.dead)
 
 
 def _at_once(_: float) -> None:
@@ -294,6 +313,7 @@ def join(
     start: StartOptions,
     control: Control,
     *,
+    lock: TaskLock,
     counts: RowCounts,
     events: EventLog,
     turns: TurnStore | None = None,
@@ -303,8 +323,8 @@ def join(
     The first worker makes the plan. A worker that finds new files or a larger limit adds a plan of the new
     rows, whether or not the other plans have ended. Once all plans have ended, the next worker plans the
     failed rows to retry, and the rows whose part was moved away. While another worker makes a plan, this
-    function waits, unless `control` stops the run. `counts` has the rows that this worker has finished, and
-    `turns` stores the turns of rollouts.
+    function waits, unless `control` stops the run. `lock` is that of this worker, `counts` has the rows that
+    it has finished, and `turns` stores the turns of rollouts.
     Raises InputError, OutputError or ResumeError.
     """
     run_dir = prepared.run_dir
@@ -332,7 +352,7 @@ def join(
     assert leases.plan is not None
     _check_plan(leases, prepared)
     leases.join()
-    rows = LeasedRows(prepared, leases, counts=counts, events=events, turns=turns)
+    rows = LeasedRows(prepared, leases, lock=lock, counts=counts, events=events, turns=turns)
     return rows, leases.plan.rows_total, OrderDecision(**leases.plan.choice)
 
 
