@@ -110,8 +110,9 @@ class AcceptSpec(Spec):
     @property
     def has_condition(self) -> bool:
         """Whether the section itself has a condition on answers."""
+        requires_json = self.json_ is not None and self.json_ is not False
         conditions = (self.regex, self.expression, self.python)
-        return bool(self.json_) or any(condition is not None for condition in conditions)
+        return requires_json or any(condition is not None for condition in conditions)
 
 
 TRIES = 3

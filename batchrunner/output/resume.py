@@ -1,4 +1,4 @@
-"""Which rows of a run are done, read from its parts and journals."""
+"""Reads which rows of a run are done, from its parts (Parquet files of results) and journals."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class DoneRows:
 
     @property
     def counts(self) -> RowCounts:
-        """Counts of all these rows."""
+        """Counts of the rows with an answer or an error."""
         return self.counts_of_answered + self.counts_of_failed
 
     def __len__(self) -> int:
-        """Return the number of rows; a row that two parts hold counts once."""
+        """Return the number of rows with an answer or an error. A row that two parts hold counts once."""
         return len(self.answered) + len(self.failed)
 
     def without_failed(self) -> DoneRows:
@@ -74,18 +74,19 @@ class DoneRows:
 def read_done(run_dir: RunDir) -> DoneRows:
     """Return the rows in this task's parts and journals.
 
-    Raises ResumeError where a part is damaged, StorageError where the disk cannot read one.
+    Raises ResumeError if a part is damaged, StorageError if the disk cannot read one.
     """
     done = DoneRows()
-    # journals first: one of them may become a part before the parts are listed
+    # The journals are read first, because a journal may become a part before the parts are listed.
     journals = [*_read_journals(run_dir)]
     for part in run_dir.own_parts():
         done.include(_read_part(part))
     for table in journals:
         rows_of_parts = done.rows
-        new = [at for at, row in enumerate(table.column("row").to_pylist()) if row not in rows_of_parts]
-        if new:  # the other rows are in a part too
-            done.add(table.take(arrow_array(new, pa.int64())))
+        rows = table.column("row").to_pylist()
+        not_in_parts = [index for index, row in enumerate(rows) if row not in rows_of_parts]
+        if not_in_parts:
+            done.add(table.take(arrow_array(not_in_parts, pa.int64())))
     return done
 
 
@@ -99,6 +100,7 @@ def done_by_all(run_dir: RunDir) -> DoneRows:
 
 
 def _read_part(path: Path) -> DoneRows:
+    """Return the rows of a part."""
     done = DoneRows()
     # A part that was discarded or moved away since the listing has no done rows.
     with contextlib.suppress(FileNotFoundError), open_part(path) as part:
@@ -107,7 +109,10 @@ def _read_part(path: Path) -> DoneRows:
 
 
 def _read_journals(run_dir: RunDir) -> Iterator[pa.Table]:
-    """Yield copies of the counted columns of the journals, so that their other columns can be freed."""
+    """Yield the counted columns of each table in this task's journals.
+
+    `sort_by` copies these columns, so that the memory of the other columns can be freed.
+    """
     for path in run_dir.journals():
         with contextlib.suppress(FileNotFoundError):
             for table in read_journal(path):

@@ -30,8 +30,8 @@ from tests.support.refusals import refusal, told
     [
         ("nowhere.parquet", None, "no such file or directory"),
         ("sheet.xlsx", b"PK\x03\x04 and more", "another ending than .parquet, .csv"),
-        ("in/*.parquet", None, "no Parquet file there"),
-        ("in/", None, "no Parquet file there"),
+        ("in/*.parquet", None, "found no Parquet, CSV, JSON Lines or Arrow file"),
+        ("in/", None, "found no Parquet, CSV, JSON Lines or Arrow file"),
         ("empty.parquet", b"", "not a readable Parquet file"),
         ("text.parquet", b"id,text\n1,hello world\n", "not a readable Parquet file"),
     ],
@@ -76,7 +76,7 @@ def test_a_pipe(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe.parquet"
     os.mkfifo(pipe)
     message = refusal(job_of(tmp_path, input={"path": str(pipe)}), tmp_path)
-    told(message, pipe, "is a device or a pipe: save it to a file")
+    told(message, pipe, "is a device or a pipe: save the data to a file")
 
 
 def test_one_truncated_file_of_several(tmp_path: Path) -> None:
@@ -560,7 +560,7 @@ def test_results_of_another_run_in_the_input(tmp_path: Path, pattern: str) -> No
         batchrunner.run(job, overrides=[f"input.limit={limit}"])
     assert rows_in(job) == [*range(10)]
     second = {**job, "output": {"path": f"{tmp_path}/data/run2"}}
-    told(refusal(second, tmp_path), f"also names files of the run {tmp_path}/data/run1")
+    told(refusal(second, tmp_path), f"also matches files of the run {tmp_path}/data/run1")
     meant = {**second, "input": {"path": f"{tmp_path}/data/run1/parts"}, "prompt": {"text": "output"}}
     assert batchrunner.run(meant).rows_ok == 10
 

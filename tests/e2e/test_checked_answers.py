@@ -157,7 +157,10 @@ ANSWERS: dict[str, tuple[Any, dict[str, str | None]]] = {
     "list": (LIST, {'{"v": 1, "next": {"v": 2, "next": null}}': None, '{"v": 1, "next": 2}': "is not valid"}),
     "number": (
         {"type": "number"},
-        {"1e400": "the answer is not JSON: Number out of range", "9" * 400: "more than 1.8e308 is too large"},
+        {
+            "1e400": "the answer is not JSON: Number out of range",
+            "9" * 400: "too large for a float (limit 1.8e308)",
+        },
     ),
     "integer": ({"type": "integer"}, {"9" * 30: f"{'9' * 30} has more than 64 bits"}),
     "half a letter": ({"type": "string"}, {'"\\ud800"': "the answer is not JSON: "}),

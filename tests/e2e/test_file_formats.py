@@ -238,7 +238,7 @@ def test_one_directory_of_one_kind(tmp_path: Path, caplog: pytest.LogCaptureFixt
         batchrunner.run(job)
     pq.write_table(pa.table({"id": [9], "text": ["t"]}), source / "d.parquet")
     assert batchrunner.run(job, fresh=True).rows_total == 1
-    assert f"{source}: only its Parquet files are read; others, such as {source}/a.csv" in caplog.text
+    assert f"{source}: only the Parquet files are read; files of other kinds, such as {source}/a.csv" in caplog.text
 
 
 def test_files_of_several_formats_that_are_named(tmp_path: Path) -> None:

@@ -300,15 +300,15 @@ def test_vectors_without_use(tmp_path: Path, embedder: FakeSGLang, as_floats: bo
         1: "the vector has numbers that are NaN or infinite",
         2: "the vector has numbers that are NaN or infinite",
         3: "the vector is empty",
-        5: "the vector is zero",
-        6: "output.dtype: the vector has numbers too large for float16",
+        5: "all numbers of the vector are zero",
+        6: "the vector has numbers that are too large for output.dtype: float16",
         7: "the vector has 7 numbers, but output.dimensions is 8",
     }
     assert column_type(job) == pa.list_(pa.float16())
 
 
 BAD_VECTORS: dict[str, tuple[str, str]] = {
-    "zeros": ("[0, 0, 0.0, -0.0, 0, 0, 0, 0]", "the vector is zero"),
+    "zeros": ("[0, 0, 0.0, -0.0, 0, 0, 0, 0]", "all numbers of the vector are zero"),
     "of another length": ("[1, 2, 3]", "the vector has 3 numbers, but earlier vectors have 8"),
     "nulls": ("[null, null, null, null, null, null, null, null]", "numbers that are NaN or infinite"),
     "NaN": ("[NaN, 1, 1, 1, 1, 1, 1, 1]", "numbers that are NaN or infinite"),
@@ -356,7 +356,7 @@ def test_an_engine_opened_for_another_task(embedder: FakeSGLang) -> None:
     """An open engine takes jobs of its task only."""
     with batchrunner.open_engine(embedder.url, task="embed") as engine:
         assert batchrunner.embed(["x"], engine=engine).column("embedding").to_pylist() == [vector_for("x")]
-        with pytest.raises(batchrunner.JobError, match="was opened for task embed, and the"):
+        with pytest.raises(batchrunner.JobError, match="was opened for task embed, but the job"):
             batchrunner.generate(["x"], engine=engine)
 
 

@@ -143,7 +143,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     with hold_task(RunDir(job["output"]["path"]), directory=tmp_path / "run" / "tune"):
         second = batchrun("tune", file, "--budget", "1m")
     assert second.exit_code == 2
-    assert "is writing this run: wait for it or use another path" in second.stderr
+    assert "is writing this run: wait until that process ends, or use another path" in second.stderr
     assert not (tmp_path / "run" / "tune").exists()
 
 

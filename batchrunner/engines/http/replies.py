@@ -184,11 +184,17 @@ ENDED = "stop"
 
 
 class WholeAnswer(msgspec.Struct):
-    """An HTTP answer whose body is read."""
+    """An HTTP answer whose body has been read to its end."""
 
     status: int
     content: bytes
     retry_after: str | None = None
+    """Value of the header `Retry-After`; None for status 200, or if the answer has no such header."""
+
+    @property
+    def is_json(self) -> bool:
+        """Whether the status is 200 and the body begins like JSON, which a proxy's page of HTML does not."""
+        return self.status == _OK and self.content.lstrip().startswith(JSON_BEGINS)
 
 
 async def whole(answer: PostedAnswer, large_answers: asyncio.Semaphore) -> WholeAnswer:
