@@ -620,7 +620,7 @@ def _batch_format(path: str) -> FileFormat:
 
 
 def _samples(source: pa.NativeFile, size: int) -> Iterator[bytes]:
-    """Yield evenly spread blocks of a Parquet file; the last block is the end of the file, with the footer."""
+    """Yield evenly spread blocks of a Parquet file; the last block has the footer."""
     for block in spread_blocks(size, blocks=SAMPLE_BLOCKS, size=SAMPLE_BYTES):
         source.seek(block.start)
         yield source.read(SAMPLE_BYTES)

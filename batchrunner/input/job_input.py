@@ -5,6 +5,7 @@ A lease is a range of rows. The workers of a joined run take lease after lease.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -23,10 +24,15 @@ from batchrunner.job.spec import Job
 if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
 
-MOST_LEASES, FEWEST_LEASES = 1000, 64
-"""Maximum number of leases of a large run, and minimum number of leases of a small run. A lease of a large
+MANY_LEASES, FEWEST_LEASES = 1000, 64
+"""Target number of leases of a large run, and minimum number of leases of a small run. A lease of a large
 run should be small compared with a worker's rows in flight. In a small run, few workers should be without a
 lease. `MOST_LEASE_ROWS` takes precedence."""
+LEASES_OF_A_WORKER = 8
+"""Minimum number of leases for each task of a Slurm array, so that fast tasks can do more than slow ones."""
+MOST_LEASES = 16_384
+"""Maximum number of leases of a run in input order, because every worker lists their files. It takes
+precedence over `MOST_LEASE_ROWS`, from 134 million rows on."""
 LEAST_LEASE_ROWS, MOST_LEASE_ROWS = 128, 8192
 """Minimum and maximum number of rows in a lease. A small run has smaller leases, because of `FEWEST_LEASES`.
 Taking a lease with fewer rows costs more time than reading its rows. If leases have more rows, workers end at
@@ -102,9 +108,15 @@ class JobInput:
 
 
 def lease_rows(rows: int) -> int:
-    """Return the approximate number of rows in a lease of a run of `rows` rows."""
+    """Return the approximate number of rows in a lease of a run of `rows` rows.
+
+    In a Slurm array, it depends on the number of tasks (`SLURM_ARRAY_TASK_COUNT`).
+    """
+    array_tasks = os.environ.get("SLURM_ARRAY_TASK_COUNT", "")
+    workers = int(array_tasks) if array_tasks.isdecimal() else 1
+    leases = max(MANY_LEASES, LEASES_OF_A_WORKER * workers)
     least = min(LEAST_LEASE_ROWS, -(-rows // FEWEST_LEASES))
-    return max(1, min(max(rows // MOST_LEASES, least), MOST_LEASE_ROWS))
+    return max(1, min(max(rows // leases, least), MOST_LEASE_ROWS))
 
 
 def cut_into_leases(rows: BitMap64, end: int) -> list[int]:
@@ -112,5 +124,5 @@ def cut_into_leases(rows: BitMap64, end: int) -> list[int]:
 
     Return the ordinals at which leases begin, and `end`.
     """
-    size = lease_rows(len(rows))
+    size = max(lease_rows(len(rows)), -(-len(rows) // MOST_LEASES))
     return [0, *(rows[at] for at in range(size, len(rows), size)), end]
