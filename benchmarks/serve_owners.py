@@ -24,7 +24,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -132,110 +133,151 @@ def probes(client: openai.OpenAI, file: str, batch: str) -> list[Callable[[], ob
     ]
 
 
-def kills(count: int, luck: random.Random, state: Path) -> dict[str, Any]:
-    """Kill the server so often; return what was accepted and what of it is wrong."""
-    files: dict[str, dict[str, bytes]] = {name: {} for name in OWNERS}
-    batches: dict[str, dict[str, str]] = {name: {} for name in OWNERS}
+@dataclass
+class Killed:
+    """Three owners whose server is killed again and again."""
 
-    def call(name: str, client: openai.OpenAI) -> None:
+    service: Service
+    files: dict[str, dict[str, bytes]] = field(default_factory=lambda: {name: {} for name in OWNERS})
+    """Contents of the accepted files, by owner and ID."""
+    batches: dict[str, dict[str, str]] = field(default_factory=lambda: {name: {} for name in OWNERS})
+    """Input files of the accepted batches, by owner and ID."""
+    wrong: list[str] = field(default_factory=list)
+    """What is lost, changed, or another owner's."""
+    seen: list[str] = field(default_factory=list)
+    """Batches of others that an owner could see."""
+
+    def call(self, name: str, client: openai.OpenAI) -> None:
+        """Upload files and create batches until the server is gone."""
+        files, batches = self.files[name], self.batches[name]
         with contextlib.suppress(openai.APIError), client:
             while True:
-                content = requests_of(f"{name}{len(files[name])}", LINES)
+                content = requests_of(name, LINES, prompt=f"question {len(files)}")
                 file = client.files.create(file=("requests.jsonl", content), purpose="batch").id
-                files[name][file] = content
-                if len(batches[name]) < MOST_BATCHES:
+                files[file] = content
+                if len(batches) < MOST_BATCHES:
                     batch = client.batches.create(input_file_id=file, endpoint=CHAT, completion_window="24h")
-                    batches[name][batch.id] = file
+                    batches[batch.id] = file
                 time.sleep(0.1)
 
-    service = Service(state)
-    for number in range(count):
-        with service.running():
-            threads = [threading.Thread(target=call, args=(name, service.client(name))) for name in OWNERS]
+    def kill_once(self, seconds: float) -> None:
+        """Run the server for a while, and kill it."""
+        with self.service.running():
+            clients = {name: self.service.client(name) for name in OWNERS}
+            threads = [threading.Thread(target=self.call, args=each) for each in clients.items()]
             for thread in threads:
                 thread.start()
-            time.sleep(luck.uniform(0.05, 3.0))
+            time.sleep(seconds)
         for thread in threads:
             thread.join()
-        tell(
-            f"kill {number + 1}: {sum(map(len, files.values()))} files, {sum(map(len, batches.values()))} batches"
-        )
-    wrong, seen = list[str](), list[str]()
-    with service.running():
-        clients = {name: service.client(name) for name in OWNERS}
-        for name, client in clients.items():
-            for batch, file in batches[name].items():
-                last = ended(client, batch)
-                text = client.files.content(last.output_file_id or "none").text
-                names = [json.loads(line)["custom_id"] for line in text.splitlines()]
-                if names != [json.loads(line)["custom_id"] for line in files[name][file].splitlines()]:
-                    wrong.append(batch)
-                files[name][last.output_file_id] = text.encode()
-            for file, content in files[name].items():
-                while True:
-                    try:
-                        wrong += [file] if client.files.content(file).content != content else []
-                        break
-                    except openai.RateLimitError:
-                        time.sleep(1)
-            wrong += [f.id for f in client.files.list(limit=10_000) if f.id not in files[name]][:1]
-            others = [other for other in OWNERS if other != name]
-            for other in others:
-                for batch, file in [*batches[other].items()][:2]:
-                    seen += [batch for probe in probes(client, file, batch) if not is_hidden(probe)]
+
+    def check(self, name: str, client: openai.OpenAI) -> None:
+        """Check all that an owner has, and that it sees nothing of others."""
+        for batch, file in self.batches[name].items():
+            last = ended(client, batch)
+            text = patiently(client.files.content, last.output_file_id).text
+            if ids_in(text) != ids_in(self.files[name][file].decode()):
+                self.wrong.append(batch)
+        for file, content in self.files[name].items():
+            if patiently(client.files.content, file).content != content:
+                self.wrong.append(file)
+        for file in patiently(client.files.list, limit=10_000):
+            # Some of these files are not in `files`, because the reply to their upload was lost.
+            text = patiently(client.files.content, file.id).text
+            if any(not custom_id.startswith(f"{name}-") for custom_id in ids_in(text)):
+                self.wrong.append(file.id)
+        for other in OWNERS:
+            for batch, file in [*self.batches[other].items()][: 2 * (other != name)]:
+                self.seen += [batch for probe in probes(client, file, batch) if not is_hidden(probe)]
+
+
+def ids_in(text: str) -> list[str]:
+    """Return the custom_ids of a file."""
+    return [json.loads(line)["custom_id"] for line in text.splitlines()]
+
+
+def patiently(call: Callable[..., Any], *arguments: str, **options: int) -> Any:
+    """Return the result of a call, which is repeated while there are too many calls a second."""
+    while True:
+        with contextlib.suppress(openai.RateLimitError):
+            return call(*arguments, **options)
+        time.sleep(1)
+
+
+def kills(count: int, luck: random.Random, state: Path) -> dict[str, Any]:
+    """Kill the server so often; return what was accepted and what of it is wrong."""
+    killed = Killed(Service(state))
+    for number in range(count):
+        killed.kill_once(luck.uniform(0.05, 3.0))
+        tell(f"kill {number + 1}: {sum(map(len, killed.files.values()))} files")
+    with killed.service.running():
+        for name in OWNERS:
+            killed.check(name, killed.service.client(name))
         temporary = [path.name for path in (state / "files").glob(".*")]
-    counts = {"files": sum(map(len, files.values())), "batches": sum(map(len, batches.values()))}
-    return {"kills": count, **counts, "wrong": wrong, "seen": seen, "temporary": temporary}
+    return {
+        "kills": count,
+        "files": sum(map(len, killed.files.values())),
+        "batches": sum(map(len, killed.batches.values())),
+        "wrong": killed.wrong,
+        "seen": killed.seen,
+        "temporary": temporary,
+    }
 
 
-def attack(client: openai.OpenAI, victims: list[tuple[str, str]], stop: threading.Event) -> Counter[str]:
-    """Do all that a hostile owner may try, until `stop`; return how often each thing happened."""
-    counts = Counter[str]()
-    long_prompt = "word " * 4000
-    huge = requests_of(HOSTILE, 20_000, prompt="word " * 100)
+@dataclass
+class Attack:
+    """All that a hostile owner may try, until `stop`."""
 
-    def guess() -> None:
-        for file, batch in victims:
-            for probe in probes(client, file, batch):
-                counts["seen"] += not is_hidden(probe)
-                counts["probes"] += 1
+    client: openai.OpenAI
+    victims: Sequence[tuple[str, str]]
+    """Files and batches of others."""
+    stop: threading.Event = field(default_factory=threading.Event)
+    counts: Counter[str] = field(default_factory=Counter)
+    """How often each thing happened."""
 
-    def create() -> None:
-        counts["batches"] += 1
-        begin(client, requests_of(HOSTILE, 500, output_tokens=1, prompt=long_prompt))
+    def guess(self) -> None:
+        for file, batch in self.victims:
+            for probe in probes(self.client, file, batch):
+                self.counts["seen"] += not is_hidden(probe)
+                self.counts["probes"] += 1
 
-    def flood() -> None:
-        client.batches.list(limit=10_000)
-        client.files.list(limit=10_000)
-        counts["lists"] += 1
+    def create(self) -> None:
+        begin(self.client, requests_of(HOSTILE, 500, output_tokens=1, prompt="word " * 4000))
+        self.counts["batches"] += 1
 
-    def upload() -> None:
-        name = client.files.create(file=("huge.jsonl", huge), purpose="batch").id
-        client.files.delete(name)
-        counts["huge files"] += 1
+    def flood(self) -> None:
+        self.client.batches.list(limit=10_000)
+        self.client.files.list(limit=10_000)
+        self.counts["lists"] += 1
 
-    def break_form() -> None:
-        counts["broken forms"] += 1
-        client.post("/files", cast_to=object, body={"a": "b" * 100_000})
+    def upload(self) -> None:
+        huge = requests_of(HOSTILE, 20_000, prompt="word " * 100)
+        name = self.client.files.create(file=("huge.jsonl", huge), purpose="batch").id
+        self.client.files.delete(name)
+        self.counts["huge files"] += 1
 
-    def repeat(act: Callable[[], None]) -> None:
-        while not stop.is_set():
+    def break_form(self) -> None:
+        self.counts["broken forms"] += 1
+        self.client.post("/files", cast_to=object, body={"a": "b" * 100_000})
+
+    def repeat(self, act: Callable[[], None]) -> None:
+        while not self.stop.is_set():
             try:
                 act()
             except openai.APIStatusError as refused:
-                counts[f"{refused.status_code}"] += 1
-                stop.wait(1.0 if refused.code == RATE_LIMIT else 0.05)
+                self.counts[f"{refused.status_code}"] += 1
+                self.stop.wait(1.0 if refused.code == RATE_LIMIT else 0.05)
             except openai.APIError as failure:
-                counts[type(failure).__name__] += 1
+                self.counts[type(failure).__name__] += 1
 
-    threads = [
-        threading.Thread(target=repeat, args=(act,)) for act in (guess, create, flood, upload, break_form)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return counts
+    def run(self) -> None:
+        """Do everything at once, until `stop`."""
+        acts = (self.guess, self.create, self.flood, self.upload, self.break_form)
+        threads = [threading.Thread(target=self.repeat, args=(act,)) for act in acts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
 
 def engine_s(prompt_characters: int, output_tokens: int) -> float:
@@ -251,8 +293,8 @@ def hostile(seconds: float, state: Path) -> dict[str, Any]:
         rows = int(3 * seconds * MOST_RUNNING / STEP_S / 20)
         first = {name: begin(clients[name], requests_of(name, rows)) for name in OWNERS[:2]}
         victims = [(batch.input_file_id, batch.id) for batch in first.values()]
-        stop, results = threading.Event(), list[Counter[str]]()
-        attacking = threading.Thread(target=lambda: results.append(attack(clients[HOSTILE], victims, stop)))
+        attack = Attack(clients[HOSTILE], victims)
+        attacking = threading.Thread(target=attack.run)
         attacking.start()
 
         def done() -> dict[str, int]:
@@ -267,7 +309,7 @@ def hostile(seconds: float, state: Path) -> dict[str, Any]:
         before = done()
         time.sleep(seconds)
         after = done()
-        stop.set()
+        attack.stop.set()
         attacking.join()
         served = {
             name: (after[name] - before[name])
@@ -285,7 +327,7 @@ def hostile(seconds: float, state: Path) -> dict[str, Any]:
             )
     whole = sum(served.values())
     shares = {name: round(3 * spent / whole, 3) for name, spent in served.items()}
-    return {"seconds": seconds, "shares": shares, "attacks": results[0], "foreign_lines": lines["foreign"]}
+    return {"seconds": seconds, "shares": shares, "attacks": attack.counts, "foreign_lines": lines["foreign"]}
 
 
 def main() -> None:
@@ -305,9 +347,9 @@ def main() -> None:
         or attacked["attacks"]["seen"] or attacked["foreign_lines"]
     )  # fmt: skip
     line = (
-        f"serve with owners: {killed['kills']} kills, {killed['files']} files and {killed['batches']} batches "
-        f"accepted, {len(killed['wrong'])} wrong, {len(killed['seen'])} seen by others; under an attack of "
-        f"{args.seconds:.0f} s each of the others got at least {least:.2f} of its share"
+        f"serve with owners: {killed['kills']} kills, {killed['files']} files and {killed['batches']} "
+        f"batches accepted, {len(killed['wrong'])} wrong, {len(killed['seen'])} seen by others; "
+        f"under an attack of {args.seconds:.0f} s each of the others got at least {least:.2f} of its share"
     )
     save(
         "serve_owners",

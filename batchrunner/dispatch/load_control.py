@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 
 SPARE = 8
-"""Number of slots that a run gets beyond its ready rows, for rows that become ready soon. Other runs cannot
-use these slots meanwhile."""
+"""Number of slots that a run gets in addition to its ready rows, for rows that become ready soon. Other runs
+of the same engine cannot use these slots."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,7 @@ class LoadControl:
     _runs: list[SendingRun] = field(default_factory=list)
     """Runs that send rows now; the oldest run comes first."""
     _poll: asyncio.Task[tuple[Sequence[SchedulerLoad], float]] | None = None
-    """The current or last poll, which all runs wait for together; None before the first."""
+    """The present or last poll of the load, for which all runs wait together; None before the first poll."""
 
     @property
     def in_use(self) -> bool:
@@ -77,17 +77,20 @@ class LoadControl:
     async def run(self, polled: Callable[[Sequence[SchedulerLoad], float], None]) -> None:
         """Poll until cancelled. After each poll, resize the windows and call `polled` with the load sample.
 
-        The sample is empty if the load is unknown. Its time is in seconds of the monotonic clock. An error
-        that `polled` raises ends the polling. Runs that share the engine wait for the same polls.
+        `polled` gets the loads of the schedulers, empty if unknown, and the time in seconds of the monotonic
+        clock. An error that `polled` raises ends the polling. Runs that share the engine wait for the same
+        polls.
         """
         while True:
             if self._poll is None or self._poll.done():
                 usual_s = TIMING.background_poll if self.concurrency.is_background else TIMING.load_poll
                 pause_s = 0.0 if self._poll is None else usual_s
                 self._poll = asyncio.ensure_future(self._sample(pause_s))
+            # The shield keeps the poll for the other runs if this run is cancelled.
             polled(*await asyncio.shield(self._poll))
 
     async def _sample(self, pause_s: float) -> tuple[Sequence[SchedulerLoad], float]:
+        """Poll the load after a pause, and resize the windows; return the loads and their time."""
         await asyncio.sleep(pause_s)
         loads = await self._engine.loads()
         now = time.monotonic()
@@ -114,9 +117,10 @@ class LoadControl:
             accounts = [run.routes.account for run in self._runs]
             in_flight = [route.in_flight for route in routes]
             free = max(0, window - sum(in_flight))
-            parts = divide(window, [*map(Claim, accounts, in_flight, ready, unsent)])
-            for route, part in zip(routes, parts, strict=True):
-                granted = min(part, route.in_flight + free)
+            shares = divide(window, [*map(Claim, accounts, in_flight, ready, unsent)])
+            for route, share in zip(routes, shares, strict=True):
+                # A run gets more slots only as other runs free them, because no request is cancelled.
+                granted = min(share, route.in_flight + free)
                 free -= max(0, granted - route.in_flight)
                 route.window, route.speed = granted, limit.recent
         for run in self._runs:
@@ -125,7 +129,7 @@ class LoadControl:
 
 
 def write_changes(events: EventLog, changes: Iterable[Decision | CornerChange]) -> None:
-    """Write changes of windows and of load states (corners) to the event log."""
+    """Write changes of windows and load states (corners) to the event log; log that a server holds back."""
     for change in changes:
         events.write("window" if isinstance(change, Decision) else "corner", **asdict(change))
         if isinstance(change, CornerChange) and change.corner == Corner.HELD:

@@ -26,35 +26,48 @@ from batchrunner.job.tasks import TASK_OF_ENDPOINT, TaskName
 log = logging.getLogger(__name__)
 
 MOST_REPEATED = 100_000
-"""Maximum number of custom_ids whose full digests are compared. These are the custom_ids that share the low
-half of their digest with an earlier one. Among ten million different custom_ids, about 12,000 do."""
+"""Maximum number of custom_ids that are kept because they may be repeated.
+
+They are the custom_ids whose digest has the same low half as an earlier digest. Among ten million different
+custom_ids, about 12,000 have one by chance.
+"""
 MOST_FAULTS = 50
 """Maximum number of faulty lines of one kind that an error lists one by one."""
 ID_CHARACTERS = 40
 """Maximum number of characters of a repeated `custom_id` in a message."""
 _LOW_BITS = (1 << 32) - 1
+"""Mask for the low half of a digest of 64 bits."""
 
 
-class _Named(msgspec.Struct):
-    custom_id: Annotated[str, msgspec.Meta(min_length=1)]
+class _AnyCustomId(msgspec.Struct):
+    """The `custom_id` of a line that need not be a valid request."""
 
-
-class _NamedByAny(msgspec.Struct):
     custom_id: msgspec.Raw
 
 
-class _RequestLine(_Named):
+class _Named(msgspec.Struct):
+    """Object on a line, of which only the `custom_id` matters."""
+
+    custom_id: Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class _RequestLine(msgspec.Struct):
+    """Valid request on a line of a batch file."""
+
+    custom_id: Annotated[str, msgspec.Meta(min_length=1)]
     method: Literal["POST"]
     url: str
     body: msgspec.Raw
 
 
 class _ModelOfBody(msgspec.Struct):
+    """Model that the body of a request names."""
+
     model: str | None = None
 
 
 _read_name = msgspec.json.Decoder(_Named)
-_read_custom_id = msgspec.json.Decoder(_NamedByAny)
+_read_custom_id = msgspec.json.Decoder(_AnyCustomId)
 _read_request = msgspec.json.Decoder(_RequestLine)
 _read_model = msgspec.json.Decoder(_ModelOfBody)
 
@@ -111,7 +124,7 @@ def _raise_together(errors: Sequence[BatchFileError]) -> None:
 
 
 class _WrongEndpointError(ValueError):
-    """A request is for an endpoint that is not served, or for another task than the lines before it."""
+    """Error for a request to an endpoint that is not served, or for another task than earlier requests."""
 
 
 class _WrongCustomIdError(ValueError):
@@ -119,11 +132,11 @@ class _WrongCustomIdError(ValueError):
 
 
 def request_lines(lines: Iterable[bytes | None], path: str) -> Iterator[TextRecord]:
-    """Yield a record for each line that is not empty. None stands for a line that is too long.
+    """Yield a record for each line that is not empty; None in `lines` stands for a line that is too long.
 
-    The first request sets the model's task for the whole file, such as text generation, and the first request
-    with a model sets the model. After the last line, raises BatchFileError if a line has a wrong endpoint or
-    no custom_id; the message begins with `path`.
+    The first request decides the task of the model for the whole file, such as text generation. The first
+    request with a model decides the model of the whole file. After the last line, raises BatchFileError,
+    which begins with `path`, if any line has a wrong endpoint or no custom_id.
     """
     task: TaskName | None = None
     model: str | None = None
@@ -131,7 +144,7 @@ def request_lines(lines: Iterable[bytes | None], path: str) -> Iterator[TextReco
     wrong_ids = _LineFaults("missing_required_parameter", "give each line a custom_id of its own")
     for number, line in enumerate(lines, 1):
         if line is None:
-            yield TextRecord(number, {}, f"not a request: it {TOO_LONG}", 0)
+            yield TextRecord(number, values={}, problem=f"not a request: the line {TOO_LONG}", size=0)
             continue
         text = line.strip()
         if not text:
@@ -160,7 +173,7 @@ def _request_in(text: bytes) -> _RequestLine:
 
     The error is a _WrongCustomIdError if the line is an object without a usable custom_id.
     """
-    text.decode()
+    text.decode()  # refuses bytes that are not UTF-8, which msgspec accepts in a raw body
     try:
         return _read_request.decode(text)
     except msgspec.ValidationError:
@@ -194,29 +207,31 @@ def _same_task(url: str, task: TaskName | None) -> TaskName:
 
 
 def _same_model(body: msgspec.Raw, model: str | None) -> str | None:
-    """Return the model of the file, `model` or else the one that this body names.
+    """Return the model of a batch file after a line with this `body`.
 
-    Raises ValueError if the body names another model than `model`.
+    `model` is the model of the lines before; None if they name none. Raises ValueError if the body names
+    another model.
     """
-    named = _read_model.decode(body).model
-    if None not in {named, model} and named != model:
+    body_model = _read_model.decode(body).model
+    if None not in {body_model, model} and body_model != model:
         raise ValueError(
-            f"requests the model {named!r}, but an earlier line {model!r}: split the file by model"
+            f"the request names the model {body_model!r}, but an earlier line names {model!r}: "
+            "split the file by model"
         )
-    return model or named
+    return model or body_model
 
 
 def _custom_id_in(text: bytes) -> dict[str, str]:
-    """Return the custom_id of a line that is not a valid request; empty if it has none.
+    """Return the column `custom_id` of a line that is not a valid request; {} if the line has no custom_id.
 
     A custom_id that is not a string is returned as its JSON text.
     """
     try:
-        written = bytes(_read_custom_id.decode(text).custom_id)
-        name = msgspec.json.decode(written) if written.startswith(b'"') else written.decode()
+        custom_id = bytes(_read_custom_id.decode(text).custom_id)
+        value = msgspec.json.decode(custom_id) if custom_id.startswith(b'"') else custom_id.decode()
     except (ValueError, RecursionError):
         return {}
-    return {} if written == b"null" else {CUSTOM_ID: name}
+    return {} if custom_id == b"null" else {CUSTOM_ID: value}
 
 
 def checked_requests(records: Iterable[TextRecord], path: str, rules: BatchRules) -> Iterator[TextRecord]:
@@ -244,14 +259,21 @@ def checked_requests(records: Iterable[TextRecord], path: str, rules: BatchRules
 
 
 class _CustomIds:
-    """The custom_ids of a file. Finds repetitions in about 10 bytes of memory per line."""
+    """Custom_ids of a batch file, among which repeated ones are found.
+
+    They take about 10 bytes of memory per line.
+    """
 
     def __init__(self) -> None:
-        self._digests = array("Q")  # digest of each line's custom_id, from line 1; 0 without one
-        self._low_halves = BitMap()  # low halves of the digests; a new one proves a new custom_id
-        self._candidates: dict[int, str] = {}  # custom_ids that may be repeated, by digest
+        self._digests = array("Q")
+        """Digest of the custom_id on each line, from line 1; 0 for a line without a custom_id."""
+        self._low_halves = BitMap()
+        """Low halves of the digests so far. A digest with a new low half belongs to a new custom_id."""
+        self._candidates: dict[int, str] = {}
+        """Custom_ids that may be repeated, by digest."""
 
     def add(self, line: int, custom_id: str) -> None:
+        """Add the custom_id of a line; lines come in order."""
         self._digests.extend(repeat(0, line - 1 - len(self._digests)))
         digest = xxh3_64_intdigest(custom_id.encode())
         self._digests.append(digest)
@@ -278,10 +300,13 @@ class _CustomIds:
         return [BatchFileError(message, faults[:MOST_FAULTS], hint=hint)]
 
     def repeated(self) -> list[tuple[str, LineNumbers]]:
-        """Return the first characters of each repeated custom_id, with its lines."""
-        lines_of: defaultdict[int, LineNumbers] = defaultdict(LineNumbers)
+        """Return the first characters of each repeated custom_id, with the lines that have it."""
+        # A candidate whose digest occurs once only shares the low half of the digest with another custom_id.
+        lines_by_digest: defaultdict[int, LineNumbers] = defaultdict(LineNumbers)
         if self._candidates:
             for line, digest in enumerate(self._digests, 1):
                 if digest in self._candidates:
-                    lines_of[digest].add(line)
-        return [(self._candidates[digest], lines) for digest, lines in lines_of.items() if lines.count > 1]
+                    lines_by_digest[digest].add(line)
+        return [
+            (self._candidates[digest], lines) for digest, lines in lines_by_digest.items() if lines.count > 1
+        ]

@@ -256,7 +256,10 @@ BAD: list[tuple[Any, str]] = [
     ("[1, 2]", "Expected `object`, got `array`"),
     ('{"custom_id": "\udcff"}', "'utf-8' codec can't decode byte"),
     ({**GOOD, "custom_id": "b", "body": [1]}, "Expected `object`, got `array`"),
-    ({**request_of(0, model="other"), "custom_id": "c"}, "model 'other', but an earlier line 'fake/model'"),
+    (
+        {**request_of(0, model="other"), "custom_id": "c"},
+        "model 'other', but an earlier line names 'fake/model'",
+    ),
 ]
 
 
@@ -398,7 +401,7 @@ def test_a_line_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert batch.do("--errors", batch.errors).exit_code == 0
     assert [line["custom_id"] for line in lines_of(batch.results)] == ["request-0", "request-2"]
     (failed,) = lines_of(batch.errors)
-    assert "line 2: not a request: it is longer than 64 MiB" in failed["error"]["message"]
+    assert "line 2: not a request: the line is longer than 64 MiB" in failed["error"]["message"]
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
