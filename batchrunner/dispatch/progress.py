@@ -6,12 +6,11 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import UNSET
 
 from batchrunner.core.engine_info import SchedulerLoad
-from batchrunner.dispatch.concurrency.background import BackgroundController
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.queue import Backlog, RowSource
 from batchrunner.dispatch.route import Routes
@@ -23,6 +22,7 @@ from batchrunner.output.samples import BackgroundSample, RolloutSample, RunSampl
 from batchrunner.tuning.signals import Corner
 
 if TYPE_CHECKING:
+    from batchrunner.dispatch.concurrency.background import BackgroundController
     from batchrunner.dispatch.rollouts import Rollouts
 
 REPORTED = frozenset({"recalled", "died", "hangs", "healed", "lost", "adapts", "adapted"})
@@ -143,9 +143,9 @@ class LoadSummary:
         sums["tail"] += span * any(scheduler.controller.state == "tail" for scheduler in schedulers.values())
         for load in loads:
             controller = schedulers[load.scheduler].controller
-            if isinstance(controller, BackgroundController):
+            if self._concurrency.is_background:
                 total = load.running + load.queue
-                users = min(1.0, controller.users / max(1, total))
+                users = min(1.0, cast("BackgroundController", controller).users / max(1, total))
                 sums["users"] += span * users
                 sums["ours"] += span * (1 - users) * bool(total)
                 sums["served"] += span
