@@ -46,9 +46,15 @@ class _AnyCustomId(msgspec.Struct):
 
 
 class _Named(msgspec.Struct):
-    """Object on a line, of which only the `custom_id` matters."""
+    """Object on a line that is a request, of which only the `custom_id` matters."""
 
     custom_id: Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class _Addressed(msgspec.Struct):
+    """Object on a line that is meant as a request, because it has a `url`."""
+
+    url: msgspec.Raw
 
 
 class _RequestLine(msgspec.Struct):
@@ -67,6 +73,7 @@ class _ModelOfBody(msgspec.Struct):
 
 
 _read_name = msgspec.json.Decoder(_Named)
+_read_url = msgspec.json.Decoder(_Addressed)
 _read_custom_id = msgspec.json.Decoder(_AnyCustomId)
 _read_request = msgspec.json.Decoder(_RequestLine)
 _read_model = msgspec.json.Decoder(_ModelOfBody)
@@ -171,7 +178,7 @@ def request_lines(lines: Iterable[bytes | None], path: str) -> Iterator[TextReco
 def _request_in(text: bytes) -> _RequestLine:
     """Return the request on a line; raises ValueError or RecursionError if there is none.
 
-    The error is a _WrongCustomIdError if the line is an object without a usable custom_id.
+    The error is a _WrongCustomIdError if the line has a `url`, but no usable custom_id.
     """
     text.decode()  # refuses bytes that are not UTF-8, which msgspec accepts in a raw body
     try:
@@ -182,12 +189,18 @@ def _request_in(text: bytes) -> _RequestLine:
 
 
 def _check_custom_id(text: bytes) -> None:
-    """Raise _WrongCustomIdError if the object on a line has no custom_id, or one that is no text."""
+    """Raise _WrongCustomIdError if the request on a line has no custom_id, or one that is no text.
+
+    An object without a `url` passes. It may be a line of a data file, which the user gave by mistake.
+    """
+    try:
+        _read_url.decode(text)
+    except msgspec.ValidationError:
+        return
     try:
         _read_name.decode(text)
     except msgspec.ValidationError as failure:
-        if text.startswith(b"{"):
-            raise _WrongCustomIdError(f"custom_id should be a text that is not empty ({failure})") from None
+        raise _WrongCustomIdError(f"custom_id should be a text that is not empty ({failure})") from None
 
 
 def _same_task(url: str, task: TaskName | None) -> TaskName:
