@@ -16,12 +16,16 @@ from typing import Any
 from batchrunner.core.types import Completion, Request
 from batchrunner.dispatch.bundles import BundleSender
 
-FIRST_COOLDOWN_S, LONGEST_COOLDOWN_S = 0.5, 30.0
-"""First and longest cooldown of a route that fails requests, in seconds. Each further cooldown is twice as
-long, until the route answers again."""
-FIRST_SUSPENSION_S, LONGEST_SUSPENSION_S = 30.0, 600.0
-"""First and longest suspension, in seconds: a suspended route gets no rows. Each further suspension is twice
-as long, until the route answers again."""
+FIRST_COOLDOWN_S = 0.5
+"""First cooldown of a route that fails requests, in seconds. Each further cooldown is twice as long, until
+the route answers again."""
+LONGEST_COOLDOWN_S = 30.0
+"""Longest cooldown of a route that fails requests, in seconds."""
+FIRST_SUSPENSION_S = 30.0
+"""First suspension, in seconds, in which a route gets no rows. Each further suspension is twice as long,
+until the route answers again."""
+LONGEST_SUSPENSION_S = 600.0
+"""Longest suspension, in seconds, in which a route gets no rows."""
 
 
 @dataclass(slots=True, eq=False)
@@ -153,7 +157,7 @@ class Routes:
         return iter(self._by_url.values())
 
     def __getitem__(self, url: str) -> Route:
-        """Return the route to a server; raises KeyError where there is none."""
+        """Return the route to a server; raises KeyError if there is none."""
         return self._by_url[url]
 
     def open(self, url: str, ended: EndedRows | None = None) -> Route:
@@ -211,7 +215,7 @@ class Routes:
         return max(0.0, route.cools_until - now)
 
     def has_others(self, than: Collection[Route]) -> bool:
-        """Tell whether any route outside `than` is not suspended."""
+        """Tell whether any route other than those in `than` is not suspended."""
         return not all(route.is_suspended or route in than for route in self)
 
     def may_get(self, route: Route, avoided: Collection[Route]) -> bool:
