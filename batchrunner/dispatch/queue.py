@@ -34,6 +34,7 @@ class PrefixGroup(msgspec.Struct, eq=False):
     """Rows with a common prefix. They all go to one route, whose prefix cache holds the prefix."""
 
     first: PendingRow
+    """The first row of the group; if it was sent, its route becomes the route of the group."""
     home: Route | None = None
     """The route of the group; None until it is chosen."""
     to_come: int = 0
@@ -88,7 +89,7 @@ class PendingRow(msgspec.Struct, eq=False):
 
     @property
     def avoided(self) -> tuple[Route, ...]:
-        """Routes that get the row only if no other route is open."""
+        """Routes that get the row only if all other routes are suspended."""
         return () if self.failures is None else self.failures.avoided
 
     @property
@@ -165,7 +166,7 @@ class PoisonRows:
         return None
 
     def take(self, suspects: deque[PendingRow]) -> PendingRow:
-        """Take the first of these suspects. It counts as in flight from now on."""
+        """Take the first of these suspected rows. The row counts as in flight from now on."""
         row = suspects.popleft()
         self._in_flight[row.deaths] += 1
         return row
@@ -300,7 +301,7 @@ class DispatchQueue:
         return busiest
 
     def _avoiding_others(self, route: Route) -> deque[PendingRow]:
-        """Return rows that avoid some routes and that this route may take; empty if there are none."""
+        """Return pending rows that avoid other routes and may go to this route; empty if there are none."""
         for avoided, rows in self._avoiding.items():
             if rows and self._routes.may_get(route, avoided):
                 return rows

@@ -129,7 +129,7 @@ class OrderedRow(PendingRow, eq=False):
     template: int = 0
     """CRC-32 of the prompt's first 256 bytes: rows with the same template or system prompt share it."""
     leader: OrderedRow | None = None
-    """The row that the row follows; None if it follows no other row."""
+    """The row that is sent first, with the same prefix; None if the row follows no other row."""
     shared_bytes: int = 0
     """Length, in bytes, of the prefix that the row shares with its leader."""
     followers: list[OrderedRow] = msgspec.field(default_factory=list)
@@ -137,9 +137,10 @@ class OrderedRow(PendingRow, eq=False):
     new_tokens: float = 0.0
     """Estimated prompt tokens that the engine computes for the row if the shared prefix is cached."""
     sent_clock: float = 0.0
-    """Sum of `new_tokens` over all rows sent so far, this one included."""
+    """Sum of `new_tokens` over all rows that were sent up to and including the row: a clock in prefill
+    tokens."""
     used_clock: float = 0.0
-    """Clock of `sent_clock` at the time when the row or one of its followers was last sent."""
+    """Clock in prefill tokens (see `sent_clock`) when the row or one of its followers was last sent."""
     longest_output: float = 0.0
     """Expected output tokens of the row or of its longest follower; 0 if the order ignores lengths."""
 
@@ -261,7 +262,7 @@ class ReuseDistance:
         return self._correct() if self._followers >= FOLLOWERS_A_CHECK else None
 
     def as_dict(self) -> dict[str, int]:
-        """Return `sharing` of report.json: shared prompt tokens, those found in the cache, the distance."""
+        """Return report.json's `sharing`: shared prompt tokens, prefix cache hits in tokens, the distance."""
         return {
             "expected_tokens": round(self._expected_tokens),
             "found_tokens": round(self._found_tokens),
@@ -469,8 +470,8 @@ SENT_ROWS = 32
 SENT_BYTES = 8 << 20
 """Maximum bytes of the prompts of sent rows that later rows may still follow."""
 COMMON_SHARE = 0.25
-"""Fraction of the rows that a replica gets of those ordered together. A prefix that more rows share is
-computed on every replica."""
+"""Maximum number of rows that share a prefix and are kept on one replica, as a fraction of the rows that a
+replica gets. A prefix that more rows share is computed on every replica."""
 
 
 class PrimeTask(NamedTuple):
@@ -487,7 +488,7 @@ class PrimeTask(NamedTuple):
     """Number of the round, from 0. A prefix that begins with another primed prefix belongs to a later
     round."""
     on_every_replica: bool
-    """Whether the prefix is computed on every replica, and not only on the one of the row's group."""
+    """Whether the prefix is computed on every replica, and not only on the replica of the row's group."""
 
 
 class Reorderer:

@@ -219,7 +219,7 @@ class Rollouts:
         self._warned_of_block = False
 
     def state(self) -> dict[str, int]:
-        """Return how many rows are open, how many of these wait for no answer, and the turns so far."""
+        """Return the numbers of open rows, of rows that wait for tools or a blocked process, and of turns."""
         idle = {
             rollout for rollout in self._open if all(answer.done() for answer in rollout.answers.values())
         }
@@ -344,7 +344,7 @@ class Rollouts:
             return rows, error
 
     def _shared_process(self) -> RolloutProcess:
-        """Return a new process if all others are busy and one more is allowed, else the least busy one."""
+        """Return a new process if all processes are busy and one more is allowed, else the least busy one."""
         shared = [process for process in self._processes if process.is_shared]
         are_busy = all(len(process.rollouts) >= ROWS_A_PROCESS for process in shared)
         if are_busy and len(shared) < self.functions.most_processes:
@@ -431,7 +431,10 @@ class Rollouts:
         return outcome
 
     async def _watch(self) -> None:
-        """Kill processes whose step takes too long, and the remains of ended ones; update `_starting`."""
+        """Kill processes whose step takes too long, and what remains of ended processes; warn of blocking.
+
+        A rollout whose process has loaded the function no longer counts as starting.
+        """
         limit_s = self._limits.python
         while True:
             await asyncio.sleep(CHECK_S)

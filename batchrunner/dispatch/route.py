@@ -35,7 +35,7 @@ class EndedRows:
     rows: int = 0
     output_tokens: int = 0
     retractions: int = 0
-    """Number of times that the engine retracted these rows."""
+    """Number of times that the engine retracted the rows before they ended."""
 
     def add(self, answer: Completion | None) -> None:
         """Count a row; `answer` is None if the server refused the row."""
@@ -54,7 +54,9 @@ class RouteRecord:
     """
 
     answered: int = 0
+    """Number of answers that count."""
     refused: int = 0
+    """Number of temporary refusals that count."""
     newest: float = 0.0
     """Time at which the newest answered request was sent, in seconds of the monotonic clock."""
     last: Request | None = None
@@ -77,9 +79,9 @@ class Doubt:
     """Evidence against a route that has failed rows since its last answer."""
 
     reason: str
-    """The error of the first of these rows."""
+    """The error of the first row that failed on the route."""
     contradicted: int = 0
-    """Rows that failed on this route and that other routes answered."""
+    """Number of rows that failed on the route and that other routes then answered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +93,7 @@ class Route:
     window: int = 0
     """Concurrency limit of the route. If it shrinks, no request in flight is cancelled."""
     in_flight: int = 0
+    """Number of the run's requests in flight on the route."""
     speed: float = 1.0
     """Speed of the route relative to the others: a count of the rows that ended on it recently."""
     kept: deque[Any] = field(default_factory=deque)
@@ -99,6 +102,7 @@ class Route:
     """Number of rows in `kept`, plus the rows of the route's prefix groups that are not in the queue yet."""
     record: RouteRecord = field(default_factory=RouteRecord)
     doubt: Doubt | None = None
+    """Evidence against the route from rows that failed since its last answer; None without such rows."""
     sender: BundleSender | None = None
     """Sender of the route's rows; None before the first row."""
     cools_until: float = 0.0
@@ -219,5 +223,5 @@ class Routes:
         return not all(route.is_suspended or route in than for route in self)
 
     def may_get(self, route: Route, avoided: Collection[Route]) -> bool:
-        """Tell whether a route may get a row; an avoided route gets it only if no other route is open."""
+        """Tell whether a route may get a row; an avoided route gets it only if all others are suspended."""
         return route not in avoided or not self.has_others(avoided)

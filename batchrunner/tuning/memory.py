@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Memo(msgspec.Struct):
-    """One line of a file that remembers flags which worked."""
+    """One line of a memory file: something that was learned about flags."""
 
     kind: Literal["safer", "step", "trial"]
     """Kind of the content: safer flags after a death, a step of tuning during a run, or a tuning trial."""

@@ -156,7 +156,7 @@ class TrialRequest:
     args: Args
     why: str
     turn: int
-    """Number of earlier trials of these flags."""
+    """Number of earlier trials of the same flags."""
     incumbent: Incumbent | None = None
 
 

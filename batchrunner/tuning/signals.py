@@ -31,9 +31,9 @@ class Thresholds:
     samples: float = 8
     """Minimum number of load samples for advice."""
     queue_low: float = 100
-    """A healthy queue, `#queue-req`, has at least this many requests (the guides: 100, one of them 50)."""
+    """Minimum length of a healthy queue, `#queue-req`, in requests (the guides: 100, one of them 50)."""
     queue_deep: float = 2000
-    """A healthy queue, `#queue-req`, has at most this many requests (the guides: 2000, one of them 1000)."""
+    """Maximum length of a healthy queue, `#queue-req`, in requests (the guides: 2000, one of them 1000)."""
     usage_good: float = 0.9
     """Minimum token usage at which the KV pool counts as well used (the guides)."""
     peaks: float = 0.1
@@ -173,18 +173,21 @@ def holds_back(load: Gauges) -> bool:
 
 
 def _is_in_band(sample: LoadSample) -> bool | None:
+    """Tell whether the queue has a healthy length; None if no row remains to be sent."""
     if sample.unsent == 0:
         return None
     return GUIDES.queue_low <= sample.queue <= GUIDES.queue_deep
 
 
 def _runs_far_below(sample: LoadSample) -> bool | None:
+    """Tell whether requests wait although far fewer run than allowed; None if the maximum is unknown."""
     if not sample.max_running:
         return None
     return waits_beside_room(sample) and sample.running < GUIDES.far_below * sample.max_running
 
 
 def _lacks_graph(sample: LoadSample, largest_batch: float) -> bool | None:
+    """Tell whether a decode pass ran without a CUDA graph; None if unknown, or if the batch is larger."""
     if sample.graph is None or sample.running > largest_batch:
         return None
     return not sample.graph
@@ -211,7 +214,10 @@ SIGNS: dict[str, Callable[[LoadSample], bool | None]] = {
 
 
 def share(samples: Iterable[LoadSample], sign: str) -> float:
-    """Return the fraction of the samples that show a sign, of those to which the sign applies; 0 if none."""
+    """Return the fraction of the samples that show a sign; 0 if the sign applies to none of them.
+
+    Samples to which the sign does not apply are left out.
+    """
     shows = SIGNS[sign]
     results = [result for sample in samples if (result := shows(sample)) is not None]
     return sum(results) / len(results) if results else 0.0
