@@ -116,7 +116,7 @@ def test_thinking_that_took_all_is_given_more(tmp_path: Path, server: FakeSGLang
         ({"enable_strict_thinking": False}, "the server runs without --enable-strict-thinking"),
         (
             {"reasoning_parser": "deepseek-r1"},
-            "the server would ignore it with --reasoning-parser deepseek-r1",
+            "the server would ignore the budget with --reasoning-parser deepseek-r1",
         ),
     ],
 )
