@@ -117,8 +117,9 @@ class SamplingSpec(Spec):
 
     @model_validator(mode="after")
     def _fit_together(self) -> SamplingSpec:
+        """Raise ValueError for parameters that contradict each other."""
         least, most = self.min_new_tokens, self.max_new_tokens
-        if isinstance(least, int) and isinstance(most, int) and least > most:
+        if isinstance(least, int) and isinstance(most, int) and least > most:  # neither is from a column
             raise ValueError(f"min_new_tokens ({least}) exceeds max_new_tokens ({most})")
         grammars = [name for name in GRAMMARS if getattr(self, name) is not None]
         if len(grammars) > 1:
