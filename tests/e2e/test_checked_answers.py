@@ -164,6 +164,7 @@ ANSWERS: dict[str, tuple[Any, dict[str, str | None]]] = {
     ),
     "integer": ({"type": "integer"}, {"9" * 30: f"{'9' * 30} has more than 64 bits"}),
     "half a letter": ({"type": "string"}, {'"\\ud800"': "the answer is not JSON: "}),
+    "an empty schema": ({}, {"5": None, "five": "the answer is not JSON"}),
     "a slow pattern": ({"pattern": r"^(a*)*\1b$"}, {f'"{"a" * 60}"': "Max limit for backtracking"}),
 }
 
