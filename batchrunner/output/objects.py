@@ -187,11 +187,9 @@ class RunObjects:
 
 
 def open_bucket(address: StoreAddress, storage: StorageSpec) -> Any:
-    """Return obstore's client for the bucket of an address.
+    """Return obstore's client for the bucket of an address, without sending a request.
 
     Raises JobError for settings that obstore refuses.
-
-    No request is sent.
     """
     config: dict[str, Any] = {}
     endpoint = endpoint_of(address, storage)
@@ -219,9 +217,8 @@ def open_bucket(address: StoreAddress, storage: StorageSpec) -> Any:
     }
     if address.scheme == "s3" and not (storage.anonymous or storage.secrets):
         options |= _aws_credentials()
-    if (
-        address.scheme == "gs" and storage.anonymous
-    ):  # Without a token, obstore looks for credentials before a write.
+    # Without a token, obstore would look for credentials before a write.
+    if address.scheme == "gs" and storage.anonymous:
         options["credential_provider"] = lambda: {"token": "none", "expires_at": None}
     try:
         return obstore.store.from_url(f"{address.scheme}://{address.bucket}", **options)
