@@ -276,7 +276,7 @@ class SendingEnd:
     added_files: Sequence[str] = ()
     """Paths of input files that were added or grew during the run, and whose new rows belong to the run."""
     is_on_disk: bool = True
-    """Whether all rows that ended are on disk."""
+    """Whether the results of all finished rows are on disk."""
 
 
 @dataclass(kw_only=True)
