@@ -24,6 +24,7 @@ def start(
     command: Sequence[str], environ: Mapping[str, str], rank: int, first_line: bytes
 ) -> subprocess.Popen[bytes]:
     """Start the command as the rank with this number, and write `first_line` to its standard input."""
+    # The command learns its rank from SLURM_PROCID, because on Slurm `srun` sets this variable.
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, env={**environ, "SLURM_PROCID": str(rank)}, bufsize=0
     )
@@ -33,7 +34,7 @@ def start(
 
 
 class Rank:
-    """An actor that runs the command on one machine. The command ends with the actor, whose pipe it reads."""
+    """An actor that runs the command on one machine. The command ends when the actor closes its pipe."""
 
     def run(self, command: Sequence[str], environ: Mapping[str, str], rank: int, first_line: bytes) -> int:
         """Run the command as the rank with this number and return its exit status.

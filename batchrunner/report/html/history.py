@@ -124,7 +124,7 @@ class WorkerHistory:
         """Add a load sample to its cell, and update the limits of its schedulers."""
         attempt = self.attempts[-1]
         if not attempt.cells:
-            # This is the first sample of an attempt, whose servers and limits may differ from the last ones.
+            # The sample is the first of an attempt, whose servers and limits may differ from those before.
             self.bands, self.max_running = {}, {}
         cell = attempt.cells.setdefault(int(sample.time / self.width_s), {})
         for name in WORKER_GAUGES:
