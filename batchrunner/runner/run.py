@@ -600,5 +600,4 @@ class Run:
             rows_total=rows_of_run,
             rows_lost=max(0, rows_of_run - len(stored)),
             rows_failed=len(stored.failed),
-            rows_failed_here=end.rows_failed,
         )
