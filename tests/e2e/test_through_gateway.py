@@ -323,7 +323,79 @@ def test_another_model_takes_the_address_of_a_worker(
     outputs = [row["output"] for row in results_of(job)]
     assert len(outputs) > 60
     assert "of another model" not in outputs
-    assert other.sent
+
+
+@pytest.mark.usefixtures("quick_retries")
+@pytest.mark.parametrize("policy", ["consistent_hashing", "round_robin"])
+@pytest.mark.parametrize("restarts", [True, False])
+def test_another_model_under_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, *, restarts: bool
+) -> None:
+    """A worker that is added, or a restarted gateway's only worker: none of its answers is stored."""
+    gateway = RealGateway("--policy", policy, "--disable-retries", "--disable-circuit-breaker")
+    monkeypatch.setenv(KEY_VARIABLE, gateway.key)
+    with (
+        FakeSGLang(api_key=gateway.key) as one,
+        FakeSGLang(
+            lambda _: Said("of another model"), api_key=gateway.key, model="fake/other",
+            arguments={"served_model_name": "fake/model"},
+        ) as other,
+        ThreadPoolExecutor(1) as thread,
+    ):  # fmt: skip
+        gateway.use(one.url)
+        one.delay_s = 0.02
+        changing: list[Future[None]] = []
+
+        def change() -> None:
+            if restarts:
+                gateway.restart()
+            gateway.use(other.url, *(() if restarts else (one.url,)))
+
+        def script(_: Sent) -> Behaviour:
+            if len(rows_at(one)) > 60 and not changing:
+                changing.append(thread.submit(change))
+            return "answer"
+
+        one.script = script
+        job = job_of(tmp_path, through(gateway), rows=20_000, window=8, limits={"max_attempts": 2})
+        with pytest.raises(AnotherModelError, match="the model was 'fake/model' and is 'fake/other'"):
+            batchrunner.run(job)
+        changing[0].result()
+        gateway.end()
+    outputs = [row["output"] for row in results_of(job)]
+    assert len(outputs) > 40
+    assert "of another model" not in outputs
+
+
+@pytest.mark.usefixtures("quick_retries")
+def test_two_gateways_before_the_same_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs at once, each through a gateway of its own: each row is answered once."""
+    options = (
+        *("--policy", "consistent_hashing", "--disable-retries", "--disable-circuit-breaker"),
+        *("--disable-worker-overload-protection", "--load-monitor-interval", "1"),
+    )
+    first, second = RealGateway(*options, key="shared"), RealGateway(*options, key="shared")
+    monkeypatch.setenv(KEY_VARIABLE, "shared")
+    with (
+        FakeSGLang(api_key="shared") as one,
+        FakeSGLang(api_key="shared") as two,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        one.delay_s = two.delay_s = 0.02
+        jobs = []
+        for name, gateway in (("a", first), ("b", second)):
+            gateway.use(one.url, two.url)
+            path = tmp_path / name
+            path.mkdir()
+            jobs.append(job_of(path, through(gateway), rows=300))
+        list(threads.map(lambda job: run_job(job, Path(job["output"]["path"]).parent, code=0), jobs))
+        first.end()
+        second.end()
+        sent = Counter(rows_at(one) + rows_at(two))
+    for job in jobs:
+        assert rows_in(job) == list(range(300))
+    assert set(sent.values()) == {2}  # both jobs have the same 300 rows
+    assert len(sent) == 300
 
 
 def test_what_stands_in_the_way(keyed: RealGateway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
