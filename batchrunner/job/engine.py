@@ -55,6 +55,11 @@ class GatewayEngine(RunningServers):
     route: Literal["auto", "workers", "gateway"] = "auto"
     """How rows reach the workers. `workers`: at each worker's own address. `gateway`: through the gateway.
     `auto`: directly if all workers can be reached from here by HTTP, else through the gateway."""
+    headers: dict[str, str] = {}
+    """HTTP headers of every request to the gateway, such as `{x-smg-tenant-id: nightly, x-smg-priority:
+    bulk}`."""
+    routing_key_header: str = "x-smg-routing-key"
+    """Name of the header with the routing key, if the gateway has another one in `--routing-key-headers`."""
 
 
 RESERVED = ("model-path", "model", "host", "port", "api-key", "device", "nnodes", "node-rank")

@@ -81,9 +81,13 @@ class FakeGateway:
         self.down: str | None = None
         """Worker that is listed, and does not answer."""
         self.asked = 0
+        self.key_header = "x-smg-routing-key"
+        self.headers: set[str | None] = set()
+        """Values of the header of the tenant."""
         self.sent: list[tuple[str | None, dict[str, Any]]] = []
 
     async def answer(self, request: web.BaseRequest) -> web.Response:  # noqa: PLR0911 - one for each path
+        self.headers.add(request.headers.get("x-smg-tenant-id"))
         match request.path:
             case "/workers" if self.lists:
                 return web.json_response({"workers": self.workers})
@@ -99,7 +103,7 @@ class FakeGateway:
                 return web.json_response({"model_path": "m", "served_model_name": "m"})
             case "/generate":
                 body = await request.json()
-                key = request.headers.get("x-smg-routing-key")
+                key = request.headers.get(self.key_header)
                 self.asked += 1
                 chosen = key if self.keeps and key else str(self.asked)
                 worker = self.workers[sum(chosen.encode()) % len(self.workers)]["url"]
@@ -152,6 +156,26 @@ async def test_a_route_for_each_worker() -> None:
         assert {route: load.running for route, load in loads.items()} == {
             worker["url"]: worker["load"] for worker in gateway.workers
         }
+
+
+async def test_headers_of_the_job() -> None:
+    """All requests have the job's headers, and the routing key has the name that the gateway reads."""
+    gateway = FakeGateway()
+    gateway.key_header = "x-session"
+    async with serving(gateway) as url:
+        engine = ThroughGateway(
+            url, why="a test", api_key=None, limits=LimitsSpec(), routing_key_header="x-session",
+            headers={"x-smg-tenant-id": "nightly"},
+        )  # fmt: skip
+        try:
+            info = await engine.open()
+            assert set(info.routes) == {worker["url"] for worker in gateway.workers}
+            await engine.generate(request(0, "a"), info.routes[0])
+            assert gateway.sent[-1][0] == info.routes[0]
+            assert await engine.loads()
+        finally:
+            await engine.close()
+    assert gateway.headers == {"nightly"}
 
 
 async def test_one_route_where_no_key_is_kept() -> None:
