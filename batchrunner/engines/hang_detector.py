@@ -111,6 +111,12 @@ class HangDetector:
 def progress_of(loads: Iterable[SchedulerLoad]) -> dict[str, object]:
     """Return the values of each scheduler's load that only a forward pass changes.
 
-    The queue is not among them, because arrivals change it, nor the time of the load sample.
+    The queue is not among them, because arrivals change it, nor the time of the load sample. A gateway's
+    worker reports its tokens, and all other values are estimated from the rows in flight.
     """
-    return {load.scheduler: (load.running, load.used_tokens, load.token_usage, load.work) for load in loads}
+    return {
+        load.scheduler: load.used_tokens
+        if load.source == "gateway"
+        else (load.running, load.used_tokens, load.token_usage, load.work)
+        for load in loads
+    }

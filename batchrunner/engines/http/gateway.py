@@ -463,7 +463,10 @@ class ThroughGateway(HttpEngine):
         self._observe(workers)
         self._workers.listed_at = asked_at
         self._follow(workers)
-        return self._loads_now(workers, time.monotonic())
+        loads = self._loads_now(workers, time.monotonic())
+        if self._has_keys:  # otherwise the rows of one worker cannot be told from those of others
+            self._pause_hanging_servers([load for load in loads if load.used_tokens is not None])
+        return loads
 
     def _log_absence(self, why: str | None) -> None:
         """Log when the gateway goes away (`why` is the reason), and when it is back (`why` is None)."""

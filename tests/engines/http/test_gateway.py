@@ -1,5 +1,6 @@
 """Answers of a Model Gateway, as smg 1.13.0 gave them: refusals, lists of workers, loads, keys."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.timing import TIMING
+from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http.gateway import ThroughGateway, code_of, refusal_of
 from batchrunner.engines.http.gateway_workers import GatewayQuestions
 from batchrunner.engines.http.replies import WholeAnswer
@@ -78,6 +80,9 @@ class FakeGateway:
             }
             for n in (1, 2)
         ]  # fmt: skip
+        self.held: str | None = None
+        """Worker that hangs until it `resumes`."""
+        self.hangs, self.resumes = asyncio.Event(), asyncio.Event()
         self.down: str | None = None
         """Worker that is listed, and does not answer."""
         self.asked = 0
@@ -108,6 +113,9 @@ class FakeGateway:
                 chosen = key if self.keeps and key else str(self.asked)
                 worker = self.workers[sum(chosen.encode()) % len(self.workers)]["url"]
                 headers = {"x-smg-routed-worker-id": worker}
+                if worker == self.held:
+                    self.hangs.set()
+                    await self.resumes.wait()
                 if worker == self.down:
                     error = {"code": "call_upstream_connection_failed", "message": "refused"}
                     return web.json_response({"error": error}, status=500)
@@ -156,6 +164,32 @@ async def test_a_route_for_each_worker() -> None:
         assert {route: load.running for route, load in loads.items()} == {
             worker["url"]: worker["load"] for worker in gateway.workers
         }
+
+
+async def test_a_worker_that_hangs() -> None:
+    """Its rows are sent again, and it gets no rows until a load report shows progress."""
+    gateway = FakeGateway()
+    for worker in gateway.workers:
+        worker["engine_load"] = {"timestamp": "1", "loads": [{"num_running_reqs": 1, "num_used_tokens": 100}]}
+    async with opened(gateway) as engine:
+        await engine.open()
+        hanging, other = (worker["url"] for worker in gateway.workers)
+        gateway.held = hanging
+        engine.endpoints[hanging].hangs = HangDetector(0.0)
+        row = asyncio.create_task(engine.generate(request(0, "a"), hanging))
+        await gateway.hangs.wait()
+        for _ in range(3):
+            await engine.loads()
+        for call in (row, engine.generate(request(0, "a"), hanging)):
+            with pytest.raises(EngineDownError, match="did nothing for"):
+                await call
+        assert (await engine.generate(request(0, "a"), other)).texts
+        assert [incident.what for incident in engine.incidents()] == ["hangs"]
+        gateway.held = None
+        gateway.resumes.set()
+        gateway.workers[0]["engine_load"]["loads"][0]["num_used_tokens"] = 200
+        await engine.loads()
+        assert (await engine.generate(request(0, "a"), hanging)).texts
 
 
 async def test_headers_of_the_job() -> None:
