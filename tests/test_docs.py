@@ -86,6 +86,8 @@ SEARCHED = {
     "spare capacity": "how-to/background.md",
     "flag tuning": "how-to/adapt.md",
     "autotuning": "how-it-works/tuning.md",
+    "speculative decoding": "how-to/speculative-decoding.md",
+    "n-gram": "how-to/speculative-decoding.md",
     "batch api": "how-to/serve.md",
     "resume": "how-to/resume.md",
 }

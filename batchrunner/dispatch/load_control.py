@@ -5,8 +5,6 @@ Each change of a window is written to the event log, with its reason.
 
 import asyncio
 import logging
-import math
-import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,6 +15,7 @@ from batchrunner.dispatch.concurrency.law import CornerChange, Decision
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.queue import Backlog
 from batchrunner.dispatch.route import Routes
+from batchrunner.dispatch.sharing import Claim, divide
 from batchrunner.engines.base import Engine
 from batchrunner.output.events import EventLog
 from batchrunner.tuning.signals import Corner
@@ -25,24 +24,8 @@ log = logging.getLogger(__name__)
 
 
 SPARE = 8
-"""Number of slots that a run gets beyond its ready rows, for rows that become ready soon. Other runs cannot
-use these slots meanwhile."""
-
-
-def fair_shares(whole: int, wanted: Sequence[int]) -> list[int]:
-    """Divide `whole` slots among runs: equally, but no run gets more slots than it wants.
-
-    `wanted` has the number of slots that each run wants; the oldest run comes first. Slots that no run wants
-    go to the oldest run.
-    """
-    parts, remaining = [0] * len(wanted), whole
-    by_wish = sorted(range(len(wanted)), key=wanted.__getitem__)
-    for served, run in enumerate(by_wish):
-        equal_part = math.ceil(remaining / (len(wanted) - served))
-        parts[run] = min(wanted[run], equal_part)
-        remaining -= parts[run]
-    parts[0] += remaining
-    return parts
+"""Number of slots that a run gets in addition to its ready rows, for rows that become ready soon. Other runs
+of the same engine cannot use these slots."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +50,7 @@ class LoadControl:
     _runs: list[SendingRun] = field(default_factory=list)
     """Runs that send rows now; the oldest run comes first."""
     _poll: asyncio.Task[tuple[Sequence[SchedulerLoad], float]] | None = None
-    """The current or last poll, which all runs wait for together; None before the first."""
+    """The present or last poll of the load, for which all runs wait together; None before the first poll."""
 
     @property
     def in_use(self) -> bool:
@@ -76,6 +59,10 @@ class LoadControl:
 
     def join(self, run: SendingRun) -> None:
         """Add a run. It gets its share of the slots as the other runs free them."""
+        accounts = {other.routes.account for other in self._runs}
+        account = run.routes.account
+        if accounts and account not in accounts:
+            account.advance_to(min(other.time for other in accounts))
         self._runs.append(run)
         self._apply(())
 
@@ -90,17 +77,20 @@ class LoadControl:
     async def run(self, polled: Callable[[Sequence[SchedulerLoad], float], None]) -> None:
         """Poll until cancelled. After each poll, resize the windows and call `polled` with the load sample.
 
-        The sample is empty if the load is unknown. Its time is in seconds of the monotonic clock. An error
-        that `polled` raises ends the polling. Runs that share the engine wait for the same polls.
+        `polled` gets the loads of the schedulers, empty if unknown, and the time in seconds of the monotonic
+        clock. An error that `polled` raises ends the polling. Runs that share the engine wait for the same
+        polls.
         """
         while True:
             if self._poll is None or self._poll.done():
                 usual_s = TIMING.background_poll if self.concurrency.is_background else TIMING.load_poll
                 pause_s = 0.0 if self._poll is None else usual_s
                 self._poll = asyncio.ensure_future(self._sample(pause_s))
+            # The shield keeps the poll for the other runs if this run is cancelled.
             polled(*await asyncio.shield(self._poll))
 
     async def _sample(self, pause_s: float) -> tuple[Sequence[SchedulerLoad], float]:
+        """Poll the load after a pause, and resize the windows; return the loads and their time."""
         await asyncio.sleep(pause_s)
         loads = await self._engine.loads()
         now = time.monotonic()
@@ -119,15 +109,18 @@ class LoadControl:
     def _apply(self, changes: Iterable[Decision | CornerChange]) -> None:
         """Resize the windows so that all runs together have at most as many requests as the law allows."""
         changes = [*changes]
+        unsent = [run.backlog.unsent for run in self._runs]
         ready = [min(run.backlog.unsent, run.backlog.ready + SPARE) for run in self._runs]
         for limit in self.concurrency.routes:
             window = self.concurrency.window_of(limit)
             routes = [run.routes.open(limit.url, limit.ended) for run in self._runs]
+            accounts = [run.routes.account for run in self._runs]
             in_flight = [route.in_flight for route in routes]
             free = max(0, window - sum(in_flight))
-            parts = fair_shares(window, [*map(operator.add, in_flight, ready)])
-            for route, part in zip(routes, parts, strict=True):
-                granted = min(part, route.in_flight + free)
+            shares = divide(window, [*map(Claim, accounts, in_flight, ready, unsent)])
+            for route, share in zip(routes, shares, strict=True):
+                # A run gets more slots only as other runs free them, because no request is cancelled.
+                granted = min(share, route.in_flight + free)
                 free -= max(0, granted - route.in_flight)
                 route.window, route.speed = granted, limit.recent
         for run in self._runs:
@@ -136,7 +129,7 @@ class LoadControl:
 
 
 def write_changes(events: EventLog, changes: Iterable[Decision | CornerChange]) -> None:
-    """Write changes of windows and of load states (corners) to the event log."""
+    """Write changes of windows and load states (corners) to the event log; log that a server holds back."""
     for change in changes:
         events.write("window" if isinstance(change, Decision) else "corner", **asdict(change))
         if isinstance(change, CornerChange) and change.corner == Corner.HELD:

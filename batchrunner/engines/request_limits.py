@@ -1,4 +1,7 @@
-"""Checks by which SGLang 0.5.23 refuses a request for its fields alone, made here without a server."""
+"""Checks of a request's fields as SGLang 0.5.23 makes them, for the simulated engine.
+
+The classes below have only the fields whose values SGLang restricts.
+"""
 
 from typing import Annotated, Any, Literal
 
@@ -19,12 +22,16 @@ _MostTokens = Annotated[
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
-class _Question(BaseModel):
+class _UserMessage(BaseModel):
+    """A user's message, which must have a content."""
+
     role: Literal["user"]
     content: str | _Parts
 
 
 class _Message(BaseModel):
+    """A message of any other role, which may have no content."""
+
     role: Annotated[
         str, Field(pattern="^(?i:system|assistant|tool|function|developer|latest_reminder|root)$")
     ]
@@ -32,12 +39,14 @@ class _Message(BaseModel):
 
 
 class _Format(BaseModel):
+    """The `response_format` of a request."""
+
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: dict[str, Any] | None = None
 
 
 class _Generating(SamplingSpec, extra="ignore"):
-    """Sampling parameters of a job under the names, and with the types, of OpenAI's endpoints."""
+    """The sampling parameters of a job, with the names and types that they have in OpenAI's endpoints."""
 
     min_new_tokens: Annotated[int, Field(ge=0, alias="min_tokens")] = 0
     frequency_penalty: _Penalty = 0
@@ -49,12 +58,16 @@ class _Generating(SamplingSpec, extra="ignore"):
 
 
 class _Chat(_Generating):
-    messages: Annotated[list[_Question | _Message], Field(min_length=1)]
+    """The body of a request to `/v1/chat/completions`."""
+
+    messages: Annotated[list[_UserMessage | _Message], Field(min_length=1)]
     max_new_tokens: _MostTokens = None  # type: ignore[assignment]
     tools: _Parts | None = None
 
 
 class _TextCompletion(_Generating):
+    """The body of a request to `/v1/completions`."""
+
     prompt: _Texts
     max_new_tokens: Annotated[int, Field(ge=1, alias="max_tokens")] = 16
     temperature: Annotated[float, Field(ge=0)] = 1
@@ -62,6 +75,8 @@ class _TextCompletion(_Generating):
 
 
 class _Embedding(BaseModel):
+    """The body of a request to `/v1/embeddings`."""
+
     input: Annotated[_Texts, Field(min_length=1)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
@@ -71,12 +86,13 @@ _BODIES = {CHAT_PATH: _Chat, COMPLETIONS_PATH: _TextCompletion, EMBEDDINGS_PATH:
 
 
 def refuse_invalid(request: Request) -> None:
-    """Raise RowRefusedError, with SGLang's status, for a request that SGLang refuses for its fields."""
+    """Raise RowRefusedError, with SGLang's status 400, for a request with an invalid field."""
     try:
         if isinstance(request.prompt, RequestBody):
             validated(_BODIES[request.prompt.path], orjson.loads(request.prompt.content), "400")
         else:
             validated(SamplingSpec, request.sampling, "400")
     except (JobError, ValueError) as failure:
-        problem: str = getattr(failure, "message", str(failure))  # without a hint about YAML
+        # The error is that of a job file. Its hint about YAML and columns does not apply to a request.
+        problem: str = getattr(failure, "message", str(failure))
         raise RowRefusedError(problem.replace(", or should be {column: NAME}", "")) from None

@@ -1,7 +1,7 @@
 """The simulated engine: synthetic answers at a simulated speed, for tests, benchmarks and demonstrations.
 
-`answer` makes up a completion. `engines/simulation` computes when SGLang's scheduler would have finished it,
-and `Simulator` waits until then.
+`answer` makes up a completion. `engines/simulation` computes the time at which SGLang's scheduler would have
+finished the completion, and `Simulator` waits until then.
 """
 
 import asyncio
@@ -36,48 +36,57 @@ from batchrunner.engines.simulation.replica import CostModel, Replica
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
 from batchrunner.input.request_bodies import prompts_in
 from batchrunner.job.engine import SimulatedEngine
-from batchrunner.job.output import CUT, RESPONSE, TOOL_CALLS
+from batchrunner.job.output import CUT, REASONING, RESPONSE, TOOL_CALLS
+from batchrunner.job.sampling import THINKING
 from batchrunner.job.tasks import EMBEDDING, MODEL, EmbedTask, made_up_columns, reply_of
 
 MARK = "[simulated] "
-"""Prefix of every answer, so that none is mistaken for a model's."""
+"""Prefix of every made-up text, so that nobody takes the text for a model's answer."""
 LONGEST_TEXT_WORDS = 200
-"""Maximum number of words of a text, whatever its number of tokens, so that a million rows fit into
-memory."""
+"""Maximum number of words of a made-up text, even if the output has more tokens. Without a maximum, the
+answers of a million rows would not fit into memory."""
 LEAST_TICK_S = 0.001
 """Minimum seconds between two steps of the simulation."""
-STOPPED, CALLED = "stop", "tool_calls"
-"""Finish reasons of an answer that ended by itself, and of one that calls a tool."""
+STOPPED = "stop"
+"""Finish reason of an answer that is not truncated and calls no tool."""
+CALLED = "tool_calls"
+"""Finish reason of an answer that calls a tool."""
 CREATED = 1_750_000_000
-"""Creation time of every response, so that equal requests have equal responses."""
-_TOKENS_A_MESSAGE = 4  # tokens that a chat template adds to each message
+"""Creation time (seconds since the epoch) of every response of an OpenAI endpoint. A constant, so that equal
+requests have equal responses."""
+_TOKENS_A_MESSAGE = 4
+"""Number of tokens that a chat template is assumed to add to each message."""
 _WORDS = (
     "the a of and to in is that for on with as by from this it an or which one two new long small early late "
     "model system value result data study text part case time way point order light"
 )
 _VOCABULARY = _WORDS.split()
 
-# Benchmarks request a million answers, so each must take a few microseconds. Tables make that possible.
+# Benchmarks request a million answers, so each answer may take a few microseconds only. That is why lengths
+# and words come from tables.
 _QUANTILES = 1024
-# The median is 150 tokens; a tenth of the answers has at least 2.8 times as many.
 _LENGTHS = [
     round(150 * math.exp(NormalDist(0, 0.8).inv_cdf((i + 0.5) / _QUANTILES))) for i in range(_QUANTILES)
 ]
+"""Quantiles of the number of output tokens, which has a log-normal distribution. The median is 150 tokens,
+and one answer in ten has at least 418."""
 _TAPE_STARTS = 4096
 _TAPE = [_VOCABULARY[crc32(b"%d" % i) % len(_VOCABULARY)] for i in range(_TAPE_STARTS + LONGEST_TEXT_WORDS)]
+"""Random words. A text is a stretch of them, which begins at one of the first _TAPE_STARTS words."""
 
 
 def answer(request: Request, limit_tokens: int, dimensions: int = 384) -> Completion:
     """Make up the completion of a request. Equal prompts and seeds have equal completions in any process.
 
-    Prompt and output share `limit_tokens`; vectors have `dimensions` numbers. A longer output is truncated
-    (finish reason `length`). Raises RowRefusedError, in SGLang's words, if the prompt leaves no token for an
-    output.
+    Prompt and output together have at most `limit_tokens` tokens, so a longer output is truncated (finish
+    reason `length`). The vectors of an embedding task have `dimensions` numbers. Raises RowRefusedError, with
+    SGLang's message, if the prompt leaves no token for an output.
     """
     if isinstance(request.prompt, RequestBody):
         try:
             return _answer_body(request.prompt, request.ref, limit_tokens, dimensions)
-        except (TypeError, ValueError, LookupError, AttributeError) as failure:  # an invalid value
+        # A field of the body with a value of the wrong type or form raises any of these errors.
+        except (TypeError, ValueError, LookupError, AttributeError) as failure:
             raise RowRefusedError(f"400: {failure}") from None
     prompt_tokens = count_tokens(request)
     if prompt_tokens >= limit_tokens:
@@ -98,6 +107,8 @@ def answer(request: Request, limit_tokens: int, dimensions: int = 384) -> Comple
     asked_columns: dict[str, list[Any]] = {name: [None] * len(outputs) for name in request.asks.names}
     if TOOL_CALLS in asked_columns:
         asked_columns[TOOL_CALLS] = [output.calls for output in outputs]
+    if REASONING in asked_columns:
+        asked_columns[REASONING] = [output.thinking for output in outputs]
     return _completion(outputs, prompt_tokens, asked_columns)
 
 
@@ -106,9 +117,15 @@ class _Output(NamedTuple):
 
     text: str
     tokens: int
+    """Number of output tokens, those of the thinking included."""
     reason: str
+    """Finish reason."""
     calls: list[dict[str, Any]] | None = None
-    """Tool calls in OpenAI's format."""
+    """Tool calls in OpenAI's format; None if the output calls no tool."""
+    thinking: str | None = None
+    """Text of the thinking; None if the request has no budget of thinking tokens."""
+    is_thinking_cut: bool = False
+    """Whether the thinking took the whole budget."""
 
 
 def _completion(
@@ -121,13 +138,37 @@ def _completion(
         prompt_tokens=prompt_tokens,
         cached_tokens=0,
         columns=columns,
+        thinking_cut=any(output.is_thinking_cut for output in outputs),
     )
 
 
 def _output(request: Request, number: int, most_tokens: int) -> _Output:
-    """Make up an output from a random 32-bit `number`, truncated at `most_tokens`."""
+    """Make up an output from a random 32-bit `number`, truncated at `most_tokens`.
+
+    With a budget (`max_thinking_tokens`) an output begins with thinking, which ends at the budget at the
+    latest.
+    """
+    budget = request.sampling.get(THINKING) or 0
+    if budget <= 0:
+        return _output_without_thinking(request, number, most_tokens)
+    # The bits of `number` from the 22nd on choose neither the length of the answer nor its text.
+    thinking_tokens = min(_LENGTHS[number >> 22], budget, most_tokens)
+    if thinking_tokens < most_tokens:
+        output = _output_without_thinking(request, number, most_tokens - thinking_tokens)
+    else:
+        output = _Output("", 0, CUT)
+    return output._replace(
+        tokens=thinking_tokens + output.tokens,
+        thinking=_text(~number, thinking_tokens),  # ~, so that the thinking has other words than the answer
+        is_thinking_cut=thinking_tokens == budget,
+    )
+
+
+def _output_without_thinking(request: Request, number: int, most_tokens: int) -> _Output:
+    """Make up a text that follows the request's grammar, a tool call, or words."""
     sampling = request.sampling
     most_characters = most_tokens * BYTES_PER_TOKEN
+    # One character more than fits shows that the text must be truncated.
     text = text_by_grammar(sampling, number, most_characters + 1)
     call = tool_call(request, number) if text is None and request.kind == "messages" else None
     if call is not None:
@@ -138,26 +179,26 @@ def _output(request: Request, number: int, most_tokens: int) -> _Output:
     if len(text) > most_characters:
         return _Output(text[:most_characters], most_tokens, CUT)
     tokens = max(1, math.ceil(len(text) / BYTES_PER_TOKEN))
-    return _Output(text, tokens, STOPPED) if call is None else _Output("", tokens, CALLED, [call])
+    return _Output(text, tokens, STOPPED) if call is None else _Output("", tokens, CALLED, calls=[call])
 
 
 def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int, dimensions: int) -> Completion:
-    """Make up the response of one of OpenAI's endpoints."""
+    """Make up the response of one of OpenAI's endpoints to a body, which may have several prompts."""
     fields = orjson.loads(body.content)
     if body.path == EMBEDDINGS_PATH:
         return _embeddings_response(body, fields, ref=ref, limit_tokens=limit_tokens, dimensions=dimensions)
-    answers = [answer(request, limit_tokens) for request in _requests_in(body, fields, ref)]
+    completions = [answer(request, limit_tokens) for request in _requests_in(body, fields, ref)]
     is_chat = body.path == CHAT_PATH
     choices: list[dict[str, Any]] = []
-    for completion in answers:
-        for at, reason in enumerate(completion.finish_reasons):
-            content = _choice_content(completion, at, is_chat=is_chat)
+    for completion in completions:
+        for index, reason in enumerate(completion.finish_reasons):
+            content = _choice_content(completion, index, is_chat=is_chat)
             choices.append({"index": len(choices), **content, "logprobs": None, "finish_reason": reason})
-    prompt_tokens = sum(completion.prompt_tokens or 0 for completion in answers)
-    output_tokens = sum(completion.output_tokens for completion in answers)
-    name = f"{crc32(body.content):08x}"
-    content = {
-        "id": f"chatcmpl-{name}" if is_chat else f"cmpl-{name}",
+    prompt_tokens = sum(completion.prompt_tokens or 0 for completion in completions)
+    output_tokens = sum(completion.output_tokens for completion in completions)
+    body_hash = f"{crc32(body.content):08x}"
+    response = {
+        "id": f"chatcmpl-{body_hash}" if is_chat else f"cmpl-{body_hash}",
         "object": "chat.completion" if is_chat else "text_completion",
         "created": CREATED,
         "model": body.model or "simulated",
@@ -168,33 +209,40 @@ def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int, dimensions: 
             "total_tokens": prompt_tokens + output_tokens,
         },
     }
-    first = answers[0]
-    return first._replace(
-        texts=first.texts[:1],
-        finish_reasons=first.finish_reasons[:1],
+    # The row's result has one completion with all output tokens. All choices are in the response.
+    first_completion = completions[0]
+    return first_completion._replace(
+        texts=first_completion.texts[:1],
+        finish_reasons=first_completion.finish_reasons[:1],
         completion_tokens=[output_tokens],
         prompt_tokens=prompt_tokens,
-        columns={RESPONSE: [orjson.dumps(content).decode()]},
+        columns={RESPONSE: [orjson.dumps(response).decode()]},
     )
 
 
-def _choice_content(completion: Completion, at: int, *, is_chat: bool) -> dict[str, Any]:
-    """Return output `at` as a field of a choice: `message` for a chat, `text` otherwise."""
-    text = completion.texts[at]
+def _choice_content(completion: Completion, index: int, *, is_chat: bool) -> dict[str, Any]:
+    """Return one output of a completion as a field of a choice: `message` for a chat, else `text`."""
+    text = completion.texts[index]
     if not is_chat:
         return {"text": text}
-    calls = completion.columns[TOOL_CALLS][at]
-    if calls is None:
-        return {"message": {"role": "assistant", "content": text}}
-    return {"message": {"role": "assistant", "content": None, "tool_calls": calls}}
+    calls = completion.columns[TOOL_CALLS][index]
+    thinking = completion.columns[REASONING][index]
+    message = {"role": "assistant", "content": text if calls is None else None}
+    if thinking is not None:
+        message["reasoning_content"] = thinking
+    if calls is not None:
+        message["tool_calls"] = calls
+    return {"message": message}
 
 
 _SAMPLING_OF_BODY = {
     "seed": "sampling_seed", "min_tokens": "min_new_tokens", "ignore_eos": "ignore_eos",
     "json_schema": "json_schema", "regex": "regex",
 }  # fmt: skip
-"""Fields of OpenAI's requests that decide the answer, with their names in `/generate`."""
-_CALLS_ONLY = AskedColumns(frozenset({TOOL_CALLS}), 0, of_tokens=False)
+"""Names of sampling parameters in `/generate`, by their names in OpenAI's requests. Only parameters that
+change a made-up answer are listed."""
+_CHAT_COLUMNS = AskedColumns(frozenset({TOOL_CALLS, REASONING}), 0, of_tokens=False)
+"""Columns of a chat's completion that the response contains."""
 
 
 def _requests_in(body: RequestBody, fields: dict[str, Any], ref: RowRef) -> list[Request]:
@@ -202,13 +250,17 @@ def _requests_in(body: RequestBody, fields: dict[str, Any], ref: RowRef) -> list
     sampling = _sampling_in(body, fields)
     if body.path == CHAT_PATH:
         tools = Tools(fields.get("tools"), fields.get("tool_choice"))
-        return [Request(ref, "messages", fields["messages"], sampling, tools=tools, asks=_CALLS_ONLY)]
+        return [Request(ref, "messages", fields["messages"], sampling, tools=tools, asks=_CHAT_COLUMNS)]
     return [_prompt_request(ref, prompt, sampling) for prompt in prompts_in(body)]
 
 
 def _sampling_in(body: RequestBody, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the sampling parameters of the body, by SGLang's names."""
-    sampling: dict[str, Any] = {"max_new_tokens": body.most_tokens, "n": int(fields.get("n") or 1)}
+    """Return the sampling parameters of a body under their names in `/generate`."""
+    sampling: dict[str, Any] = {
+        "max_new_tokens": body.most_tokens,
+        "n": int(fields.get("n") or 1),
+        THINKING: body.most_thinking,
+    }
     for name, sglang_name in _SAMPLING_OF_BODY.items():
         if fields.get(name):
             sampling[sglang_name] = fields[name]
@@ -230,12 +282,12 @@ def _prompt_request(
 def _embeddings_response(
     body: RequestBody, fields: dict[str, Any], *, ref: RowRef, limit_tokens: int, dimensions: int
 ) -> Completion:
-    """Make up the vectors of all inputs in a body."""
+    """Make up the response of the embeddings endpoint, with a vector for each input of the body."""
     task = EmbedTask(dimensions=fields.get("dimensions"))
     requests = [_prompt_request(ref, prompt, {}, task) for prompt in prompts_in(body)]
-    answers = [answer(request, limit_tokens, dimensions) for request in requests]
-    vectors = [completion.columns[EMBEDDING][0] for completion in answers]
-    tokens = sum(completion.prompt_tokens or 0 for completion in answers)
+    completions = [answer(request, limit_tokens, dimensions) for request in requests]
+    vectors = [completion.columns[EMBEDDING][0] for completion in completions]
+    tokens = sum(completion.prompt_tokens or 0 for completion in completions)
     as_text = fields.get("encoding_format") == "base64"
     response = reply_of(vectors, tokens, body.model or MODEL, as_text=as_text)
     completion = _completion([_Output("", 0, STOPPED)], tokens, {RESPONSE: [response.decode()]})
@@ -243,7 +295,7 @@ def _embeddings_response(
 
 
 def count_tokens(request: Request) -> int:
-    """Estimate the prompt tokens: exact for token ids, else four characters a token."""
+    """Return the number of prompt tokens: exact for token ids, else one token for four characters."""
     if request.kind == "input_ids":
         return len(request.prompt)
     media = sum(file.tokens for file in request.media)
@@ -254,46 +306,62 @@ def count_tokens(request: Request) -> int:
 
 
 def _hashes(request: Request) -> list[int]:
-    """Return 32 pseudo-random bits for each completion. They decide its length and its words."""
-    # A prompt of any kind has a `repr`; `hash` would differ between processes.
+    """Return 32 pseudo-random bits for each output of a request. They decide its length and its words."""
+    # The bits come from the prompt's `repr`, which every kind of prompt has. `hash` would give other bits in
+    # another process.
     prompt = repr(request.prompt).encode("utf-8", "surrogatepass")
     prompt += b"".join(file.key for file in request.media)
     seed = request.sampling.get("sampling_seed") or 0
-    samples = request.sampling.get("n") or 1
-    first = crc32(prompt, crc32(b"%d" % seed))
-    return [first, *(crc32(b"%d" % number, first) for number in range(1, samples))]
+    outputs = request.sampling.get("n") or 1
+    first_hash = crc32(prompt, crc32(b"%d" % seed))
+    return [first_hash, *(crc32(b"%d" % index, first_hash) for index in range(1, outputs))]
 
 
-def _length(sampling: dict[str, Any], number: int, most: int) -> tuple[int, str]:
-    """Return the output tokens of a text, and its finish reason."""
+def _length(sampling: dict[str, Any], number: int, most_tokens: int) -> tuple[int, str]:
+    """Return the number of output tokens of a text, and its finish reason."""
     tokens = max(_LENGTHS[number % _QUANTILES], sampling.get("min_new_tokens") or 0)
-    return (most, CUT) if tokens > most or sampling.get("ignore_eos") else (tokens, STOPPED)
+    if tokens > most_tokens or sampling.get("ignore_eos"):
+        return most_tokens, CUT
+    return tokens, STOPPED
 
 
 def _text(number: int, tokens: int) -> str:
-    start = (number >> 10) % _TAPE_STARTS  # independent of the bits that chose the length
+    """Return a word for each of `tokens`, at most LONGEST_TEXT_WORDS, after the mark of made-up texts."""
+    start = (number >> 10) % _TAPE_STARTS  # not the bits that chose the length, so that both are independent
     return MARK + " ".join(_TAPE[start : start + min(tokens, LONGEST_TEXT_WORDS)])
 
 
 class Simulator(Engine):
     """The `simulated` engine: synthetic answers in real time, scheduled as by SGLang.
 
-    A decode pass takes half of `step_s` for an empty batch and all of it for a full one. In a prefill pass a
-    full budget of tokens takes another half. Answers follow a `json_schema` or `regex`; other grammars are
-    ignored. In a chat with tools, one or two turns call a tool. Prompts share no prefix. With `step_s: 0`
-    rows are answered at once.
+    A decode pass takes half of `step_s` for an empty batch, and `step_s` for a full batch. A prefill pass
+    takes up to half of `step_s` more, in proportion to its tokens. With `step_s: 0` rows are answered at
+    once. Prompts share no prefix.
+
+    Answers follow a `json_schema` or `regex`; other grammars are ignored. In a chat with tools, one or two
+    turns call a tool. With `max_thinking_tokens` answers begin with thinking, which obeys the budget.
     """
 
     def __init__(self, spec: SimulatedEngine) -> None:
         self._spec = spec
-        config = SchedulerConfig(spec.max_running, spec.max_total_tokens, spec.context_length)
-        half_s = spec.step_s / 2
-        cost = CostModel(half_s, half_s / spec.max_running, 0.0, half_s / config.max_prefill_tokens)
+        config = SchedulerConfig(
+            max_running=spec.max_running,
+            max_total_tokens=spec.max_total_tokens,
+            context_tokens=spec.context_length,
+        )
+        half_step_s = spec.step_s / 2
+        cost = CostModel(
+            base_s=half_step_s,
+            sample_s=half_step_s / spec.max_running,
+            kv_token_s=0.0,
+            prefill_token_s=half_step_s / config.max_prefill_tokens,
+        )
         self._replica = Replica(config, cost)
         self._limit_tokens = min(spec.context_length, spec.max_total_tokens)
-        self._stepping: asyncio.Task[None] | None = None
+        self._simulation: asyncio.Task[None] | None = None
         self._start = time.monotonic()
         self._valid_sampling: dict[str, Any] | None = None
+        """The last sampling parameters that were found valid."""
 
     async def open(self) -> EngineInfo:
         """Describe the engine, with a note that it is simulated."""
@@ -312,52 +380,60 @@ class Simulator(Engine):
         )
 
     async def generate(self, request: Request, route: str) -> Completion:  # noqa: ARG002 - there is one
-        """Make up an answer and wait as long as SGLang would take to generate it.
+        """Make up an answer, and wait for as long as SGLang would take to generate it.
 
-        Raises RowRefusedError if the prompt is too long, or SGLang would refuse the request. A call that is
-        pending when the engine is closed stays pending until its caller cancels it.
+        Raises RowRefusedError if SGLang would refuse the request, for instance because the prompt is too
+        long. A call that is pending when the engine is closed stays pending until its caller cancels it.
         """
-        if request.sampling is not self._valid_sampling:  # usually all rows share one object
+        # Usually all rows share one object with the sampling parameters, which is checked once.
+        if request.sampling is not self._valid_sampling:
             refuse_invalid(request)
             self._valid_sampling = request.sampling
         completion = answer(request, self._limit_tokens, self._spec.dimensions)
         return await self._decode(request, completion) if self._spec.step_s > 0 else completion
 
     async def loads(self) -> Sequence[SchedulerLoad]:
-        """Return the last load sample of the only scheduler."""
+        """Return the last load sample of the simulated scheduler."""
         return [self._replica.load]
 
     async def close(self) -> None:
-        """Stop decoding."""
-        task, self._stepping = self._stepping, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        """Stop the simulation."""
+        simulation, self._simulation = self._simulation, None
+        if simulation is not None:
+            simulation.cancel()
+            await asyncio.gather(simulation, return_exceptions=True)
 
     async def _decode(self, request: Request, completion: Completion) -> Completion:
-        most = request.sampling.get("max_new_tokens", 1)
+        """Wait until the scheduler has decoded a completion; return it with the number of its retractions."""
+        # A task without decoding takes one prefill pass, like an output of one token.
+        output_lengths = completion.completion_tokens or [1]
         samples = [
             SimulatedRequest(
-                completion.prompt_tokens or 1, tokens or 1, most,
-                ignore_eos=bool(request.sampling.get("ignore_eos")), payload=asyncio.Event(),
+                prompt_tokens=completion.prompt_tokens or 1,
+                output_tokens=output_tokens or 1,
+                max_new_tokens=request.sampling.get("max_new_tokens", 1),
+                ignore_eos=bool(request.sampling.get("ignore_eos")),
+                payload=asyncio.Event(),
             )
-            for tokens in completion.completion_tokens or [1]  # a task without decoding is one prefill pass
-        ]  # fmt: skip
-        self._advance()
+            for output_tokens in output_lengths
+        ]
+        self._advance()  # samples take part from the scheduler's next pass on, so bring its clock up to date
         for sample in samples:
             self._replica.scheduler.submit(sample)
-        if self._stepping is None or self._stepping.done():
-            self._stepping = asyncio.create_task(self._run(), name="simulated engine")
-        for sample in samples:  # the simulation decodes them to their ends even if the caller is cancelled
+        if self._simulation is None or self._simulation.done():
+            self._simulation = asyncio.create_task(self._run(), name="simulated engine")
+        # If the caller is cancelled here, the scheduler decodes the samples to their ends nevertheless.
+        for sample in samples:
             await sample.payload.wait()
         return completion._replace(retractions=sum(sample.retractions for sample in samples))
 
     def _advance(self) -> None:
+        """Advance the simulation to the present, and wake the callers whose samples have ended."""
         for end in self._replica.advance(time.monotonic() - self._start):
             end.sample.payload.set()
 
     async def _run(self) -> None:
-        """Advance the simulation in real time while there is work."""
+        """Advance the simulation in real time until it has no more work."""
         while self._replica.busy:
             await asyncio.sleep(max(LEAST_TICK_S, self._spec.step_s / 2))
             self._advance()

@@ -1,4 +1,4 @@
-"""The files of `input.path`: finding them, opening them, and noticing that one has changed."""
+"""Finds and opens the files of `input.path`, and notices if a file changes during the run."""
 
 import contextlib
 import glob
@@ -47,25 +47,31 @@ from batchrunner.output.run_json import holds_run
 log = logging.getLogger(__name__)
 
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
-"""Value of a partition directory that stands for null."""
+"""Value in the name of a Hive partition directory that stands for null, as Hive and Spark write it."""
 READ_BUFFER_BYTES = 1 << 20
-"""Size of the buffers through which files are streamed."""
-SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 16 << 10
-"""Number and size of the blocks that the digest of a Parquet file of more than 1 MiB covers. The last block
-is the footer, which changes with the content. The digest of any other file covers the whole file."""
+"""Size in bytes of the buffers through which files are streamed."""
+SAMPLE_BLOCKS = 64
+"""Number of blocks that the digest of a Parquet file of more than 1 MiB covers.
+
+The last block is the end of the file with the footer, which changes with the content. The digest of any other
+file covers all its bytes.
+"""
+SAMPLE_BYTES = 16 << 10
+"""Size in bytes of each block that the digest of a large Parquet file covers."""
 _DIGEST = b"batchrunner.digest"
 """Key of the original file's digest in the metadata of its Parquet copy."""
 _read_notes = msgspec.json.Decoder(list[str])
 COPY_TRIES = 3
-"""Maximum number of attempts to make a copy in a directory that other processes may delete."""
+"""Maximum number of attempts to make a Parquet copy in a directory that other processes may delete."""
 _COMMIT = re.compile(r"@[0-9a-f]{40}(?=/|$)")
+"""Commit in a path on the Hugging Face Hub, such as `datasets/OWNER/NAME@COMMIT/data.parquet`."""
 
 
 def at_commit(fs: pafs.FileSystem, path: str) -> str:
-    """Pin a path on the Hub to the current commit of its branch. Later commits then do not change the input.
+    """Return a path on the Hugging Face Hub, pinned to the current commit of its branch.
 
-    `fs` is the file system of `hf://`. Raises errors of huggingface_hub, for example if the dataset does not
-    exist or the token gives no access.
+    Later commits then do not change the input. `fs` is the file system of `hf://`. Raises errors of
+    huggingface_hub, for example if the dataset does not exist or the token gives no access.
     """
     from huggingface_hub import HfApi  # noqa: PLC0415 - an extra
 
@@ -80,52 +86,55 @@ def at_commit(fs: pafs.FileSystem, path: str) -> str:
 
 
 def without_commit(path: str) -> str:
-    """Return the path of a file on the Hub without its commit; any other path as it is."""
+    """Return the path of a file on the Hugging Face Hub without its commit; any other path unchanged."""
     return _COMMIT.sub("", path, count=1)
 
 
 def find_files(
     paths: Sequence[str], run: Path | None = None, storage: StorageSpec | None = None
 ) -> tuple[pafs.FileSystem, list[str]]:
-    """Return the file system and the sorted paths of the files; raises InputError if there are none.
+    """Return the file system and the sorted paths of the input files; raise InputError if there are none.
 
-    Files in the run directory `run` are skipped, unless one of the paths names no other files. `storage` says
-    how object stores are reached.
+    `paths` are files, directories and globs. Files in the run directory `run` are skipped, unless one of
+    `paths` has no other files. `storage` has the settings of object stores.
     """
     files_by_path: dict[str, str] = {}
-    located = [_locate(name, storage or StorageSpec()) for name in paths]
-    fs = located[0][0]
-    for name, (its_fs, path) in zip(paths, located, strict=True):
-        if its_fs != fs:
+    locations = [_locate(name, storage or StorageSpec()) for name in paths]
+    fs = locations[0][0]
+    for name, (file_system, path) in zip(paths, locations, strict=True):
+        if file_system != fs:
             raise InputError(
-                f"{name}: lies on another file system than {paths[0]}",
-                hint="give the files of one file system",
+                f"{name}: is on another file system than {paths[0]}",
+                hint="give files of one file system",
             )
         try:
-            local = isinstance(fs, pafs.LocalFileSystem)
-            files, is_directory = _local_files(name, Path(path)) if local else _remote_files(fs, path)
+            if isinstance(fs, pafs.LocalFileSystem):
+                files, is_directory = _local_files(name, Path(path))
+            else:
+                files, is_directory = _remote_files(fs, path)
         except InputError:
             raise
-        except read_errors(fs) as failure:  # a name is too long, a directory not accessible
+        except read_errors(fs) as failure:  # for example a directory that is not accessible
             raise _inaccessible(name, failure) from None
-        files = {real: file for real, file in files.items() if run not in Path(real).parents} or files
+        files_outside_run = {real: file for real, file in files.items() if run not in Path(real).parents}
+        files = files_outside_run or files
         if is_directory:
             files = _of_one_kind(name, files)
         if not files:
-            raise InputError(f"{name}: no Parquet file there, and no CSV, JSON Lines or Arrow file")
-        files_by_path = files | files_by_path
+            raise InputError(f"{name}: found no Parquet, CSV, JSON Lines or Arrow file")
+        files_by_path = files | files_by_path  # a file that several paths name keeps its first name
     for file in files_by_path.values():
         try:
             file.encode()  # Arrow and run.json need valid UTF-8
         except UnicodeEncodeError:
             raise InputError(
-                f"{os.fsencode(file)!r}: its name is not valid UTF-8", hint="rename it"
+                f"{os.fsencode(file)!r}: the name of the file is not valid UTF-8", hint="rename the file"
             ) from None
     return fs, sorted(files_by_path.values())
 
 
 def names_run(path: str, storage: StorageSpec) -> bool:
-    """Tell whether a path is the directory of a run. Raises InputError if the path is inaccessible."""
+    """Tell whether a path is the run directory of a run; raise InputError if the path is inaccessible."""
     if not store_address(path):
         return "://" not in path and holds_run(Path(path))
     fs, directory = _locate(path, storage)
@@ -136,19 +145,22 @@ def names_run(path: str, storage: StorageSpec) -> bool:
 
 
 def _inaccessible(name: str, failure: Exception) -> BatchrunError:
-    why = getattr(failure, "strerror", None) or first_line(failure)
-    return or_away(InputError(f"{name}: {why}"), failure)
+    """Return the error for a path of the job that cannot be looked up."""
+    reason = getattr(failure, "strerror", None) or first_line(failure)
+    return or_away(InputError(f"{name}: {reason}"), failure)
 
 
 def read_errors(fs: pafs.FileSystem) -> tuple[type[Exception], ...]:
-    """Return the errors that a file system raises when it cannot read.
+    """Return the classes of errors that a file system raises if it cannot read.
 
-    The file system of another package (hf://, by huggingface_hub) raises the errors of its network library.
+    The file system of another package, such as huggingface_hub's for hf://, raises the errors of the network
+    library that it uses. These can be of any class.
     """
     return (Exception,) if isinstance(fs, pafs.PyFileSystem) else (OSError, pa.ArrowException)
 
 
 def _locate(path_or_uri: str, storage: StorageSpec) -> tuple[pafs.FileSystem, str]:
+    """Return the file system of a path or URI of the job, and the path on that file system."""
     if "://" not in path_or_uri:
         return pafs.LocalFileSystem(), path_or_uri
     address = store_address(path_or_uri)
@@ -161,7 +173,7 @@ def _locate(path_or_uri: str, storage: StorageSpec) -> tuple[pafs.FileSystem, st
     try:
         fs, path = pafs.FileSystem.from_uri(path_or_uri)
         return fs, at_commit(fs, path) if path_or_uri.startswith("hf://") else path
-    except Exception as failure:  # noqa: BLE001 - hf:// and others are opened by packages with their own errors
+    except Exception as failure:  # noqa: BLE001 - the package of a URI's scheme may raise any error
         raise InputError(
             f"{path_or_uri}: cannot be opened: {first_line(failure)}",
             hint="give a path on this machine, or one that begins with s3://, gs://, az://, hdfs:// or hf://",
@@ -169,20 +181,22 @@ def _locate(path_or_uri: str, storage: StorageSpec) -> tuple[pafs.FileSystem, st
 
 
 def _local_files(pattern: str, path: Path) -> tuple[dict[str, str], bool]:
-    """Return files by their real paths, and whether the path is a directory.
+    """Return the files of a local path or glob by their real paths, and whether it is a directory.
 
-    The keys are real paths, so that a file to which several paths lead is found once.
+    The keys are real paths, with symbolic links resolved in the directory. So a file to which several paths
+    lead is read once.
     """
     is_directory = path.is_dir()
     if is_directory:
         data_files = (file for file in path.rglob("*") if known_format(file.name))
         files = [file for file in data_files if not (_hidden(file.relative_to(path)) or file.is_dir())]
     elif path.exists():
-        files = [path]
         if is_special(path):
             raise InputError(
-                f"{path}: is a device or a pipe", hint="save it to a file, which can be read several times"
+                f"{path}: is a device or a pipe",
+                hint="save the data to a file, which can be read several times",
             )
+        files = [path]
     elif glob.has_magic(pattern):
         files = [p for p in map(Path, glob.glob(pattern, recursive=True)) if p.is_file()]  # noqa: PTH207 - it may be absolute
     else:
@@ -192,30 +206,38 @@ def _local_files(pattern: str, path: Path) -> tuple[dict[str, str], bool]:
 
 
 def _of_one_kind(directory: str, files: Mapping[str, str]) -> dict[str, str]:
-    """Return the files of a directory that are input: its Parquet files, or else the files of the only kind.
+    """Return the files of a directory that are input: the Parquet files, or else the files of the only kind.
 
-    Descriptions in JSON or a list in CSV often lie beside Parquet files. Such files are ignored, and the log
-    names one of them. Raises InputError if there are several kinds and none is Parquet.
+    A directory of Parquet files often has a description in JSON or a list in CSV too. Such files are ignored,
+    with a warning. Raises InputError if the files are of several kinds and none is Parquet.
     """
-    kinds: dict[str, dict[str, str]] = {}
-    for real, path in files.items():
-        if form := known_format(path):
-            kinds.setdefault(form.kind, {})[real] = path
-    if len(kinds) < 2:  # noqa: PLR2004
-        return next(iter(kinds.values()), {})
-    if parquet := kinds.pop("Parquet", None):
-        ignored = sorted(path for kind in kinds.values() for path in kind.values())
-        if other := next((path for path in ignored if not holds_run(Path(path).parent)), None):
-            log.warning("%s: only its Parquet files are read; others, such as %s, are not", directory, other)
-        return parquet
-    example = next(ending for ending, kind in ENDINGS.items() if kind == min(kinds))
+    files_by_kind: dict[str, dict[str, str]] = {}
+    for real_path, path in files.items():
+        file_format = known_format(path)
+        if file_format is not None:
+            files_by_kind.setdefault(file_format.kind, {})[real_path] = path
+    if len(files_by_kind) < 2:  # noqa: PLR2004
+        return next(iter(files_by_kind.values()), {})
+    parquet_files = files_by_kind.pop("Parquet", None)
+    if parquet_files is not None:
+        ignored = sorted(path for other_files in files_by_kind.values() for path in other_files.values())
+        # Files that a run wrote beside its Parquet files, such as report.json, need no warning.
+        example = next((path for path in ignored if not holds_run(Path(path).parent)), None)
+        if example is not None:
+            log.warning(
+                "%s: only the Parquet files are read; files of other kinds, such as %s, are ignored",
+                directory, example,
+            )  # fmt: skip
+        return parquet_files
+    ending = next(ending for ending, kind in ENDINGS.items() if kind == min(files_by_kind))
     raise InputError(
-        f"{directory}: has {' and '.join(sorted(kinds))} files",
-        hint=f"give the files of one kind, such as {directory}/**/*{example}",
+        f"{directory}: has {' and '.join(sorted(files_by_kind))} files",
+        hint=f"give files of one kind, such as {directory}/**/*{ending}",
     )
 
 
 def _remote_files(fs: pafs.FileSystem, path: str) -> tuple[dict[str, str], bool]:
+    """Return the files of a path or glob in a remote file system, as `_local_files` does."""
     kind = fs.get_file_info(path).type
     files: list[str] = []
     if kind == pafs.FileType.File:
@@ -224,6 +246,7 @@ def _remote_files(fs: pafs.FileSystem, path: str) -> tuple[dict[str, str], bool]
         below = _files_below(fs, path)
         files = [file for file in below if not _hidden(PurePosixPath(file.removeprefix(path)))]
     elif "*" in path:  # the only magic character in a URI, where `?` begins the query
+        # `**/` matches any number of directories, and `*` any text without a slash.
         pattern = re.escape(path).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*")
         top = path.partition("*")[0].rpartition("/")[0]
         files = [file for file in _files_below(fs, top) if re.fullmatch(pattern, file)]
@@ -236,11 +259,12 @@ def _files_below(fs: pafs.FileSystem, directory: str) -> list[str]:
 
 
 def _hidden(path: PurePath) -> bool:
-    return any(part.startswith((".", "_")) for part in path.parts)
+    """Tell whether the name of a file, or of a directory in its path, begins with a dot or an underscore."""
+    return any(name.startswith((".", "_")) for name in path.parts)
 
 
 def hive_partitions(path: str) -> dict[str, str | None]:
-    """Return the values of partition columns in a path (directories named `name=value`); None is null."""
+    """Return the values of Hive partition columns in a path with directories `name=value`; None is null."""
     partitions: dict[str, str | None] = {}
     for directory in Path(path).parts[:-1]:
         key, separator, value = directory.partition("=")
@@ -250,13 +274,17 @@ def hive_partitions(path: str) -> dict[str, str | None]:
 
 
 def partition_types(partitions: Sequence[dict[str, str | None]]) -> dict[str, pa.DataType]:
-    """Return the type of each partition column that all paths have: int64 for whole numbers, else string."""
+    """Return the types of the partition columns that all paths have.
+
+    `partitions` has the values of each path. A column is int64 if all its values are integers, else string.
+    """
     types: dict[str, pa.DataType] = {}
     for name in sorted(set(partitions[0]).intersection(*partitions)):
         values = [values_of_file[name] for values_of_file in partitions]
         texts = [value for value in values if value is not None]
-        are_whole_numbers = bool(texts) and all(re.fullmatch(r"-?\d{1,18}", text) for text in texts)
-        types[name] = pa.int64() if are_whole_numbers else pa.string()
+        # 18 digits fit into 64 bits in any case.
+        are_integers = bool(texts) and all(re.fullmatch(r"-?\d{1,18}", text) for text in texts)
+        types[name] = pa.int64() if are_integers else pa.string()
     return types
 
 
@@ -266,34 +294,35 @@ def join_paths(path: str | Sequence[str]) -> str:
 
 
 class SourceFile:
-    """A file of the input, with the content that it had when it was opened.
+    """Input file, with the content that it had when it was opened.
 
-    A file that is not Parquet is read from a Parquet copy. If the content at the path changes, reading raises
-    InputChangedError. A new digest means a change. If the digest covers only sampled blocks, a new
-    modification time means a change too.
+    A file that is not Parquet is read from a Parquet copy. Reading raises InputChangedError if the content of
+    the file has changed. A new digest is a change. If the digest covers only sampled blocks, a new
+    modification time is a change too.
     """
 
     def __init__(
-        self, fs: pafs.FileSystem, path: str, copies: Path, source: InputSpec, is_batch: bool
+        self, fs: pafs.FileSystem, path: str, *, copies: Path, source: InputSpec, is_batch: bool
     ) -> None:
-        """Find the columns and row groups; raises InputError if the file is missing or unreadable.
+        """Read the schema and the row groups; raise InputError if the file is missing or unreadable.
 
-        `copies` is the directory of the Parquet copies. `source` has the options of text files.
-        With `is_batch`, each line is a request.
+        `copies` is the directory of the Parquet copies. `source` has the options of CSV and JSON Lines files.
+        With `is_batch`, the file is a batch file, in which each line is a request.
         """
         self._fs = fs
         self.path = path
         self.is_local = isinstance(fs, pafs.LocalFileSystem)
-        """Whether it is on this machine."""
+        """Whether the file is on this machine."""
         self.read_errors = read_errors(fs)
-        """Errors of reading it, see the function `read_errors`."""
+        """Classes of errors that its file system raises if the file cannot be read."""
         self.format = _batch_format(path) if is_batch else format_of(path)
         self._copies, self._source, self._is_batch = copies, source, is_batch
         self.digest = ""
-        """Digest of its content; empty until it has been computed."""
+        """Digest of the file's content; empty until it has been computed."""
         self.notes: list[str] = []
-        """Sentences for users that say which of its records fail, and why columns became JSON text."""
-        self._copy: Path | None = None  # read in place of a file that is not Parquet
+        """Sentences for users about the file: which records fail, and why columns became JSON text."""
+        self._copy: Path | None = None
+        """Parquet copy that is read in place of a file that is not Parquet."""
         try:
             self._signature = self._current_signature()
             self._size = int(self._signature[0])
@@ -312,17 +341,19 @@ class SourceFile:
             self.digest = schema.metadata[_DIGEST].decode()
             self.notes = _read_notes.decode(footer.metadata[NOTES])
         self.has_problems = PROBLEM in schema.names
-        """Whether some of its records cannot be read."""
+        """Whether some records of the file cannot be read."""
         self.schema = pa.schema([field for field in schema if field.name != PROBLEM])
         """Columns of the file, with the types in which they are stored."""
         self._group_rows = [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
+        """Number of rows in each row group."""
         self.rows: int = sum(self._group_rows)
+        """Number of rows in the file."""
         self.grown_from: str | None = None
-        """Digest of the file in an earlier attempt, if rows have been appended since; None otherwise."""
+        """Digest of the file at an earlier start of the run, if rows have been appended since; else None."""
         self.has_grown = False
         """Whether rows have been appended since the file was opened."""
         self.partitions = hive_partitions(path)
-        """Values of Hive partition columns in its path (`year=2024/`); None is null."""
+        """Values of the Hive partition columns in the file's path (`year=2024/`); None is null."""
         self.starts: list[int] = []
         """Ordinal of the first row of each row group, and the ordinal after the last row."""
 
@@ -332,39 +363,41 @@ class SourceFile:
 
     @property
     def is_text(self) -> bool:
-        """Whether its columns get their types from values, or from `input.types`."""
+        """Whether the file is CSV or JSON Lines, where column types come from values or `input.types`."""
         return self.format.kind in {"CSV", "JSON Lines"}
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts by which a resumed run recognizes it."""
+        """Return the facts about the file by which a resumed run recognizes the file."""
         facts = {"path": self.path, "rows": self.rows, "digest": self.digest, "size": self._size}
         return facts if self.grown_from is None else {**facts, "grown_from": self.grown_from}
 
-    def recognize(self, before: Mapping[str, Any]) -> None:
-        """Set `grown_from` if rows were appended since the file had the facts `before`."""
-        size = before.get("size", self._size)
-        if size < self._size and self._begins_with(size, before["digest"]):
-            self.grown_from = before["digest"]
+    def recognize(self, earlier_facts: Mapping[str, Any]) -> None:
+        """Set `grown_from` if rows were appended to the file since it had these `earlier_facts`."""
+        size, digest = earlier_facts.get("size", self._size), earlier_facts["digest"]
+        if size < self._size and self._begins_with(size, digest):
+            self.grown_from = digest
+            earlier_rows = earlier_facts["rows"]
             log.info(
-                "%s grew: its first %d rows are those of this run, %d rows were appended",
-                self.path, before["rows"], self.rows - before["rows"],
+                "%s has grown: the first %d rows are those of this run, and %d rows were appended",
+                self.path, earlier_rows, self.rows - earlier_rows,
             )  # fmt: skip
 
     def _begins_with(self, size: int, digest: str) -> bool:
-        """Tell whether the first `size` bytes have this digest, and a line ends there."""
+        """Tell whether the first `size` bytes of the file have this digest and end with a whole line."""
         if not self._may_grow or self._digest_of(size) != digest:
             return False
         with Path(self.path).open("rb") as file:
+            # The line break is either the last of these bytes, or the first byte that was appended.
             file.seek(size - 1)
             return not {*b"\r\n"}.isdisjoint(file.read(2))
 
     @property
     def _may_grow(self) -> bool:
-        """Whether lines can be appended so that the earlier bytes stay as they are."""
+        """Whether lines can be appended to the file so that its earlier bytes stay unchanged."""
         return self.is_local and self.is_text and self.format.compression is None
 
     def open(self) -> pq.ParquetFile:
-        """Open the file for reading; raises OSError or ArrowException, or InputChangedError."""
+        """Open the file for reading; raise OSError or ArrowException, or InputChangedError."""
         opened = self._opened()
         self.check_after_reading()
         return opened
@@ -372,38 +405,44 @@ class SourceFile:
     def check_after_reading(self) -> None:
         """Call `check_unchanged`, unless the bytes just read certainly belong to the file that was opened.
 
-        A Parquet copy stays as it is, an object store compares the ETag in each request, and a commit on the
-        Hub never changes.
+        They certainly do in three cases: nobody changes a Parquet copy, an object store compares the ETag in
+        each request, and a commit on the Hugging Face Hub never changes.
         """
         if self._copy is None and not self._e_tag() and without_commit(self.path) == self.path:
             self.check_unchanged()
 
     def check_unchanged(self) -> None:
-        """Raise InputChangedError if the path has other content now, except for appended lines.
+        """Raise InputChangedError if the content of the file has changed, except for appended lines.
 
-        A file that is missing, or cannot be read at present, does not count as changed.
+        A file that is missing, or that cannot be read at present, does not count as changed.
         """
         try:
             signature = self._current_signature()
             if signature == self._signature:
                 return
             self.has_grown = int(signature[0]) > self._size and self._begins_with(self._size, self.digest)
-            # a sampled digest does not show an edit between its blocks
-            digest_decides = signature[:2] == self._signature[:2] or not self._is_sampled
-            is_same_size = signature[0] == self._size
-            is_same = digest_decides and is_same_size and self._digest_of(self._size) == self.digest
+            is_changed = not self.has_grown and not self._has_same_content(signature)
         except self.read_errors:
             return
-        if not (is_same or self.has_grown):
+        if is_changed:
             raise InputChangedError(
                 f"the input file {self.path} changed during the run",
                 hint="put the old file back and run the same command again, or give another output.path for "
                 "the new file",
             )
-        self._signature = signature  # it was touched, replaced by an equal file, or has grown
+        self._signature = signature  # the file was touched, was replaced by an equal file, or has grown
+
+    def _has_same_content(self, signature: tuple[int | str, ...]) -> bool:
+        """Tell whether a file with a new `signature` still has the content that it had when it was opened."""
+        if signature[0] != self._size:
+            return False
+        # A sampled digest does not show an edit between its blocks, but the modification time does.
+        if self._is_sampled and signature[:2] != self._signature[:2]:
+            return False
+        return self._digest_of(self._size) == self.digest
 
     def _opened(self) -> pq.ParquetFile:
-        """Open the file, or its copy, which is made again if another process has deleted it."""
+        """Open the file or its Parquet copy; make the copy again if another process has deleted it."""
         if self._copy is None:
             return _open_parquet(self._fs, self.path)
         try:
@@ -414,9 +453,10 @@ class SourceFile:
             return _open_parquet(pafs.LocalFileSystem(), str(self._copy))
 
     def _current_signature(self) -> tuple[int | str, ...]:
-        """Return values that differ once the file is replaced or written to; raises OSError.
+        """Return values that change if the file is replaced or written to; raise OSError.
 
-        The first is its size. The second is its modification time, or its ETag in an object store.
+        The first value is the size. The second value is the modification time, or the ETag in an object
+        store.
         """
         if self.is_local:
             stat = Path(self.path).stat()
@@ -427,20 +467,20 @@ class SourceFile:
         return info.size, self._e_tag() or info.mtime_ns or 0
 
     def _e_tag(self) -> str | None:
-        """Return the ETag of an object when it was last looked up; None outside of an object store."""
+        """Return the ETag that the file had at its last lookup; None outside of an object store."""
         e_tags: dict[str, str] = getattr(getattr(self._fs, "handler", None), "e_tags", {})
         return e_tags.get(self.path)
 
     @property
     def _is_sampled(self) -> bool:
-        """Whether its digest covers some of its blocks only."""
+        """Whether the digest covers only some blocks of the file."""
         return self.format.kind == "Parquet" and self._size > SAMPLE_BLOCKS * SAMPLE_BYTES
 
     def _digest_of(self, size: int) -> str:
-        """Return the digest of its first `size` bytes as they are now.
+        """Return the present digest of the file's first `size` bytes.
 
-        The digest of a large Parquet file covers sampled blocks, and that of an object with an ETag covers
-        only the size and the ETag.
+        The digest of a large Parquet file covers only sampled blocks. The digest of an object with an ETag
+        covers only the size and the ETag.
         """
         digest = hashlib.sha256(str(size).encode())
         if e_tag := self._e_tag():
@@ -448,44 +488,47 @@ class SourceFile:
             return digest.hexdigest()
         with self._fs.open_input_file(self.path) as source:
             stream = source.get_stream(0, size)
-            whole = iter(lambda: stream.read(READ_BUFFER_BYTES), b"")
-            for block in _samples(source, size) if self._is_sampled else whole:
+            all_blocks = iter(lambda: stream.read(READ_BUFFER_BYTES), b"")
+            for block in _samples(source, size) if self._is_sampled else all_blocks:
                 digest.update(block)
         return digest.hexdigest()
 
     def _find_copy(self) -> Path:
-        """Return the Parquet copy of the file; make it if it does not exist.
+        """Return the path of the file's Parquet copy; make the copy if it does not exist.
 
-        Raises InputError or StorageError, and `read_errors`.
+        Raises InputError, StorageError, or one of `read_errors`.
         """
-        texts = self._source.types, self._source.delimiter, self._source.encoding
-        about = repr((self.path, self._signature, texts, self._is_batch))
-        copy = self._copies / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.parquet"
+        # The name depends on everything that the content of the copy depends on.
+        options = self._source.types, self._source.delimiter, self._source.encoding
+        origin = repr((self.path, self._signature, options, self._is_batch))
+        copy = self._copies / f"{hashlib.sha256(origin.encode()).hexdigest()[:32]}.parquet"
         tries = 0
         while not copy.exists():
             tries += 1
             try:
                 self._make_copy(copy)
             except (FileNotFoundError, StorageError):
-                # another process may have ended the run and deleted the directory of copies
+                # Another process of the run may have ended the run and deleted the directory of copies.
                 was_deleted = not copy.parent.exists()
                 if tries == COPY_TRIES or not was_deleted:
                     raise
         return copy
 
     def _make_copy(self, copy: Path) -> None:
-        """Make the Parquet copy. On a file system with locks, only one of several processes makes it."""
+        """Write the Parquet copy. On a file system with locks, one of several processes writes the copy."""
         with writing(copy):
             make_directory(copy.parent)
         with one_process_at_a_time(copy.with_suffix(".lock"), unfinished=f".{copy.name}*"):
-            if not copy.exists():
-                self.digest = self.digest or self._digest_of(self._size)  # known if an earlier copy was read
+            if not copy.exists():  # another process may have written the copy while this one waited
+                # If an earlier copy was read, the digest has been computed.
+                self.digest = self.digest or self._digest_of(self._size)
                 with writing(copy), whole_file(copy, secrets.token_hex(4)) as temporary:
                     write_parquet(self._rows(), temporary, {_DIGEST: self.digest.encode()}, self.path)
-                    self.check_unchanged()  # the digest was computed before the rows were read
+                    # The digest was computed before the rows were read, so the file may have changed between.
+                    self.check_unchanged()
 
     def _rows(self) -> Iterator[pa.RecordBatch]:
-        """Yield all rows of a file that is not Parquet; raises InputError."""
+        """Yield all rows of a file that is not Parquet; raise InputError if the file cannot be read."""
         from batchrunner.input.text_files import batches_of_file  # noqa: PLC0415 - not for Parquet
 
         try:
@@ -502,25 +545,26 @@ class SourceFile:
             raise self._unreadable(failure) from None
 
     def _unreadable(self, failure: Exception) -> BatchrunError:
-        place, hint = self.path, None
+        """Return the error for a file that could not be read, with a hint at the likely cause."""
+        name, hint = self.path, None
         if isinstance(getattr(self._fs, "handler", None), pafs.FSSpecHandler):
-            place = f"hf://{without_commit(self.path)}"
-            hint = "if its page on the Hub requires it, request access there, and set HF_TOKEN"
+            name = f"hf://{without_commit(self.path)}"
+            hint = "if the dataset's page on the Hub asks for it, request access there, and set HF_TOKEN"
         elif self.format.compression == "zstd" and "too much memory" in str(failure):
-            hint = f"its window is too large; {unpacking(self.path, head_of(self._fs, self.path))}"
+            hint = f"the zstd window is too large; {unpacking(self.path, head_of(self._fs, self.path))}"
         elif self.format.kind == "Parquet":
-            other_ending = f"a name with another ending than {', '.join(ENDINGS)} is read as Parquet"
             hints = [unpacking(self.path, head_of(self._fs, self.path))]
-            hints += [] if known_format(self.path) else [other_ending]
+            if not known_format(self.path):
+                hints.append(f"a name with an ending other than {', '.join(ENDINGS)} is read as Parquet")
             hint = "; ".join(filter(None, hints)) or None
         elif self.format.kind == "JSON Lines" and isinstance(failure, pa.ArrowInvalid):
-            hint = "give the column a type in input.types: string keeps its values as they are"
-        message = f"{place}: not a readable {self.format.kind} file: {first_line(failure)}"
+            hint = "give the column a type in input.types: string keeps the values unchanged"
+        message = f"{name}: not a readable {self.format.kind} file: {first_line(failure)}"
         return or_away(InputError(message, hint=hint), failure)
 
 
 def head_of(fs: pafs.FileSystem, path: str) -> bytes:
-    """Return the first bytes of a file; none if it cannot be read."""
+    """Return the first bytes of a file, by which its compression is recognized; none if it is unreadable."""
     try:
         with fs.open_input_file(path) as file:
             return bytes(file.read(HEAD_BYTES))
@@ -528,17 +572,18 @@ def head_of(fs: pafs.FileSystem, path: str) -> bytes:
         return b""
 
 
-def format_in(fs: pafs.FileSystem, path: str, form: FileFormat) -> FileFormat:
-    """Return the format of a file that is not Parquet, with the compression that its content has.
+def format_in(fs: pafs.FileSystem, path: str, name_format: FileFormat) -> FileFormat:
+    """Return the format of a file that is not Parquet, with the compression that its first bytes show.
 
-    Raises InputError for a kind of compression that cannot be read.
+    `name_format` is the format by the file's name. Raises InputError for a compression that cannot be read.
     """
     head = head_of(fs, path)
     refuse_archive(path, head)
-    return replace(form, compression=codec_of(head, form.compression))
+    return replace(name_format, compression=codec_of(head, name_format.compression))
 
 
 def _open_parquet(fs: pafs.FileSystem, path: str) -> pq.ParquetFile:
+    # A remote file is read ahead in few large requests, a local one in small blocks through a buffer.
     is_local = isinstance(fs, pafs.LocalFileSystem)
     return pq.ParquetFile(
         fs.open_input_file(path), pre_buffer=not is_local, buffer_size=READ_BUFFER_BYTES if is_local else 0
@@ -546,25 +591,33 @@ def _open_parquet(fs: pafs.FileSystem, path: str) -> pq.ParquetFile:
 
 
 def size_of(footer: pq.FileMetaData, columns: Iterable[str], group: int) -> int:
-    """Return the uncompressed bytes of these columns in a row group of a Parquet file."""
-    tops = tuple(f"{name}." for name in columns)  # leaf columns have paths such as `column.list.element`
+    """Return the uncompressed size in bytes of `columns` in a row group of a Parquet file."""
+    # Leaf columns have paths that begin with their column, such as `column.list.element`.
+    beginnings = tuple(f"{name}." for name in columns)
     leaves = map(footer.row_group(group).column, range(footer.num_columns))
-    return sum(leaf.total_uncompressed_size for leaf in leaves if f"{leaf.path_in_schema}.".startswith(tops))
+    return sum(
+        leaf.total_uncompressed_size for leaf in leaves if f"{leaf.path_in_schema}.".startswith(beginnings)
+    )
 
 
 def _batch_format(path: str) -> FileFormat:
-    """Return the format of a batch file; an ending such as .gz sets the compression.
+    """Return the format of a batch file, which is JSON Lines; an ending such as .gz sets the compression.
 
-    Raises InputError for the ending of another format. Any other name is allowed.
+    Raises InputError if the file's name ends like that of another format. Any other name is allowed.
     """
-    form = known_format(path)
-    if form is not None and form.kind != "JSON Lines":
-        raise InputError(f"{path}: is {form.kind}", hint="a batch file has a JSON object on each line")
-    return form or FileFormat("JSON Lines", "", COMPRESSIONS.get(PurePosixPath(path).suffix.lower()))
+    file_format = known_format(path)
+    if file_format is None:
+        return FileFormat("JSON Lines", "", COMPRESSIONS.get(PurePosixPath(path).suffix.lower()))
+    if file_format.kind != "JSON Lines":
+        raise InputError(
+            f"{path}: is a {file_format.kind} file, not a batch file",
+            hint="a batch file has a JSON object on each line",
+        )
+    return file_format
 
 
 def _samples(source: pa.NativeFile, size: int) -> Iterator[bytes]:
-    """Yield evenly spread blocks of a file; the last one is its end, with the footer."""
+    """Yield evenly spread blocks of a Parquet file; the last block ends with the footer of the file."""
     for block in spread_blocks(size, blocks=SAMPLE_BLOCKS, size=SAMPLE_BYTES):
         source.seek(block.start)
         yield source.read(SAMPLE_BYTES)

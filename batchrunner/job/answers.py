@@ -1,9 +1,9 @@
-"""Columns of answers besides their text, and the checks of answers."""
+"""Derives from a job the result columns of its answers and the checks that answers must pass."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from batchrunner.core.types import CHECK, PARSE, ROLLOUT, AskedColumns, ColumnKind, Completion, ForwardTask
 from batchrunner.job.output import (
@@ -25,53 +25,63 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """The columns that a run adds to the result columns that every run has, and the checks of its answers."""
+    """Additional result columns of a run, beyond those of every run, and the checks of its answers."""
 
     columns: tuple[str, ...]
-    """Keys of ANSWER_COLUMNS, in their order, or RESPONSE."""
+    """Names of additional columns: keys of ANSWER_COLUMNS and ROLLOUT_COLUMNS in their order, or RESPONSE."""
     samples: int = 1
-    """Completions of a row (`sampling.n`)."""
+    """Number of completions of a row (`sampling.n`)."""
     top_logprobs: int = 1
+    """Number of tokens for each position in the column `top_logprobs`."""
     parsed: tuple[tuple[str, ColumnKind], ...] = ()
-    """Columns that the job's Python function `parse` returns, with their types; they come last."""
+    """Names and types of the columns that the job's Python function or its `task` adds after `columns`.
+
+    The function is `parse` or `prompt.rollout`.
+    """
     checks_json: bool = False
-    """Whether an answer must be JSON, and satisfy the schema if there is one."""
+    """Whether an answer must be JSON, and satisfy its JSON Schema if it has one."""
     schema: dict[str, Any] | None = None
-    """JSON Schema of all answers; None if there is none, or rows have schemas of their own."""
+    """JSON Schema of all answers; None if answers have no schema, or if each row has its own."""
     schema_by_row: bool = False
-    """Whether each row has a schema of its own."""
+    """Whether each row, or each request of a rollout, may have a JSON Schema of its own."""
     on_length: OnLength = "keep"
-    """What happens to an answer that was truncated at `max_new_tokens`."""
+    """Treatment of an answer that was truncated at `max_new_tokens`."""
     on_repetition: OnRepetition = "keep"
-    """What happens to an answer that repeats itself without end."""
+    """Treatment of an answer that repeats itself without end."""
     tries: int = 1
-    """Maximum number of answers that a row may have until one passes the checks."""
+    """Maximum number of answers that a row may get until an answer passes the checks."""
     checks: bool = False
     """Whether answers are checked at all."""
     asked: frozenset[str] | None = None
-    """Columns of ANSWER_COLUMNS that each answer to a rollout has; None if rows are requests."""
+    """Columns of ANSWER_COLUMNS that each answer within a rollout has; None without `prompt.rollout`."""
     task: ForwardTask | None = None
-    """The task, if it is one without decoding; its columns are `parsed`."""
+    """Task without decoding, such as `embed`; None if the model generates text."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The columns that this run adds to the result columns that every run has, in order."""
+        """Names of all additional columns, in the order of the results."""
         return (*self.columns, *(name for name, _ in self.parsed))
 
     @property
     def asks(self) -> AskedColumns | None:
         """Columns that each request asks the engine for; None if there are none."""
-        names = ({*self.columns} if self.asked is None else {*self.asked}) - {PARSED, RESPONSE}
+        names = {*self.columns} if self.asked is None else {*self.asked}
+        names -= {PARSED, RESPONSE}  # made from the answer's text, without the engine
         if not names:
             return None
-        of_tokens = not names.isdisjoint({*OF_TOKENS, "output_ids"})
         return AskedColumns(
-            frozenset(names), self.top_logprobs, of_tokens, only_reasoning=names == {REASONING}
+            names=frozenset(names),
+            top_logprobs=self.top_logprobs,
+            of_tokens=not names.isdisjoint({*OF_TOKENS, "output_ids"}),
+            only_reasoning=names == {REASONING},
         )
 
 
 def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
-    """Return the plan of a run; `functions` are the job's Python functions."""
+    """Return the answer plan of a job.
+
+    `functions` are the job's Python functions after loading. Without them the plan lacks their columns.
+    """
     if (task := job.forward) is not None:
         return AnswerPlan(columns=(), parsed=task.columns, task=task)
     if job.prompt.is_batch:
@@ -83,10 +93,12 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
     if functions is not None and function in functions.facts:
         parsed = functions.facts[function].columns
     json = _json_rule(job)
-    schema_is_checked = json.is_checked and json.has_schema
-    on_length = job.on_length or ("fail" if schema_is_checked else "keep")
+    has_schema = json.schema_origin != "none"
+    # A truncated answer cannot satisfy a schema, so it fails unless the job says otherwise.
+    on_length = job.on_length or ("fail" if json.is_checked and has_schema else "keep")
 
-    names = _rollout_columns(parsed) if is_rollout else _answer_columns(job, has_schema=json.has_schema)
+    names = _rollout_columns(parsed) if is_rollout else _answer_columns(job, has_schema=has_schema)
+    # Carried columns and those of the Python function take precedence over columns of the same name.
     names -= {*job.input.carried_names}
     names -= {name for name, _ in parsed}
     checks = (
@@ -104,7 +116,7 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
         parsed=parsed,
         checks_json=json.is_checked,
         schema=json.schema,
-        schema_by_row=json.schema_by_row,
+        schema_by_row=json.schema_origin == "row",
         on_length=on_length,
         on_repetition=job.on_repetition,
         tries=(job.accept.tries or TRIES) if job.has_check else 1,
@@ -114,40 +126,35 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
 
 
 class _JsonRule(NamedTuple):
-    """Whether the answers of a job must be JSON, and by which schema."""
+    """Rule of a job about the JSON of its answers."""
 
     is_checked: bool
-    has_schema: bool
-    """Whether the job or its rows may give a schema."""
+    """Whether an answer must be JSON."""
+    schema_origin: Literal["none", "job", "row"]
+    """Origin of the JSON Schema of an answer: nowhere, the job, or the answer's row or request."""
     schema: dict[str, Any] | None
-    """The schema of all answers, if there is one."""
-    schema_by_row: bool
+    """JSON Schema of all answers; None unless its origin is the job."""
 
 
 def _json_rule(job: Job) -> _JsonRule:
-    """Return the rule of a job; the schema of `accept.json` comes before that of `sampling`."""
-    sampling_schema, accept_schema = job.sampling.json_schema, job.accept.json_
-    schema = accept_schema if isinstance(accept_schema, dict) else None
-    if job.prompt.rollout is not None:  # each request of a rollout may have its own schema
-        return _JsonRule(
-            is_checked=accept_schema is not False,
-            has_schema=True,
-            schema=schema,
-            schema_by_row=schema is None,
-        )
-    if schema is None and isinstance(sampling_schema, dict):
-        schema = sampling_schema
-    has_schema = sampling_schema is not None or schema is not None
-    return _JsonRule(
-        is_checked=has_schema if accept_schema is None else bool(accept_schema),
-        has_schema=has_schema,
-        schema=schema,
-        schema_by_row=isinstance(sampling_schema, FromColumn) and schema is None,
-    )
+    """Return the JSON rule of a job."""
+    accept_json, sampling_schema = job.accept.json_, job.sampling.json_schema
+    schema_origin: Literal["none", "job", "row"] = "none"
+    schema = None
+    if isinstance(accept_json, dict):
+        schema_origin, schema = "job", accept_json
+    elif job.prompt.rollout is not None or isinstance(sampling_schema, FromColumn):
+        # Each request of a rollout may have a schema of its own, as rows with a column of schemas do.
+        schema_origin = "row"
+    elif isinstance(sampling_schema, dict):
+        schema_origin, schema = "job", sampling_schema
+    # Unless `accept.json` decides, a schema in `sampling` is reason enough to check.
+    is_checked = schema_origin != "none" if accept_json is None else accept_json is not False
+    return _JsonRule(is_checked=is_checked, schema_origin=schema_origin, schema=schema)
 
 
 def _answer_columns(job: Job, *, has_schema: bool) -> set[str]:
-    """Return the columns of ANSWER_COLUMNS that a job asks for, or that its prompt or schema adds."""
+    """Return the columns of ANSWER_COLUMNS that the job asks for, or that its prompt or JSON Schema adds."""
     names = {*job.output.asked}
     if job.prompt.is_chat:
         names.add(REASONING)
@@ -159,21 +166,24 @@ def _answer_columns(job: Job, *, has_schema: bool) -> set[str]:
 
 
 def _rollout_columns(parsed: tuple[tuple[str, ColumnKind], ...]) -> set[str]:
-    """Return the columns of a rollout; without declared columns, the returned value is one column."""
+    """Return the columns of a rollout, where `parsed` are the columns that its function declares.
+
+    Without declared columns, the column RETURNED holds the value that the function returned.
+    """
     return {*ROLLOUT_COLUMNS} - ({RETURNED} if parsed else set())
 
 
 def of_sample(complaint: str, number: int, completion: Completion) -> str:
-    """Return a complaint about completion `number` of a row; it names the number if the row has several."""
+    """Return a complaint about one of a row's completions, with its `number` if the row has several."""
     return complaint if len(completion.texts) == 1 else f"sample {number}: {complaint}"
 
 
 def takes_row(functions: HookPool | None) -> bool:
-    """Tell whether a Python function of the job is called with the row besides the answer."""
+    """Tell whether `parse` or `accept.python` of the job has the row as a second argument."""
     facts = functions.facts if functions is not None else {}
     return any(facts[where].takes_row for where in (PARSE, CHECK) if where in facts)
 
 
 def judges_by_row(functions: HookPool | None) -> bool:
-    """Tell whether a Python function of the job may judge equal answers to equal rows differently."""
+    """Tell whether `accept.python` may judge equal answers to equal requests differently, by their rows."""
     return functions is not None and CHECK in functions.facts and functions.facts[CHECK].takes_row

@@ -1,8 +1,8 @@
-"""Column types of answers and Python functions: from JSON Schema, also pydantic's, to Arrow.
+"""Column types of answers and Python functions, from a JSON Schema (also one of pydantic) to Arrow types.
 
 A ColumnKind is the name of a plain type (PLAIN_TYPES), ("list", kind), or ("struct", ((name, kind), …)). The
-kind "json", a JSON text, holds values for which Arrow has no type: values of several types, objects without
-named properties, recursive schemas.
+kind "json" is a JSON text, for values without an Arrow type: values of several types, objects without named
+properties, and values of a recursive schema.
 """
 
 import datetime as dt
@@ -24,12 +24,18 @@ PLAIN_TYPES: dict[str, pa.DataType] = {
     "float16": pa.float16(), "float32": pa.float32(), "float64": pa.float64(), "binary": pa.binary(),
     "date": pa.date32(), "timestamp": pa.timestamp("us"), "json": pa.string(),
 }  # fmt: skip
+"""Arrow types by the names of plain kinds."""
 _NAMES = {str(kind): name for name, kind in reversed(PLAIN_TYPES.items())}
-_WORDS = {"string": "string", "boolean": "bool", "integer": "int64", "number": "float64"}
-"""Kinds by JSON Schema's names of scalar types."""
-_FORMATS = {"date": "date", "date-time": "timestamp", "binary": "binary"}
-"""Kinds by pydantic's formats of strings."""
+"""Names of plain kinds by Arrow's names.
+
+Arrow has a string for both `string` and `json`. In reversed order, the name `string` is kept.
+"""
+_KINDS_OF_SCALARS = {"string": "string", "boolean": "bool", "integer": "int64", "number": "float64"}
+"""Kinds by the scalar types of JSON Schema."""
+_KINDS_OF_FORMATS = {"date": "date", "date-time": "timestamp", "binary": "binary"}
+"""Kinds by the `format` that pydantic writes into the JSON Schema of a string."""
 _KINDS_OF_VALUES: dict[type, str] = {bool: "bool", str: "string", int: "int64", float: "float64"}
+"""Kinds by the Python types of scalars."""
 
 
 def arrow_type(kind: ColumnKind) -> pa.DataType:
@@ -49,26 +55,32 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def type_name(kind: pa.DataType) -> str:
-    """Return the name of a type as a job file writes it, also within lists and structs, else Arrow's name."""
-    words = " ".join(str(kind).split())
-    return re.sub(r"\b[a-z]+\d*\b(\[\w+\])?(?!:)", lambda word: _NAMES.get(word[0], word[0]), words)
+    """Return Arrow's text of a type, with the names that a job file uses for plain types."""
+    text = " ".join(str(kind).split())  # Arrow writes a struct on several lines
+    # A type name may have a unit, as in timestamp[us]. A name before a colon is a field of a struct.
+    return re.sub(r"\b[a-z]+\d*\b(\[\w+\])?(?!:)", lambda word: _NAMES.get(word[0], word[0]), text)
 
 
 def kind_of_schema(schema: Any, *, formats: bool = False) -> ColumnKind:
-    """Return the kind of column for the values of a JSON Schema.
+    """Return the kind of the column that holds the values of a JSON Schema.
 
-    With `formats`, strings that pydantic declares as dates, times or bytes get these types.
+    With `formats`, strings that pydantic declares as dates, times or bytes get columns of these types.
+    Without, they are strings.
     """
     return _SchemaReader(schema, formats).kind_of(schema)
 
 
 class _SchemaReader:
+    """Derives column kinds from a JSON Schema, and follows its `$ref` references."""
+
     def __init__(self, root: Any, formats: bool) -> None:
         self._root = root
-        self._formats = _FORMATS if formats else {}
-        self._open: set[str] = set()  # references that are being resolved
+        self._kinds_of_formats = _KINDS_OF_FORMATS if formats else {}
+        self._open_references: set[str] = set()
+        """References that are being resolved; one that leads back to itself is recursive."""
 
     def kind_of(self, schema: Any) -> ColumnKind:
+        """Return the kind for the values of the schema, or of a part of it."""
         if not isinstance(schema, dict):
             return "json"
         if "$ref" in schema:
@@ -83,59 +95,69 @@ class _SchemaReader:
         types = schema.get("type", "object" if "properties" in schema else None)
         if not isinstance(types, list):
             types = [types]
-        types = [word for word in types if word != "null"]
+        types = [name for name in types if name != "null"]  # every column may hold nulls
         return self._of_type(types[0], schema) if len(types) == 1 else "json"
 
     def _of_choices(self, choices: Any, schema: dict[str, Any]) -> ColumnKind:
-        """Return the kind that holds the values of all choices; a null needs no kind."""
+        """Return the kind that holds the values of all choices of an `anyOf`, `oneOf` or `allOf`."""
         if not isinstance(choices, list) or "properties" in schema:
             return "json"
         kinds = [self.kind_of(choice) for choice in choices if choice != {"type": "null"}]
         return common_kind(kinds)
 
-    def _of_type(self, word: Any, schema: dict[str, Any]) -> ColumnKind:
-        properties = schema.get("properties")
-        if word == "object" and properties:
-            return "struct", tuple((name, self.kind_of(part)) for name, part in properties.items())
-        if word == "array":
-            fixed = schema.get("prefixItems")
-            if fixed and schema.get("maxItems") == len(fixed):  # a tuple
-                inner = common_kind(map(self.kind_of, fixed))
-            else:
-                inner = self.kind_of(None if fixed else schema.get("items"))
-            return ("list", inner) if schema.get("items") or inner != "json" else "json"
-        if word == "string":
-            return self._formats.get(schema.get("format", ""), "string")
-        return _WORDS.get(word, "json")
+    def _of_type(self, name: Any, schema: dict[str, Any]) -> ColumnKind:
+        """Return the kind for a schema whose `type` is `name`."""
+        if name == "object":
+            properties = schema.get("properties")
+            if not properties:
+                return "json"
+            return "struct", tuple((field, self.kind_of(below)) for field, below in properties.items())
+        if name == "array":
+            return self._of_array(schema)
+        if name == "string":
+            return self._kinds_of_formats.get(schema.get("format", ""), "string")
+        return _KINDS_OF_SCALARS.get(name, "json")
+
+    def _of_array(self, schema: dict[str, Any]) -> ColumnKind:
+        """Return the kind for a schema of arrays: a list, or JSON if the schema says nothing of the items."""
+        first_items, items = schema.get("prefixItems"), schema.get("items")
+        if not first_items:
+            inner = self.kind_of(items)
+        elif schema.get("maxItems") == len(first_items):  # a tuple has no further items
+            inner = common_kind(map(self.kind_of, first_items))
+        else:
+            inner = "json"
+        return ("list", inner) if items or inner != "json" else "json"
 
     def _referred(self, reference: Any) -> ColumnKind:
-        if reference in self._open or not str(reference).startswith("#/"):
+        """Return the kind for the part of the schema that a `$ref` names."""
+        if reference in self._open_references or not str(reference).startswith("#/"):
             return "json"
         try:
             part = part_at(self._root, reference)
         except LookupError:
             return "json"
-        self._open.add(reference)
+        self._open_references.add(reference)
         kind = self.kind_of(part)
-        self._open.discard(reference)
+        self._open_references.discard(reference)
         return kind
 
 
 def part_at(root: Any, reference: str) -> Any:
-    """Return the part of a schema that a reference such as `#/$defs/a` names; raises LookupError."""
+    """Return the part of a JSON Schema that a reference such as `#/$defs/a` names; raise LookupError."""
     try:
         return functools.reduce(operator.getitem, reference.split("/")[1:], root)
-    except TypeError:  # it leads through a list or a text
+    except TypeError:  # the reference leads through a list or a text
         raise LookupError(reference) from None
 
 
 def kinds_of_value(value: Any) -> list[ColumnKind]:
-    """Return the column kinds for a JSON value: of a list, one for each item; of a null, none."""
+    """Return the column kinds of a JSON value: a kind for each item of a list, no kind for a null."""
     if value is None:
         return []
     if isinstance(value, list):
         return [("list", kind) for kind in _kinds_of_values(value)]
-    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:  # it does not fit into 64 bits
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:  # does not fit into 64 bits
         return ["json"]
     return [_KINDS_OF_VALUES.get(type(value), "json")]
 
@@ -145,7 +167,7 @@ def _kinds_of_values(values: Iterable[Any]) -> Iterator[ColumnKind]:
 
 
 def common_kind(kinds: Iterable[ColumnKind]) -> ColumnKind:
-    """Return the kind that holds the values of all these kinds."""
+    """Return the kind of a column that can hold values of all `kinds`."""
     distinct = set(kinds)
     if distinct and all(kind[0] == "list" for kind in distinct):
         return "list", common_kind(kind[1] for kind in distinct)
@@ -155,16 +177,15 @@ def common_kind(kinds: Iterable[ColumnKind]) -> ColumnKind:
 
 
 def fit(value: Any, kind: ColumnKind) -> Any:
-    """Return a value in the form that a column of this kind holds; None stays None.
+    """Convert a value for a column of `kind`; raise ValueError, with a message for users, if impossible.
 
-    Raises ValueError with a message for users if the value does not fit.
-
-    Properties of an object for which the column has no field are dropped. Dates and times may be ISO texts.
+    None stays None. Properties of an object are dropped if the column has no field for them. A date or a time
+    may be an ISO text.
     """
     if value is None:
         return None
     if isinstance(kind, str):
-        return _FITTED[kind](value)
+        return _CONVERTERS[kind](value)
     name, inner = kind
     if name == "list":
         return [fit(item, inner) for item in _instance(value, "list", list, tuple)]
@@ -186,7 +207,7 @@ def _json_text(value: Any) -> str:
 
 
 def _whole_number(value: Any) -> int:
-    """Return a whole number, which may be written as 1.0."""
+    """Return an integer; accept a float without a fraction, such as 1.0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
         raise ValueError(f"{value!r} is not a whole number")
     if not -(1 << 63) <= value < 1 << 63:
@@ -202,17 +223,17 @@ def _number(value: Any) -> float:
     except OverflowError:  # a whole number beyond the range of floats
         number = math.inf
     if not math.isfinite(number):
-        raise ValueError("a number of more than 1.8e308 is too large")
+        raise ValueError("the number is not finite, or is too large for a float (limit 1.8e308)")
     return number
 
 
 def _time(value: Any) -> dt.datetime:
-    """Return a time without a zone; one with a zone becomes UTC."""
+    """Return a time without a time zone; a time with a zone is converted to UTC."""
     time = value if isinstance(value, dt.datetime) else dt.datetime.fromisoformat(value)
     return time if time.tzinfo is None else time.astimezone(dt.UTC).replace(tzinfo=None)
 
 
-_FITTED: dict[str, Callable[[Any], Any]] = {
+_CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "string": lambda value: _instance(value, "string", str),
     "bool": lambda value: _instance(value, "boolean", bool),
     "binary": lambda value: _instance(value, "bytes", bytes),

@@ -1,15 +1,16 @@
-"""The tasks without decoding: the requests that they send, and how replies become columns.
+"""Tasks without decoding (embed, score, rerank, reward, classify): their requests and their result columns.
 
-Scores come from SGLang's native endpoints `/generate` and `/encode`. Each prompt has a result with its own
-`meta_info`; several prompts have a list of results, in order. The scheduler handles each prompt as a request,
-so prefixes are shared through its cache. `/v1/score` of SGLang 0.5.23 does the same internally (no new token,
-`token_ids_logprob`), but its reply lacks the computed and cached tokens of each prompt and the version of the
-weights.
+Scores come from SGLang's native endpoints `/generate` and `/encode`. Their reply has a result for each
+prompt, in the order of the prompts, with a `meta_info` of its own. The scheduler handles each prompt as a
+request, so prompts share prefixes through its cache. `/v1/score` of SGLang 0.5.23 does the same internally
+(no new token, `token_ids_logprob`), but its reply lacks the computed and cached tokens of each prompt and the
+version of the weights.
 
-Vectors come from `/v1/embeddings`, which takes a text, token ids, or a list of either, as `/encode` does.
-`/v1/embeddings` writes a vector as Base64 of its 32-bit numbers, 5.3 bytes a number; `/encode` writes 18 to
-22 bytes a number, each by way of a Python float. `/v1/embeddings` reports the prompt tokens of all rows
-together. Those of a single row are known only if its prompt is token ids, or if it was sent alone.
+Vectors come from `/v1/embeddings`, which takes the same prompts as `/encode`: a text, token ids, or a list of
+either. `/v1/embeddings` writes a vector as Base64 of its 32-bit numbers, which takes 5.3 bytes a number.
+`/encode` converts each number to a Python float and writes 18 to 22 bytes. `/v1/embeddings` reports only the
+total of the prompt tokens of all rows. The prompt tokens of a single row are known only if its prompt is
+token ids, or if the row was sent alone.
 """
 
 from __future__ import annotations
@@ -43,15 +44,16 @@ from batchrunner.core.types import ColumnKind, Completion, ForwardTask, Request
 SCORES, SCORE, LABEL = "scores", "score", "label"
 PER_TOKEN, PER_BYTE = "scores_per_token", "scores_per_byte"
 A_SCORE = "a score of the answer"
+"""Subject of the error messages about scores."""
 WITHOUT_TOKENS = {"max_new_tokens": 0}
-"""Sampling parameters with which `/generate` ends a prompt after its prefill."""
+"""Sampling parameters with which `/generate` computes a prompt and generates no token."""
 
 TokenScore = tuple[float | None, int, Any]
 """Log probability (null if it is NaN), token id, and the token's text if it was requested."""
 
 
 class NativeMeta(msgspec.Struct):
-    """The `meta_info` of a result."""
+    """Field `meta_info` of a prompt's result, in a reply of `/generate` or `/encode`."""
 
     finish_reason: FinishReason | Word | None = None
     prompt_tokens: TokenCount | None = None
@@ -62,7 +64,7 @@ class NativeMeta(msgspec.Struct):
 
 
 class NativeResult(msgspec.Struct):
-    """The result of one prompt."""
+    """Result of one prompt, in a reply of `/generate` or `/encode`."""
 
     meta_info: NativeMeta
     embedding: list[float | None] | float | None = None
@@ -70,31 +72,37 @@ class NativeResult(msgspec.Struct):
 
 _read_results = msgspec.json.Decoder(NativeResult | list[NativeResult])
 _KINDS: dict[str, ColumnKind] = {SCORE: "float64", LABEL: "string"}
-"""Types of the columns that are not a list of numbers."""
+"""Types of the columns that hold one value per row; any other column holds a list of numbers."""
 
 
 Score: TypeAlias = float | None
-"""A score: None if the model returned NaN; minus infinity is the logarithm of zero."""
+"""Score of a text; None if the model returned NaN. Minus infinity is the logarithm of probability 0."""
 
 
-def _scores(numbers: Sequence[float | None], what: str) -> list[Score]:
-    """Return the scores of a row; raises AttemptFailedError if all of them are NaN."""
+def _scores(numbers: Sequence[float | None], subject: str) -> list[Score]:
+    """Return the scores of a row; raise AttemptFailedError, about `subject`, if all of them are NaN."""
     if all(number is None for number in numbers):
-        raise AttemptFailedError(f"{what} is not a number")
+        raise AttemptFailedError(f"{subject} is not a number")
+    # decode_reply replaces minus infinity, which JSON cannot write, by LOWEST.
     return [-math.inf if number == LOWEST else number for number in numbers]
 
 
-def _probabilities(numbers: Sequence[Score], what: str) -> list[float]:
-    """Return the softmax of the scores of a row; raises AttemptFailedError if one of them is NaN."""
-    scores = [number for number in numbers if number is not None]
-    if len(scores) < len(numbers) or max(scores) == -math.inf:
-        raise AttemptFailedError(f"output.softmax: {what} is not a number")
-    return softmax(scores)
+def _probabilities(scores: Sequence[Score], subject: str) -> list[float]:
+    """Return the softmax of the scores of a row.
+
+    Raises AttemptFailedError, about `subject`, if a score is NaN, or if all scores are minus infinity.
+    """
+    numbers = [score for score in scores if score is not None]
+    if len(numbers) < len(scores) or max(numbers) == -math.inf:
+        raise AttemptFailedError(f"output.softmax: {subject} is not a number")
+    return softmax(numbers)
 
 
 def _total(counts: Sequence[int | None]) -> int | None:
-    numbers = [count for count in counts if count is not None]
-    return min(sum(numbers), MOST_TOKENS) if len(numbers) == len(counts) else None
+    """Return the sum of token counts, capped at MOST_TOKENS; None if the server left out a count."""
+    if None in counts:
+        return None
+    return min(sum(count or 0 for count in counts), MOST_TOKENS)
 
 
 def _with_adapters(requests: Sequence[Request], body: dict[str, Any]) -> dict[str, Any]:
@@ -103,54 +111,64 @@ def _with_adapters(requests: Sequence[Request], body: dict[str, Any]) -> dict[st
     return {**body, "lora_path": adapters} if any(adapters) else body
 
 
-def softmax(numbers: Sequence[float]) -> list[float]:
+def softmax(logits: Sequence[float]) -> list[float]:
     """Return probabilities, whose sum is 1, for logits or log probabilities."""
-    most = max(numbers)
-    weights = [math.exp(number - most) for number in numbers]
+    # Subtracting the largest logit leaves the result unchanged and keeps exp() from overflowing.
+    largest = max(logits)
+    weights = [math.exp(logit - largest) for logit in logits]
     total = sum(weights)
     return [weight / total for weight in weights]
 
 
 @dataclass(frozen=True, slots=True)
 class NativeTask(ForwardTask):
-    """A task whose model has a head that makes numbers of each prompt."""
+    """Task whose scores come from SGLang's native endpoints, `/encode` or `/generate`."""
 
     path: ClassVar[str] = "/encode"
     architectures: ClassVar[str] = "SequenceClassification|Reward|Classification"
 
     @property
     def columns(self) -> tuple[tuple[str, ColumnKind], ...]:
-        """The columns of `meanings`: lists of numbers, numbers, or names of classes."""
+        """Names and types of the result columns, in the order of `meanings`."""
         return tuple((name, _KINDS.get(name, ("list", "float64"))) for name in self.meanings)
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return one body: a list of prompts."""
+        """Return one request body, with the prompts of all rows as a list."""
         name = "input_ids" if requests[0].kind == "input_ids" else "text"
         return [_with_adapters(requests, {name: [request.prompt for request in requests]})]
 
     def answers(
         self, requests: Sequence[Request], replies: Sequence[bytes]
     ) -> list[Completion | RequestError]:
-        """Return the numbers of each row, or the error of a row without usable numbers."""
-        parsed = [decode_reply(_read_results, reply) for reply in replies]
+        """Return the result columns of each row, or the error of a row without usable scores.
+
+        `replies` are the replies to `bodies(requests)`. Raises AttemptFailedError if the number of results
+        differs from the number of prompts.
+        """
         results: list[NativeResult] = []
-        for one_or_more in parsed:
-            results += one_or_more if isinstance(one_or_more, list) else [one_or_more]
-        counts = [max(1, len(request.items)) for request in requests]
-        if len(results) != sum(counts):
-            raise AttemptFailedError(f"the server returned {len(results)} results for {sum(counts)} prompts")
+        for reply in replies:
+            parsed = decode_reply(_read_results, reply)
+            # SGLang answers a single prompt with a result instead of a list.
+            results += parsed if isinstance(parsed, list) else [parsed]
+        # A row with choices or documents sends a prompt for each of them, any other row a single prompt.
+        prompts_by_row = [max(1, len(request.items)) for request in requests]
+        prompts = sum(prompts_by_row)
+        if len(results) != prompts:
+            raise AttemptFailedError(f"the server returned {len(results)} results for {prompts} prompts")
         return [
             self._answer(request, row_results)
-            for request, row_results in zip(requests, self._by_row(results, counts), strict=True)
+            for request, row_results in zip(requests, self._by_row(results, prompts_by_row), strict=True)
         ]
 
-    def _by_row(self, results: Sequence[NativeResult], counts: Sequence[int]) -> list[list[NativeResult]]:
-        """Divide the results by row; `counts` has the number of prompts of each row."""
+    def _by_row(
+        self, results: Sequence[NativeResult], prompts_by_row: Sequence[int]
+    ) -> list[list[NativeResult]]:
+        """Divide the results of all prompts by row; `prompts_by_row` has each row's number of prompts."""
         remaining = iter(results)
-        return [list(islice(remaining, count)) for count in counts]
+        return [list(islice(remaining, prompts)) for prompts in prompts_by_row]
 
     def _answer(self, request: Request, results: Sequence[NativeResult]) -> Completion | RequestError:
-        """Return the answer of a row, with the tokens of all its prompts."""
+        """Return the answer of a row from the results of its prompts, or the row's error."""
         try:
             for result in results:
                 raise_abort(result.meta_info.finish_reason)
@@ -193,11 +211,11 @@ class NativeTask(ForwardTask):
 
 @dataclass(frozen=True, slots=True)
 class ScoreTask(NativeTask):
-    """Probability of each label as the next token after a prompt, by `/generate`."""
+    """Task `score` with `labels`: the probability of each label as the next token after a prompt."""
 
     labels: tuple[str | int, ...] = ()
     softmax: bool = False
-    """Whether probabilities are normalized over the labels."""
+    """Whether the probabilities of the labels are normalized, so that their sum is 1."""
     label_ids: tuple[int, ...] = ()
     """Token ids of the labels, set once they have been tokenized."""
 
@@ -211,7 +229,7 @@ class ScoreTask(NativeTask):
     }
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return one body: a list of prompts, with the same token ids for each."""
+        """Return one request body: all prompts, with the token ids of the labels for each prompt."""
         (prompts,) = NativeTask.bodies(self, requests)
         logprob_request = {
             "sampling_params": WITHOUT_TOKENS,
@@ -227,16 +245,16 @@ class ScoreTask(NativeTask):
         logprob_of = {token_id: logprob for logprob, token_id, _ in next_token_scores or ()}
         if not logprob_of.keys() >= {*self.label_ids}:
             raise AttemptFailedError("the answer lacks the probability of a label")
-        what = "the probability of a label"
-        logprobs = _scores([logprob_of[token_id] for token_id in self.label_ids], what)
+        subject = "the probability of a label"
+        logprobs = _scores([logprob_of[token_id] for token_id in self.label_ids], subject)
         if self.softmax:
-            return {SCORES: _probabilities(logprobs, what)}
+            return {SCORES: _probabilities(logprobs, subject)}
         return {SCORES: [None if logprob is None else math.exp(logprob) for logprob in logprobs]}
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceTask(ScoreTask):
-    """Likelihood of each choice as the continuation of a prompt."""
+    """Task `score` with `prompt.choices`: the likelihood of each choice as the continuation of a prompt."""
 
     meanings = {
         SCORES: "Logarithm of each choice's probability, the sum over its tokens.",
@@ -245,9 +263,10 @@ class ChoiceTask(ScoreTask):
     }
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return a body with the first choice of each row, and one with the other choices, if any.
+        """Return a request body with the first choice of each row, and one with the other choices, if any.
 
-        The other choices find their prompt in the cache. In a single body each would compute it.
+        The second body is sent after the reply to the first body. So its choices find the prompt in the
+        prefix cache; in a single body, each choice would compute the prompt again.
         """
         first_choices = [(request, request.item_ids[0]) for request in requests]
         other_choices = [(request, ids) for request in requests for ids in request.item_ids[1:]]
@@ -256,31 +275,39 @@ class ChoiceTask(ScoreTask):
             bodies.append(_body_of(other_choices))
         return bodies
 
-    def _by_row(self, results: Sequence[NativeResult], counts: Sequence[int]) -> list[list[NativeResult]]:
-        """Divide the results by row, in the order of `bodies`: all first choices, then the other ones."""
-        rows = len(counts)
+    def _by_row(
+        self, results: Sequence[NativeResult], prompts_by_row: Sequence[int]
+    ) -> list[list[NativeResult]]:
+        """Divide the results by row; the results of all first choices come before all other results."""
+        rows = len(prompts_by_row)
         other_choices = iter(results[rows:])
         by_row = []
-        for first_choice, count in zip(results[:rows], counts, strict=True):
-            by_row.append([first_choice, *islice(other_choices, count - 1)])
+        for first_choice, prompts in zip(results[:rows], prompts_by_row, strict=True):
+            by_row.append([first_choice, *islice(other_choices, prompts - 1)])
         return by_row
 
     def _columns_of(self, request: Request, results: Sequence[NativeResult]) -> dict[str, Any]:
-        totals = [_log_likelihood(ids, result) for ids, result in zip(request.item_ids, results, strict=True)]
-        sums = _scores(totals, "the log likelihood of a choice")
-        tokens = [len(ids) for ids in request.item_ids]
-        sizes = [len(item.encode("utf-8", "surrogatepass")) for item in request.items]
+        likelihoods = [
+            _log_likelihood(ids, result) for ids, result in zip(request.item_ids, results, strict=True)
+        ]
+        scores = _scores(likelihoods, "the log likelihood of a choice")
+        token_counts = [len(ids) for ids in request.item_ids]
+        byte_counts = [len(item.encode("utf-8", "surrogatepass")) for item in request.items]
         return {
-            SCORES: sums,
-            PER_TOKEN: _divided(sums, tokens),
-            PER_BYTE: _divided(sums, sizes),
+            SCORES: scores,
+            PER_TOKEN: _divided(scores, token_counts),
+            PER_BYTE: _divided(scores, byte_counts),
         }
 
 
 def _log_likelihood(choice_ids: list[int], result: NativeResult) -> float | None:
-    """Return the sum of the log probabilities of a choice's tokens; None if one of them is NaN."""
-    prompt_scores = result.meta_info.input_token_logprobs or []
-    choice_scores = prompt_scores[-len(choice_ids) :]
+    """Return the sum of the log probabilities of a choice's tokens; None if one of them is NaN.
+
+    Raises AttemptFailedError if the result lacks the log probability of a token.
+    """
+    # The tokens of the choice are the last input tokens, because the choice was sent behind the prompt.
+    input_scores = result.meta_info.input_token_logprobs or []
+    choice_scores = input_scores[-len(choice_ids) :]
     if [token_id for _, token_id, _ in choice_scores] != choice_ids:
         raise AttemptFailedError("the answer lacks log probabilities of a choice's tokens")
     logprobs = [logprob for logprob, _, _ in choice_scores if logprob is not None]
@@ -289,35 +316,36 @@ def _log_likelihood(choice_ids: list[int], result: NativeResult) -> float | None
     return LOWEST if LOWEST in logprobs else math.fsum(logprobs)
 
 
-def _divided(sums: Sequence[Score], counts: Sequence[int]) -> list[Score]:
-    return [None if total is None else total / count for total, count in zip(sums, counts, strict=True)]
+def _divided(scores: Sequence[Score], counts: Sequence[int]) -> list[Score]:
+    """Return each score of a choice, divided by the choice's number of tokens or bytes."""
+    return [None if score is None else score / count for score, count in zip(scores, counts, strict=True)]
 
 
-def _body_of(pairs: Sequence[tuple[Request, list[int]]]) -> dict[str, Any]:
-    """Return a body with these choices of requests."""
+def _body_of(choices: Sequence[tuple[Request, list[int]]]) -> dict[str, Any]:
+    """Return a request body for choices, each given as its row's request and the choice's token ids."""
     body = {
-        "input_ids": [[*request.prompt, *ids] for request, ids in pairs],
+        "input_ids": [[*request.prompt, *ids] for request, ids in choices],
         "sampling_params": WITHOUT_TOKENS,
         "return_logprob": True,
-        # the log probability of a token is computed at the token before it
-        "logprob_start_len": [len(request.prompt) - 1 for request, _ in pairs],
+        # The model computes the log probability of a token at the token before it.
+        "logprob_start_len": [len(request.prompt) - 1 for request, _ in choices],
     }
-    return _with_adapters([request for request, _ in pairs], body)
+    return _with_adapters([request for request, _ in choices], body)
 
 
 @dataclass(frozen=True, slots=True)
 class RerankTask(NativeTask):
-    """Relevance of each document to a query, by a cross-encoder."""
+    """Task `rerank`: the relevance of each document to a query, by a cross-encoder."""
 
     name = "rerank"
     takes = ("prompt.documents",)
     architectures = "ForSequenceClassification"
     meanings = {
-        SCORES: "Relevance of each document, in their order, as the model's head gives it.",
+        SCORES: "Relevance of each document, in the order of the documents: the output of the model's head.",
     }
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return one body: a pair of query and document for each document."""
+        """Return one request body, with a pair of query and document for each document of all rows."""
         pairs = [(request, document) for request in requests for document in request.items]
         texts = [[request.prompt, document] for request, document in pairs]
         body = {"text": texts, "is_cross_encoder_request": True}
@@ -326,11 +354,11 @@ class RerankTask(NativeTask):
 
 @dataclass(frozen=True, slots=True)
 class RewardTask(NativeTask):
-    """Reward of a text, by a reward model."""
+    """Task `reward`: the reward of a text, by a reward model."""
 
     name = "reward"
     meanings = {
-        SCORE: "Reward, as the model's head gives it.",
+        SCORE: "Reward: the output of the model's head.",
     }
 
     def _values(self, numbers_by_prompt: Sequence[list[float | None]]) -> dict[str, Any]:
@@ -340,12 +368,13 @@ class RewardTask(NativeTask):
 
 @dataclass(frozen=True, slots=True)
 class ClassifyTask(NativeTask):
-    """Classes of a text, by a classification model."""
+    """Task `classify`: a score for each class of a text, by a classification model."""
 
     softmax: bool = False
-    """Whether the scores are probabilities."""
+    """Whether the column `scores` holds probabilities in place of the model's scores."""
     names: tuple[str, ...] = ()
-    """Names of the classes. Without them classes are called as in transformers, such as LABEL_0."""
+    """Names of the classes, by `id2label` in the model's config.json. A class without a name is called as in
+    transformers, for example LABEL_0."""
 
     name = "classify"
     takes = ("output.softmax",)
@@ -364,55 +393,63 @@ class ClassifyTask(NativeTask):
 
 
 CPU_ROWS = 256
-"""Maximum number of rows in a forward pass on a CPU."""
+"""Maximum number of running requests of an embedding or scoring server on a CPU."""
 _ENCODER = re.compile("bert", re.IGNORECASE)
-"""Pattern in the names of encoders: BERT, RoBERTa, ModernBERT, …"""
+"""Pattern in the class names of encoder models: BERT, RoBERTa, ModernBERT, …"""
 _DECODER = re.compile("ForCausalLM|Classification|Reward")
-"""Matches the class names of decoder models, with a head that generates text or one that scores."""
+"""Pattern in the class names of decoder models, whose head generates text or computes scores."""
 
 
 def pooling_args(config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:
-    """Return server arguments for a model with this config.json.
+    """Return SGLang's server arguments for an embedding or scoring model; `config` is its config.json.
 
-    An encoder, whose tokens attend to later ones, must compute prompts whole and uncached: in chunks its
-    numbers are wrong. A model that is not known to be a decoder counts as an encoder; a mistake only makes it
-    slower.
+    In an encoder, tokens attend to later tokens, so its results are wrong if a prompt is computed in chunks
+    or partly taken from the prefix cache. A model whose class name does not show a decoder counts as an
+    encoder: a mistake then only makes the model slower.
     """
     args: dict[str, Any] = {"is-embedding": True}
-    names = " ".join(map(str, config.get("architectures") or ()))
-    if _ENCODER.search(names) is not None or _DECODER.search(names) is None:
+    architectures = " ".join(map(str, config.get("architectures") or ()))
+    is_encoder = _ENCODER.search(architectures) is not None or _DECODER.search(architectures) is None
+    if is_encoder:
         args |= {"disable-radix-cache": True, "chunked-prefill-size": -1}
-    if cpu:  # SGLang's own default leaves no memory for the cache; and these models have short contexts
+    if cpu:
+        # With SGLang's default memory fraction no memory remains for the KV cache. The context length is the
+        # model's own, because these models have short contexts.
         args |= {"mem-fraction-static": 0.3, "context-length": None, "max-running-requests": CPU_ROWS}
     return args
 
 
 EMBEDDING = "embedding"
 MODEL = "default"
-"""Name under which SGLang serves any model."""
+"""Name that SGLang accepts for any model."""
 Dtype: TypeAlias = Literal["float32", "float16"]
-"""Type of the numbers of a vector."""
+"""Type of a vector's numbers in the results."""
 NUMBER_BYTES: dict[Dtype, int] = {"float32": 4, "float16": 2}
-UNIT = 1e-6
-"""Precision of 32-bit numbers: a vector whose length differs from 1 by less is not normalized."""
+"""Size in bytes of a number of each type."""
+NORM_TOLERANCE = 1e-6
+"""A vector whose norm differs from 1 by at most this value counts as normalized.
+
+More precision would be useless, because the vectors are 32-bit numbers.
+"""
 
 
 class EmbeddingItem(msgspec.Struct):
-    """A vector of a reply: Base64 of little-endian 32-bit numbers, or a list of numbers."""
+    """Vector in a reply of `/v1/embeddings`: Base64 of little-endian 32-bit numbers, or a list of numbers."""
 
     embedding: msgspec.Raw
-    """Each vector is decoded on its own, so that one bad vector does not spoil the others."""
+    """Undecoded JSON of the vector. It is decoded later, so that a bad vector fails only its own row."""
     index: TokenCount | None = None
+    """Position of the vector's prompt in the request; the server may leave out 0."""
 
 
 class EmbeddingUsage(msgspec.Struct):
-    """Tokens of all rows together."""
+    """Field `usage` in a reply of `/v1/embeddings`: the number of tokens of all rows together."""
 
     prompt_tokens: TokenCount | None = None
 
 
 class EmbeddingReply(msgspec.Struct):
-    """A reply of `/v1/embeddings`."""
+    """Reply of `/v1/embeddings`."""
 
     data: Annotated[list[EmbeddingItem], msgspec.Meta(min_length=1)]
     usage: EmbeddingUsage = msgspec.field(default_factory=EmbeddingUsage)
@@ -424,13 +461,13 @@ _read_vector = msgspec.json.Decoder(str | list[float | None])
 
 @dataclass(frozen=True, slots=True)
 class EmbedTask(ForwardTask):
-    """Vector of each prompt."""
+    """Task `embed`: the vector of each prompt."""
 
     dtype: Dtype = "float32"
     normalize: bool = False
-    """Whether each vector is divided by its length."""
+    """Whether each vector is divided by its L2 norm."""
     dimensions: int | None = None
-    """Length of the vectors of a model that supports several lengths; None for its default."""
+    """Number of dimensions of a vector, for a model that supports several; None for the model's default."""
 
     name = "embed"
     path = "/v1/embeddings"
@@ -441,11 +478,11 @@ class EmbedTask(ForwardTask):
 
     @property
     def columns(self) -> tuple[tuple[str, ColumnKind], ...]:
-        """The only column, which has the vector."""
+        """Name and type of the only result column, which holds the vector."""
         return ((EMBEDDING, ("list", self.dtype)),)
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return one body: a single prompt, or a list of them."""
+        """Return one request body. A single row is sent as a prompt, several rows as a list of prompts."""
         prompts = [request.prompt for request in requests]
         adapters = [request.lora_path for request in requests]
         body: dict[str, Any] = {"model": MODEL, "encoding_format": "base64"}
@@ -459,7 +496,10 @@ class EmbedTask(ForwardTask):
     def answers(
         self, requests: Sequence[Request], replies: Sequence[bytes]
     ) -> list[Completion | RequestError]:
-        """Return the vectors as bytes of `dtype`, or the error of a row without a usable vector."""
+        """Return the vector of each row as bytes of `dtype`, or the error of a row without a usable vector.
+
+        Raises AttemptFailedError if the reply does not have exactly one vector for each row.
+        """
         parsed = decode_reply(_read_vectors, replies[0])
         items = sorted(parsed.data, key=lambda item: item.index or 0)
         if [item.index or 0 for item in items] != list(range(len(requests))):
@@ -485,12 +525,16 @@ class EmbedTask(ForwardTask):
         )
 
     def stored(self, vector: array[float]) -> bytes:
-        """Return a vector as bytes of `dtype`; raises RowRefusedError for an unusable vector."""
+        """Return a vector as bytes of `dtype`, normalized if `normalize` is set.
+
+        Raises RowRefusedError for an unusable vector.
+        """
         if not vector:
             raise RowRefusedError("the vector is empty")
         if not any(vector):
-            raise RowRefusedError("the vector is zero")
-        if not math.isfinite(sum(vector)):  # a sum of 32-bit numbers does not overflow in 64 bits
+            raise RowRefusedError("all numbers of the vector are zero")
+        # The sum is finite only if all numbers are: a sum of 32-bit numbers cannot overflow in 64 bits.
+        if not math.isfinite(sum(vector)):
             raise RowRefusedError("the vector has numbers that are NaN or infinite")
         if self.dimensions is not None and len(vector) != self.dimensions:
             raise RowRefusedError(
@@ -498,29 +542,38 @@ class EmbedTask(ForwardTask):
             )
         if self.normalize:
             norm = math.hypot(*vector)
-            if abs(norm - 1) > UNIT:
+            if abs(norm - 1) > NORM_TOLERANCE:
                 vector = array("f", [number / norm for number in vector])
         if self.dtype == "float32":
             return vector.tobytes()
         try:
             return struct.pack(f"<{len(vector)}e", *vector)
         except (OverflowError, struct.error):
-            raise RowRefusedError("output.dtype: the vector has numbers too large for float16") from None
+            raise RowRefusedError(
+                "the vector has numbers that are too large for output.dtype: float16"
+            ) from None
 
 
 class VectorLength:
-    """Length of a model's vectors, taken from the first row until two rows agree on a length."""
+    """Number of dimensions of a model's vectors, learned from its answers.
+
+    It is that of the first vector, until two rows have vectors with an equal number of dimensions.
+    """
 
     def __init__(self) -> None:
-        """Begin without a known length."""
-        self._numbers: int | None = None
-        self._rows: defaultdict[int, set[int]] = defaultdict(set)
-        """Rows by the lengths of their vectors, until two have the same."""
+        """Begin without a length."""
+        self._length: int | None = None
+        self._rows_by_length: defaultdict[int, set[int]] = defaultdict(set)
+        """Rows by the lengths of their vectors, counted until two rows have vectors of equal length."""
 
     def refuse_other_lengths(
         self, requests: Sequence[Request], results: Sequence[Completion | RequestError]
     ) -> list[Completion | RequestError]:
-        """Return the results, with an AttemptFailedError in place of each vector of another length."""
+        """Return the results, with an AttemptFailedError in place of each vector of unexpected length.
+
+        The expected length is the one learned so far. With `output.dimensions` nothing is learned, because
+        `EmbedTask.stored` has checked the length.
+        """
         task = requests[0].task
         if not isinstance(task, EmbedTask) or task.dimensions is not None:
             return [*results]
@@ -533,28 +586,29 @@ class VectorLength:
         self._learn(requests, lengths)
         checked: list[Completion | RequestError] = []
         for result, length in zip(results, lengths, strict=True):
-            if length in {None, self._numbers}:
+            if length is None or length == self._length:
                 checked.append(result)
             else:
-                message = f"the vector has {length} numbers, but earlier vectors have {self._numbers}"
+                message = f"the vector has {length} numbers, but earlier vectors have {self._length}"
                 checked.append(AttemptFailedError(message))
         return checked
 
     def _learn(self, requests: Sequence[Request], lengths: Sequence[int | None]) -> None:
-        """Take the most frequent length so far for the model's, unless two rows have agreed on one."""
+        """Set the expected length to the most frequent one, unless two rows have agreed on a length."""
         for request, length in zip(requests, lengths, strict=True):
-            if length is not None and not self._is_sure:
-                self._rows[length].add(request.ref.row)
-        if self._rows and not self._is_sure:
-            self._numbers = max(self._rows, key=lambda length: len(self._rows[length]))
+            if length is not None and not self._is_confirmed:
+                self._rows_by_length[length].add(request.ref.row)
+        if self._rows_by_length and not self._is_confirmed:
+            self._length = max(self._rows_by_length, key=lambda length: len(self._rows_by_length[length]))
 
     @property
-    def _is_sure(self) -> bool:
-        return self._numbers is not None and len(self._rows[self._numbers]) > 1
+    def _is_confirmed(self) -> bool:
+        """Whether two rows have vectors of the expected length."""
+        return self._length is not None and len(self._rows_by_length[self._length]) > 1
 
 
 def _length_of(vector: bytes, dtype: Dtype) -> int:
-    """Return the number of numbers in a vector that is stored as bytes of `dtype`."""
+    """Return the number of dimensions of a vector that is stored as bytes of `dtype`."""
     return len(vector) // NUMBER_BYTES[dtype]
 
 
@@ -564,7 +618,11 @@ def numbers_of(vector: bytes, dtype: str) -> list[float]:
 
 
 def reply_of(vectors: Sequence[bytes], prompt_tokens: int, model: str, *, as_text: bool) -> bytes:
-    """Return a reply of `/v1/embeddings` with vectors of 32-bit numbers, in Base64 or as numbers."""
+    """Return the JSON of a reply of `/v1/embeddings`.
+
+    Each of `vectors` is the bytes of 32-bit numbers. The reply has them in Base64 if `as_text`, else as lists
+    of numbers.
+    """
     data = [
         {
             "object": "embedding",
@@ -578,9 +636,10 @@ def reply_of(vectors: Sequence[bytes], prompt_tokens: int, model: str, *, as_tex
 
 
 def check_embeddings(reply: bytes, rows: int | None) -> int | None:
-    """Check a reply of `/v1/embeddings` to `rows` prompts (None: unknown); return their tokens, if reported.
+    """Check a reply of `/v1/embeddings`, and return its number of prompt tokens, if the server reported it.
 
-    Raises RequestError for missing or unusable vectors, and for another kind of reply.
+    `rows` is the number of prompts; None if it is unknown. Raises RequestError if a vector is missing or
+    unusable, or if the reply is not one of `/v1/embeddings`.
     """
     parsed = decode_reply(_read_vectors, reply)
     if rows is not None and len(parsed.data) != rows:
@@ -595,7 +654,10 @@ def check_embeddings(reply: bytes, rows: int | None) -> int | None:
 
 
 def _numbers(item: EmbeddingItem) -> array[float]:
-    """Return the numbers of a vector; raises RequestError if it has none."""
+    """Return a vector as 32-bit numbers; raise AttemptFailedError if it cannot be decoded.
+
+    A number beyond the range of 32-bit floats becomes an infinite one, which `EmbedTask.stored` refuses.
+    """
     try:
         vector = decode_reply(_read_vector, bytes(item.embedding))
         if isinstance(vector, str):
@@ -610,10 +672,10 @@ def _numbers(item: EmbeddingItem) -> array[float]:
 
 
 def _tokens_of(requests: Sequence[Request], total: int | None) -> list[int | None]:
-    """Return the number of tokens of each prompt; None where it is unknown.
+    """Return the number of tokens of each prompt; None for a prompt whose number is unknown.
 
-    The server reports only the `total`. If it differs from the lengths of the prompts, the server has
-    truncated some of them.
+    The server reports only the `total` of all prompts. If the total differs from the sum of the lengths of
+    the prompts, the server has truncated some prompts.
     """
     if len(requests) == 1:
         return [total]
@@ -625,22 +687,22 @@ def _tokens_of(requests: Sequence[Request], total: int | None) -> list[int | Non
 
 
 TaskName: TypeAlias = Literal["generate", "embed", "score", "rerank", "reward", "classify"]
-"""`task` of a job."""
+"""Values of the job field `task`."""
 GENERATE: TaskName = "generate"
 EMBED: TaskName = "embed"
 TASKS: dict[str, type[ForwardTask]] = {
-    kind.name: kind for kind in (EmbedTask, ScoreTask, RerankTask, RewardTask, ClassifyTask)
+    task.name: task for task in (EmbedTask, ScoreTask, RerankTask, RewardTask, ClassifyTask)
 }
-"""The tasks without decoding."""
+"""The tasks without decoding, by the value of the job field `task`."""
 
 _CLASSES = 3
-"""Number of classes of the simulated engine's model."""
+"""Number of classes of a classification model in the simulated engine."""
 
 
 def made_up_columns(task: ForwardTask, request: Request, seed: int, size: int) -> dict[str, list[Any]]:
-    """Return invented values of a task's columns for the simulated engine; equal seeds give equal values.
+    """Return invented values of a task's result columns, for a row of the simulated engine.
 
-    Vectors have `size` numbers, unless the task has `dimensions`.
+    Equal seeds give equal values. A vector has `size` numbers, unless the task has `dimensions`.
     """
     random = Random(seed)  # noqa: S311 - no secret
     if isinstance(task, EmbedTask):

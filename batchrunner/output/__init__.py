@@ -4,7 +4,8 @@ Layout: run_dir (`RunDir`, `open_run`), files (atomic writes), run_json (the job
 Stores: store (`Store`: a file system or an object store), objects (requests, by obstore), addresses (URIs).
 Tasks: a task is the place of one worker in a run, with a directory and a lock. task_lock (`hold_task`),
 holder (the process that holds a task), liveness (whether that process runs), discard (`--fresh`).
-Results: writer (`ResultWriter`), parts (and journals), columns, arrow_arrays; resume (`read_done`: which rows
-are done); counts; merge (all results in input order), export (file formats), batch_results (OpenAI's lines);
-buckets (external bucket sort). Others: events (`EventLog`).
+Results: writer (`ResultWriter`), parts (Parquet files of results, and their journals), columns, arrow_arrays,
+turns (answers of unfinished rollouts); resume (`read_done`: which rows are done); counts; merge (all results
+in input order), export (file formats), batch_results (OpenAI's lines); buckets (external bucket sort); away
+(waits for a disk or a store). Others: events (`EventLog`), samples (the event `sample`).
 """

@@ -14,7 +14,7 @@ _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Address in an object store: a bucket, and in it a key or the prefix of several keys."""
+    """Address of an object in an object store, or of all objects whose keys begin with a common prefix."""
 
     scheme: str
     """s3, gs or az."""
@@ -33,10 +33,10 @@ class StoreAddress:
 
 
 def store_address(path: str) -> StoreAddress | None:
-    """Parse the URI of an object store; None for a path, another kind of URI, or one with a query.
+    """Parse the URI of an object store. Return None for a local path and for a URI that pyarrow must read.
 
-    pyarrow reads the URIs of other kinds and those with a query:
-    `s3://bucket/in?endpoint_override=host:9000`, `hdfs://host/in`.
+    pyarrow reads URIs of other kinds (`hdfs://host/in`), and every URI with a query
+    (`s3://bucket/in?endpoint_override=host:9000`).
     """
     uri = _STORE.fullmatch(path)
     if uri is None or "?" in uri[3]:
@@ -45,13 +45,18 @@ def store_address(path: str) -> StoreAddress | None:
 
 
 def endpoint_of(address: StoreAddress, storage: StorageSpec) -> str | None:
-    """Return the store's endpoint if the job or AWS's environment variables name one."""
-    if storage.endpoint or address.scheme != "s3":
+    """Return the URL of the store's server: `storage.endpoint`, or for S3 AWS's environment variable.
+
+    Return None if none is set. obstore then uses the cloud's own address.
+    """
+    if storage.endpoint:
         return storage.endpoint
+    if address.scheme != "s3":
+        return None
     return next((os.environ[name] for name in _ENDPOINT_VARIABLES if os.environ.get(name)), None)
 
 
 def check_client(address: object, error: type[BatchrunError]) -> None:
-    """Raise `error` if the client of object stores is not installed."""
+    """Raise `error` if obstore, the client library for object stores, is not installed."""
     if find_spec("obstore") is None:
-        raise error(f"{address}: object stores need a package", hint=install_command("stores"))
+        raise error(f"{address}: object stores need the package obstore", hint=install_command("stores"))

@@ -8,19 +8,19 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 UNREADABLE = (ValueError, OverflowError, pa.ArrowException)
-"""Errors of Arrow for a value that Python cannot represent: a time zone that no local database has, a date
-out of range, invalid UTF-8 (UnicodeDecodeError is a ValueError)."""
+"""Errors that Arrow raises for a value that Python cannot represent: a time zone that no local database has,
+a date out of range, invalid UTF-8 (UnicodeDecodeError is a ValueError)."""
 _UTC = "+00:00"
-"""UTC as an offset, which needs no database of time zones."""
+"""The time zone UTC, written as an offset because Arrow resolves an offset without a time zone database."""
 _VECTORS = {pa.list_(pa.float16()): 2, pa.list_(pa.float32()): 4}
-"""Types of vectors, each with the size of a number in bytes."""
+"""Arrow types of embedding vectors, each with the size in bytes of one number of the vector."""
 
 
 def arrow_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """Convert values to an array like `pa.array`.
+    """Convert values to an array like `pa.array`, with two differences.
 
-    Values of a vector type are given as the bytes of their numbers. Lone surrogates become question marks,
-    because UTF-8 has none, and so Parquet cannot hold them.
+    If `kind` is a vector type, each value is the bytes of the vector's numbers. A lone surrogate in a text
+    becomes a question mark, because UTF-8, and therefore Parquet, cannot encode it.
     """
     if kind in _VECTORS:
         return _vectors(values, kind)
@@ -43,11 +43,12 @@ def shown_values(column: pa.Array) -> list[Any]:
 
 
 def _shown(scalar: Any) -> Any:
+    """Return an Arrow scalar as a Python value, or its substitute as `shown_values` describes it."""
     kind = scalar.type
     try:
         return scalar.as_py()
     except UNREADABLE:
-        if pt.is_dictionary(kind):
+        if pt.is_dictionary(kind):  # a dictionary-encoded value, not a dict
             return _shown(scalar.value)
         return _shown_nested(scalar) if pt.is_nested(kind) else _shown_plain(scalar)
 
@@ -66,10 +67,12 @@ def _shown_nested(scalar: Any) -> Any:
 
 
 def _shown_plain(scalar: Any) -> Any:
+    """Return the substitute for a scalar without nested values that Python cannot represent."""
     kind = scalar.type
     if pt.is_timestamp(kind) and kind.tz is not None:
         if kind.tz != _UTC:
             return _shown(scalar.cast(pa.timestamp(kind.unit, _UTC)))
+        # Python could not represent the time even in UTC, so the date is out of range and becomes text.
         return _shown(scalar.cast(pa.timestamp(kind.unit))) + _UTC
     if pt.is_duration(kind):
         return f"{scalar.value} {kind.unit}"
@@ -79,13 +82,14 @@ def _shown_plain(scalar: Any) -> Any:
 
 
 def _vectors(values: Sequence[bytes | None], kind: pa.DataType) -> pa.Array:
-    """Build an array of vectors on their bytes, so that no number becomes a Python object."""
+    """Build an array of vectors directly from their bytes, so that no number becomes a Python object."""
     is_null = [value is None for value in values]
     vectors = [value or b"" for value in values]
     number_bytes = _VECTORS[kind]
     lengths = [len(vector) // number_bytes for vector in vectors]
     offsets = list(accumulate(lengths, initial=0))
-    buffers = [None, pa.py_buffer(b"".join(vectors))]  # without a bitmap of nulls: only a vector can be null
+    # The first buffer would mark null numbers. Only a whole vector can be null, which `mask` below says.
+    buffers = [None, pa.py_buffer(b"".join(vectors))]
     numbers = pa.Array.from_buffers(kind.value_type, offsets[-1], buffers)
     return pa.ListArray.from_arrays(
         pa.array(offsets, pa.int32()), numbers, kind, mask=pa.array(is_null, pa.bool_())

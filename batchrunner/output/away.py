@@ -18,7 +18,7 @@ PAUSE_S = 1.0
 
 
 class AwayWait:
-    """Wait for a disk or a store. It begins with a failure, and ends with a success or after a time limit."""
+    """Measures how long a disk or an object store has been failing, against a time limit."""
 
     def __init__(self, longest_s: float) -> None:
         """`longest_s` is the time limit in seconds after the first failure, from `limits.disk_wait`."""
@@ -26,7 +26,10 @@ class AwayWait:
         self._failed_at: float | None = None
 
     def may_go_on(self, message: str) -> bool:
-        """Record a failure, and tell whether to try again. The first failure logs `message`."""
+        """Record a failure; return whether there is time for another try.
+
+        The first failure is logged as `message`.
+        """
         now = time.monotonic()
         if self._failed_at is None:
             self._failed_at = now
@@ -46,7 +49,7 @@ class DiskWait:
     wait_s: float
     """Seconds after the first failure, from `limits.disk_wait`."""
     is_over: Callable[[], bool]
-    """Tells whether the run must end at once; then no write is tried again."""
+    """Returns True once the run must end at once. A failing write is then not repeated."""
 
     async def write(self, path: Path, write: Callable[[], None]) -> None:
         """Call `write`, which writes `path`, in a thread until it succeeds.
@@ -60,8 +63,8 @@ class DiskWait:
                 await asyncio.to_thread(write)
                 break
             except OSError as failure:
-                why = failure.strerror or failure
-                message = f"{path}: {why}: the run pauses until it can be written"
+                reason = failure.strerror or failure
+                message = f"{path}: {reason}: the run pauses until the file can be written"
                 if self.is_over() or not wait.may_go_on(message):
                     raise cannot_write(path, failure) from None
             await asyncio.sleep(PAUSE_S)

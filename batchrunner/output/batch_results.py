@@ -24,10 +24,10 @@ from batchrunner.output.run_json import read_run_json, require_run_json
 
 TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 LINE_COLUMNS = ["row", "custom_id", "attempts", "error", *TOKENS, RESPONSE]
-"""Columns of the parts that a result line needs."""
+"""Columns of the part files (Parquet files of results) from which the lines of a results file are made."""
 RESULT_BUCKET_BYTES = 16 << 20
-"""Approximate maximum size in bytes of the results in memory. It is low because the engine and the rows still
-use memory."""
+"""Approximate maximum size in bytes of the results that are sorted in memory at a time. It is smaller than
+BUCKET_BYTES of `merge`, because the engine and other batches use memory at the same time."""
 ID_BYTES = 16
 EXPIRED = "This request could not be executed before the completion window expired."
 CANCELLED = "This request was not executed: the batch was cancelled."
@@ -51,7 +51,7 @@ class Published(NamedTuple):
     """Totals of the lines that were written for a batch file."""
 
     usage: dict[str, Any]
-    """Tokens of all lines, in OpenAI's form."""
+    """Total tokens of all lines, with the field names of OpenAI's `usage`."""
     completed: int
     failed: int
 
@@ -65,17 +65,16 @@ def publish(
 ) -> Published | None:
     """Write a line for each request. Failed requests go to `errors` if it is given, all others to `results`.
 
-    Each file appears when it is complete, and replaces an older one. If results are missing, return None and
-    write no file. `unanswered` is given for a batch that ended early. It has the custom_id and an error for
-    each request, in the order of the batch file. A request without a result gets this error. Raises
-    StorageError, and ResumeError where a part is damaged.
+    Each file appears when it is complete, and replaces an older file of its name. If requests lack a result,
+    return None and write no file. For a batch that ended early, pass `unanswered`: the custom_id and an error
+    for each request, in the order of the batch file. A request without a result then gets that error. Raises
+    StorageError, and ResumeError if a part file is damaged.
     """
-    release_unused()  # Arrow still keeps memory of the run that has just ended
+    release_unused()  # Arrow still keeps memory of the run that has just ended.
     run_json = require_run_json(run_dir) if unanswered is None else read_run_json(run_dir)
     # A batch that was cancelled before its run began has no run.json, and no results either.
     digest = run_json["fingerprint"]["files"][0]["digest"] if run_json else run_dir.name
     errors = errors or results
-    total, failed, tokens = 0, 0, Counter[str]()
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(writing(run_dir.path))
@@ -85,28 +84,39 @@ def publish(
             rows = _result_rows(run_dir, work) if run_json else iter(())
             if unanswered is not None:
                 rows = _with_unanswered(rows, unanswered)
-            while chunk := [*islice(rows, CHUNK_ROWS)]:
-                lines: dict[Path, list[bytes]] = {path: [] for path in files}
-                for row in chunk:
-                    tokens.update({name: row[name] or 0 for name in TOKENS})
-                    path = results if row["error"] is None else errors
-                    lines[path].append(json_line(_result_line(row, digest)))
-                    failed += row["error"] is not None
-                total += len(chunk)
-                for path, file in files.items():
-                    with writing(path):
-                        file.writelines(lines[path])
-            if run_json and total < run_json["rows_total"]:
-                raise NoResultYetError  # noqa: TRY301 - so that the files do not appear
+            published = _write_lines(rows, digest, files, results=results, errors=errors)
+            if run_json and published.completed + published.failed < run_json["rows_total"]:
+                # An exception leaves the block, so the incomplete files do not appear.
+                raise NoResultYetError  # noqa: TRY301
     except NoResultYetError:
         return None
-    except OutputError as failure:  # in the work directory, with the remedy of a results file
+    except OutputError as failure:
+        # The temporary files of the merge could not be written: the disk fails, the batch is not at fault.
         raise StorageError(failure.message, hint=failure.hint) from None
+    return published
+
+
+def _write_lines(
+    rows: Iterator[dict[str, Any]], digest: str, files: dict[Path, Any], *, results: Path, errors: Path
+) -> Published:
+    """Write the line of each row to the open file for its outcome; return the totals."""
+    total, failed, tokens = 0, 0, Counter[str]()
+    while chunk := [*islice(rows, CHUNK_ROWS)]:
+        lines: dict[Path, list[bytes]] = {path: [] for path in files}
+        for row in chunk:
+            tokens.update({name: row[name] or 0 for name in TOKENS})
+            path = results if row["error"] is None else errors
+            lines[path].append(json_line(_result_line(row, digest)))
+            failed += row["error"] is not None
+        total += len(chunk)
+        for path, file in files.items():
+            with writing(path):
+                file.writelines(lines[path])
     return Published(_usage(tokens), completed=total - failed, failed=failed)
 
 
 def _result_rows(run_dir: RunDir, work: Path) -> Iterator[dict[str, Any]]:
-    """Yield the durable results of a batch file in input order; none where no row is durable."""
+    """Yield the durable results of a batch file in input order. Yield nothing if no row is durable yet."""
     try:
         parts = durable_results(run_dir, work)
     except NoResultYetError:
@@ -132,6 +142,7 @@ def _with_unanswered(
 
 
 def _usage(tokens: Counter[str]) -> dict[str, Any]:
+    """Return token totals with the field names of OpenAI's `usage`."""
     input_tokens, cached_tokens, output_tokens = (tokens[name] for name in TOKENS)
     return {
         "input_tokens": input_tokens,
@@ -144,7 +155,7 @@ def _usage(tokens: Counter[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _result_file(path: Path) -> Iterator[Any]:
-    """Open a results file, which appears when it is complete. Its ending selects the compression."""
+    """Open a results file, which appears when the block ends well. Its ending selects the compression."""
     compression = COMPRESSIONS.get(path.suffix.lower())
     with (
         writing(path),
@@ -175,6 +186,7 @@ def _failure(row: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
     """Return HTTP status, response body and error of a failed row; the status is 0 if no server answered."""
     error = row["error"]
     status, message = status_in(error)
+    # A row without an attempt was invalid before it was sent. A server refused a row with a status below 500.
     is_refused = row["attempts"] == 0 or 0 < status < HTTPStatus.INTERNAL_SERVER_ERROR
     code = _CODES.get(error) or ("invalid_request" if is_refused else "request_failed")
     body = _error_body(
@@ -184,9 +196,14 @@ def _failure(row: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
 
 
 def _error_body(body: Any, error: dict[str, Any]) -> Any:
-    """Return a response body with OpenAI's `error` object. SGLang has such fields at the top level."""
+    """Return the response body of a failed request with an `error` object, as OpenAI's API has it.
+
+    `error` is that object if the `body` itself describes no error.
+    """
     if not isinstance(body, dict):
         return {"error": error}
     if isinstance(body.get("error"), dict):
         return body
-    return {"error": body} if isinstance(body.get("message"), str) else {**body, "error": error}
+    if isinstance(body.get("message"), str):  # SGLang has the fields of the error at the top level
+        return {"error": body}
+    return {**body, "error": error}

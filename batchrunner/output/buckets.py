@@ -8,7 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 
 BUFFER_BYTES = 32 << 20
-"""Bytes of rows that are collected before they are partitioned, so that each bucket gets a long write."""
+"""Default size in bytes of the rows that are buffered before they are written to the buckets. Few long writes
+per bucket are faster than many short ones."""
 _LZ4 = pa.ipc.IpcWriteOptions(compression="lz4")
 
 
@@ -20,9 +21,10 @@ class Buckets:
     """Directory of the bucket files."""
     column: str
     ends: Sequence[int]
-    """Bucket i holds the numbers from ends[i-1] up to but not including ends[i]; the last end exceeds all
-    numbers."""
+    """Exclusive upper bounds of the buckets in ascending order: bucket i holds the numbers below `ends[i]`
+    that are not below `ends[i - 1]`. The last bound exceeds all numbers."""
     buffer_bytes: int = BUFFER_BYTES
+    """Size in bytes of the buffered rows at which they are partitioned."""
     _buffer: list[pa.Table] = field(default_factory=list, init=False)
     _bytes: int = field(default=0, init=False)
 
@@ -42,8 +44,10 @@ class Buckets:
             release_unused()
 
     def _partition(self) -> None:
+        """Append the buffered rows to the files of their buckets."""
         if not self._buffer:
             return
+        # Sorting makes the rows of each bucket consecutive, so that one slice has all of them.
         table = pa.concat_tables(self._buffer).sort_by(self.column)
         self._buffer, self._bytes = [], 0
         numbers = table.column(self.column)
@@ -63,7 +67,10 @@ class Buckets:
 
 
 def release_unused() -> None:
-    """Give the operating system the memory that Arrow keeps for later, often more than Arrow uses."""
+    """Return memory that Arrow's pool keeps for later use to the operating system.
+
+    The pool often keeps more memory than all tables occupy.
+    """
     pa.default_memory_pool().release_unused()
 
 
@@ -72,6 +79,7 @@ def _sorted_rows(path: Path, column: str) -> pa.Table:
 
 
 def _streams(path: Path) -> Iterator[pa.Table]:
+    """Yield the table of each Arrow stream in the file of a bucket."""
     with pa.OSFile(str(path)) as file:
         while file.tell() < file.size():
             with pa.ipc.open_stream(file) as stream:

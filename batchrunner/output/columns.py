@@ -1,4 +1,4 @@
-"""Converts outcomes into Arrow tables with the columns of a part."""
+"""Converts outcomes of rows into Arrow tables with the columns of a part file (a Parquet file of results)."""
 
 import logging
 from collections import defaultdict
@@ -32,7 +32,7 @@ NO_ANSWER = Completion(
     prompt_tokens=None,
     cached_tokens=None,
 )
-"""Placeholder for the answer of a row that has none."""
+"""Placeholder for the completion of a row without an answer."""
 _TOKEN = pa.struct([("id", pa.int32()), ("token", pa.string()), ("logprob", pa.float32())])
 _FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
 ANSWER_TYPES: dict[str, pa.DataType] = {
@@ -50,31 +50,32 @@ ANSWER_TYPES: dict[str, pa.DataType] = {
     "conversation": pa.string(),
     RETURNED: pa.string(),
 }
-"""Types of the optional result columns, for a row with one output."""
+"""Arrow types of the optional result columns, for a row with a single completion."""
 TASK = "task"
-"""Key in a part's metadata for the name of a task without decoding. A part with this key lacks the columns of
-texts, so a carried column may be called `output`."""
+"""Key in the metadata of a part file for the name of the job's task, if the task decodes no text (such as
+embedding). A part file with this key lacks the text columns (OF_TEXTS), so an input column that is copied
+into the results may be called `output`."""
 OF_THE_PROMPT = {"prompt_logprobs"}
-"""Columns of ANSWER_TYPES that have one value for all outputs of a row."""
+"""Columns of ANSWER_TYPES that describe the prompt, and so have one value for all completions of a row."""
 
 
 def schema_of_run(carried: pa.Schema, plan: AnswerPlan) -> pa.Schema:
-    """Return the schema of the parts that this start of a run writes: `row`, carried columns, results.
+    """Return the schema of the part files of this attempt: `row`, the `carried` input columns, the results.
 
-    If a row has several completions, the columns of outputs are lists with a value for each completion. A
-    task without decoding has no columns of texts.
+    If a row has several completions, a column that describes them is a list with a value for each completion.
+    A task without decoding has no text columns.
     """
 
-    def per_sample(kind: pa.DataType) -> pa.DataType:
+    def per_completion(kind: pa.DataType) -> pa.DataType:
         return kind if plan.samples == 1 else pa.list_(kind)
 
     types: dict[str, pa.DataType] = {
         "row": pa.int64(),
-        "output": per_sample(pa.string()),
-        "finish_reason": per_sample(pa.string()),
+        "output": per_completion(pa.string()),
+        "finish_reason": per_completion(pa.string()),
         "prompt_tokens": pa.int32(),
         "cached_tokens": pa.int32(),
-        "completion_tokens": per_sample(pa.int32()),
+        "completion_tokens": per_completion(pa.int32()),
         "latency_s": pa.float64(),
         "attempts": pa.int32(),
         "error": pa.string(),
@@ -89,18 +90,21 @@ def schema_of_run(carried: pa.Schema, plan: AnswerPlan) -> pa.Schema:
         kind = ANSWER_TYPES[name]
         if name == PARSED and plan.schema is not None:
             kind = arrow_type(kind_of_schema(plan.schema))
-        fields.append(pa.field(name, kind if name in OF_THE_PROMPT else per_sample(kind)))
-    fields += [pa.field(name, per_sample(arrow_type(kind))) for name, kind in plan.parsed]
+        fields.append(pa.field(name, kind if name in OF_THE_PROMPT else per_completion(kind)))
+    fields += [pa.field(name, per_completion(arrow_type(kind))) for name, kind in plan.parsed]
     return pa.schema(fields, metadata={} if plan.task is None else {TASK: plan.task.name})
 
 
 def has_texts(schema: pa.Schema) -> bool:
-    """Whether a part has the columns of texts (OF_TEXTS)."""
+    """Whether a part file with this schema has the text columns (OF_TEXTS)."""
     return TASK.encode() not in (schema.metadata or {})
 
 
 def rows_made(outcome: Outcome) -> list[Outcome]:
-    """Return one outcome for each row that a rollout returned; return any other outcome alone."""
+    """Return one outcome for each result row that a rollout function returned.
+
+    Return a list of only `outcome` if the function returned no rows.
+    """
     completion = outcome.completion
     values_of_rows = completion.columns.get(MADE_ROWS) if completion is not None else None
     if completion is None or not values_of_rows:
@@ -118,18 +122,19 @@ def rows_made(outcome: Outcome) -> list[Outcome]:
 
 
 def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -> pa.Table:
-    """Convert outcomes, in their order, to a table with the schema of a part."""
-    if plan.asked is not None:
+    """Convert outcomes, in their order, to a table with the schema of a part file."""
+    if plan.asked is not None:  # only a job with rollouts sets it
         outcomes = [*chain.from_iterable(map(rows_made, outcomes))]
     is_single = plan.samples == 1
-    # Transpose all outcomes at once. Reading each field of each outcome takes four times as long.
+    # Transpose all outcomes at once, because reading each field of each outcome takes four times as long.
     refs, completions, errors, latencies, attempts = zip(*outcomes, strict=True)
     answers = [NO_ANSWER if completion is None else completion for completion in completions]
     texts, reasons, counts, prompt_tokens, cached_tokens, *_ = zip(*answers, strict=True)
 
-    def of_samples(values: Sequence[Any]) -> list[Any]:
+    def of_completions(values: Sequence[Any]) -> list[Any]:
         if is_single:
             return [value[0] for value in values]
+        # The list of a row without an answer is null. It does not hold the values of NO_ANSWER.
         return [value if completion else None for value, completion in zip(values, completions, strict=True)]
 
     values: dict[str, Sequence[Any]] = {
@@ -141,9 +146,10 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
         "error": errors,
     }
     if has_texts(schema):
-        values["output"] = of_samples(texts)
-        values["finish_reason"] = of_samples(reasons)
-        values["completion_tokens"] = of_samples(counts)
+        values["output"] = of_completions(texts)
+        values["finish_reason"] = of_completions(reasons)
+        values["completion_tokens"] = of_completions(counts)
+        # A row that `prompt.python` left out has no answer, but a finish reason of its own.
         if None in values["finish_reason"]:
             left_out = LEFT_OUT if is_single else [LEFT_OUT] * plan.samples
             values["finish_reason"] = [
@@ -158,7 +164,8 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
             values[name] = [outputs if outputs is None else outputs[0] for outputs in lists]
         else:
             values[name] = lists
-    carried = _carried(refs) if {*schema.names} - values.keys() else pa.table({})
+    has_carried = bool({*schema.names} - values.keys())
+    carried = _carried(refs) if has_carried else pa.table({})
     arrays = [
         arrow_array(values[field.name], field.type) if field.name in values else carried.column(field.name)
         for field in schema
@@ -167,9 +174,10 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
 
 
 def kinds_returned(tables: Iterable[pa.Table]) -> dict[str, ColumnKind]:
-    """Infer the columns and types of the values that a rollout function without annotation returned.
+    """Infer names and types of the result columns from the values that a rollout function returned.
 
-    A column with texts and other values becomes JSON, in which texts are quoted. A warning is logged then.
+    This is for functions without annotation. A column that mixes text with other types becomes JSON, in which
+    texts are quoted; a warning says so.
     """
     kinds_of: defaultdict[str, set[ColumnKind]] = defaultdict(set)
     for table in tables:
@@ -181,7 +189,7 @@ def kinds_returned(tables: Iterable[pa.Table]) -> dict[str, ColumnKind]:
         if _innermost(kind) == "json" and "string" in map(_innermost, kinds_of[name]):
             log.warning(
                 "column %r of the rollouts' results mixes text with other types: every value is written as "
-                "JSON, text in quotes. To get one type, annotate what the function returns",
+                "JSON, with text in quotes. To get one type, annotate the return type of the function",
                 name,
             )
     return columns
@@ -193,9 +201,9 @@ def _innermost(kind: ColumnKind) -> ColumnKind:
 
 
 def with_returned(table: pa.Table, kinds: Mapping[str, ColumnKind]) -> pa.Table:
-    """Return a table in which the values that the rollout returned are columns.
+    """Return a table in which each value that the rollout function returned has a column of its own.
 
-    Such a column replaces a carried column of the same name.
+    Such a column replaces an input column of the same name. `kinds` are the columns' types.
     """
     rows = _returned(table)
     table = table.drop_columns([*{RETURNED, *kinds}.intersection(table.column_names)])
@@ -206,20 +214,28 @@ def with_returned(table: pa.Table, kinds: Mapping[str, ColumnKind]) -> pa.Table:
 
 
 def _returned(table: pa.Table) -> list[dict[str, Any]]:
+    """Return the values that the rollout function returned for each row of a table, by column name."""
     return [msgspec.json.decode(text or "{}") for text in table.column(RETURNED).to_pylist()]
 
 
 def _carried(refs: Sequence[RowRef]) -> pa.Table:
-    """Collect the carried columns of these rows, in their order, from the batches that hold them."""
-    groups: dict[int, tuple[pa.RecordBatch, list[int], list[int]]] = {}
-    for at, ref in enumerate(refs):
-        _, positions, indices = groups.setdefault(id(ref.carried), (ref.carried, [], []))
-        positions.append(ref.position)
-        indices.append(at)
-    table = pa.Table.from_batches(
-        [batch.take(arrow_array(positions, pa.int64())) for batch, positions, _ in groups.values()]
+    """Collect the input columns to copy into the results of these rows, in the order of `refs`.
+
+    The rows of a batch are taken from it in one call, which is much faster than a call for each row. The
+    resulting table is grouped by batch, so a second call restores the order of `refs`.
+    """
+    batches: dict[int, pa.RecordBatch] = {}
+    positions_in_batch: defaultdict[int, list[int]] = defaultdict(list)
+    indices_of_refs: defaultdict[int, list[int]] = defaultdict(list)
+    for index, ref in enumerate(refs):
+        key = id(ref.carried)
+        batches[key] = ref.carried
+        positions_in_batch[key].append(ref.position)
+        indices_of_refs[key].append(index)
+    grouped = pa.Table.from_batches(
+        [batch.take(arrow_array(positions_in_batch[key], pa.int64())) for key, batch in batches.items()]
     )
-    inverse = [0] * len(refs)
-    for at, index in enumerate(chain.from_iterable(indices for _, _, indices in groups.values())):
-        inverse[index] = at
-    return table.take(arrow_array(inverse, pa.int64()))
+    grouped_position = [0] * len(refs)
+    for position, index in enumerate(chain.from_iterable(indices_of_refs.values())):
+        grouped_position[index] = position
+    return grouped.take(arrow_array(grouped_position, pa.int64()))

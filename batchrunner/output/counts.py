@@ -1,6 +1,7 @@
 """Counts of finished rows in bounded memory: how they ended, why some failed, what rejected answers cost.
 
-Each part, and each table of a journal, has the counts of its rows in its metadata.
+The metadata of each part file (a Parquet file of results) has the counts of its rows. So has the metadata of
+each table in a journal, which holds rows that are in no part file yet.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ NOT_REPORTED = "not reported"
 NO_REQUEST = "no request"
 """Finish reason of a rollout that sent no request."""
 MOST_GROUPS = 50
-"""Maximum number of groups of failures, and of finish reasons. Further ones are counted as OTHER."""
+"""Maximum number of groups of failures that are counted separately, and of different finish reasons. All
+further groups and reasons are counted as OTHER."""
 OTHER = "other reasons"
 ASKED_AGAIN = "asked_again"
 """Key in `Completion.columns` for the AskedAgain records. It is not a result column."""
@@ -44,21 +46,22 @@ class Failures:
     rows: dict[str, int] = field(default_factory=dict)
     """Number of rows of each group."""
     examples: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """The first row of each group, with its message."""
+    """The first row of each group: its ordinal in the input, and its message."""
 
     def add(self, row: int, error: str) -> None:
         """Count one failed row."""
-        error = error.encode("utf-8", "replace").decode()  # an answer may have half a surrogate pair
+        error = error.encode("utf-8", "replace").decode()  # An answer may contain half a surrogate pair.
         self._count(_DIGITS.sub("N", _QUOTED.sub("'…'", error)), 1, (row, error))
 
     def _count(self, group: str, count: int, example: tuple[int, str]) -> None:
+        """Add `count` rows to a group, or to OTHER if there are too many groups."""
         if group not in self.rows and len(self.rows) >= MOST_GROUPS:
             group = OTHER
         self.rows[group] = self.rows.get(group, 0) + count
         self.examples.setdefault(group, example)
 
     def __add__(self, other: Failures) -> Failures:
-        """Return the failures of both."""
+        """Return the groups of both operands, with the rows of equal groups added up."""
         total = Failures()
         for failures in (self, other):
             for group, count in failures.rows.items():
@@ -97,17 +100,17 @@ class CheckCounts:
     """Counts of rejected answers over finished rows."""
 
     rows_asked_again: int = 0
-    """Rows that were sent again after a rejected answer."""
+    """Number of rows that were sent again after a rejected answer."""
     asked_again: int = 0
-    """Repeated requests."""
+    """Number of requests that were sent because an earlier answer was rejected."""
     rows_mended: int = 0
-    """Rows with a good answer after a rejected one."""
+    """Number of rows with a good answer after a rejected answer."""
     rows_failed: int = 0
-    """Rows whose last answer was rejected too."""
+    """Number of rows that failed because their last answer was rejected."""
     output_tokens: int = 0
-    """Tokens of the rejected answers."""
+    """Output tokens of the rejected answers."""
     prompt_tokens: int = 0
-    """Prompt tokens of the repeated requests, prefix cache hits included."""
+    """Prompt tokens of the requests in `asked_again`, prefix cache hits included."""
     causes: Failures = field(default_factory=Failures)
 
     def add(self, outcome: Outcome) -> int:
@@ -117,7 +120,8 @@ class CheckCounts:
         """
         discarded_tokens = 0
         columns = outcome.completion.columns if outcome.completion is not None else {}
-        for asks, rejected, is_good, prompt_tokens in columns.get(ASKED_AGAIN, ()):  # one for each turn
+        # A rollout has a record for each of its requests, any other row has at most one.
+        for asks, rejected, is_good, prompt_tokens in columns.get(ASKED_AGAIN, ()):
             self.rows_asked_again += asks > 1
             self.asked_again += asks - 1
             self.rows_mended += is_good is True and asks > 1
@@ -126,12 +130,13 @@ class CheckCounts:
             for complaint, tokens in rejected:
                 self.causes.add(outcome.ref.row, complaint)
                 self.output_tokens += tokens
-            # the result of a failed row is its last rejected answer
-            discarded_tokens += sum(tokens for _, tokens in (rejected if is_good else rejected[:-1]))
+            # The result of a failed row contains its last rejected answer, so that answer is not discarded.
+            discarded = rejected if is_good else rejected[:-1]
+            discarded_tokens += sum(tokens for _, tokens in discarded)
         return discarded_tokens
 
     def __add__(self, other: CheckCounts) -> CheckCounts:
-        """Return the sum of both counts."""
+        """Return the sum of two counts, field by field."""
         return _sum(self, other)
 
     def as_dict(self) -> dict[str, Any]:
@@ -152,21 +157,24 @@ class RowCounts:
     thinking_cut: int = 0
     """Rows of `ok` whose thinking took all of `max_thinking_tokens`."""
     output_tokens: int = 0
-    """Tokens that the engine generated, rejected answers included. Duplicates add no tokens, neither here nor
-    to the next two counts."""
+    """Tokens that the engine generated, rejected answers included. `duplicates` and `reused` add no
+    tokens."""
     prompt_tokens: int = 0
+    """Prompt tokens of the final answers. `duplicates` and `reused` add no tokens."""
     cached_tokens: int = 0
+    """Those of `prompt_tokens` that came from the prefix cache."""
     duplicates: int = 0
     """Rows that were not sent because they have the answer of an equal row."""
     reused: int = 0
-    """Rows with the answer of an equal request of another run; they add no tokens."""
+    """Rows that were not sent because an equal request of another run has an answer."""
     left_out: int = 0
     """Rows of `ok` that `prompt.python` left out."""
     retries: int = 0
+    """Number of attempts after the first attempt of each row."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
     failures: Failures = field(default_factory=Failures)
     checks: CheckCounts = field(default_factory=CheckCounts)
-    """Rejected answers."""
+    """Counts of answers that failed the job's checks."""
 
     @property
     def done(self) -> int:
@@ -175,7 +183,7 @@ class RowCounts:
 
     @property
     def own(self) -> int:
-        """Rows of `done`, except those that have an answer of another run."""
+        """Rows of `done` without `reused`: the rows that this run finished itself."""
         return self.done - self.reused
 
     def add(self, outcome: Outcome) -> None:
@@ -191,27 +199,27 @@ class RowCounts:
             reasons = _finish_reasons(completion)
             for reason in reasons:
                 is_new = reason not in self.finish_reasons
-                # Bound the memory, because a server may invent endless reasons.
+                # The number of reasons is limited, because a faulty server may report ever new ones.
                 group = OTHER if is_new and len(self.finish_reasons) >= MOST_GROUPS else reason
                 self.finish_reasons[group] += 1
             if completion is None:
                 self.left_out += 1
-            elif attempts == 0:
+            elif attempts == 0:  # the row has the answer of an equal row
                 self.duplicates += 1
             if CUT in reasons:
                 self.cut += 1
             if completion is not None and completion.thinking_cut:
                 self.thinking_cut += 1
-        if completion is None or attempts == 0:
+        if completion is None or attempts == 0:  # the engine generated no token for this row
             return
         self.output_tokens += completion.output_tokens
         self.prompt_tokens += completion.prompt_tokens or 0
         self.cached_tokens += completion.cached_tokens or 0
-        if attempts > 1 or error is not None:  # otherwise no answer was rejected
+        if attempts > 1 or error is not None:  # Otherwise no answer was rejected.
             self.output_tokens += self.checks.add(outcome)
 
     def __add__(self, other: RowCounts) -> RowCounts:
-        """Return the sum of both counts."""
+        """Return the sum of two counts, field by field."""
         return _sum(self, other)
 
 
@@ -224,7 +232,7 @@ def _finish_reasons(completion: Completion | None) -> Sequence[str]:
 
 
 class TableCounts(NamedTuple):
-    """The counts in the metadata of a part or of a journal's table."""
+    """The counts in the metadata of a part file, or of a table in a journal."""
 
     ok: RowCounts
     """Counts of the rows that succeeded."""
@@ -232,12 +240,13 @@ class TableCounts(NamedTuple):
     """Counts of the rows that failed."""
 
 
-# Made once, at import: msgspec inspects a type at its first use, and crashes if two threads do so at once.
+# The decoder is made at import, because msgspec inspects a type at its first use, and crashes if two threads
+# do that at the same time.
 _read_counts = msgspec.json.Decoder(TableCounts, dec_hook=lambda kind, value: kind(value))
 
 
 def count(outcomes: Iterable[Outcome]) -> TableCounts:
-    """Return the counts of outcomes."""
+    """Return the counts of outcomes, separately for rows that succeeded and rows that failed."""
     counts = TableCounts(RowCounts(), RowCounts())
     for outcome in outcomes:
         (counts.ok if outcome.error is None else counts.failed).add(outcome)
@@ -259,7 +268,7 @@ def sum_of(counts: Sequence[TableCounts]) -> TableCounts:
 
 
 def with_counts(table: pa.Table, counts: TableCounts | None) -> pa.Table:
-    """Return a table with these counts in its metadata in place of its own; with None it has no counts."""
+    """Return a table whose metadata has these counts, or no counts if `counts` is None."""
     metadata = {**(table.schema.metadata or {})}
     metadata.pop(_COUNTS, None)
     if counts is not None:

@@ -3,8 +3,9 @@
 A suspended process loses its task to another process, and must not delete that process's results when it
 wakes. So it verifies the lock before each deletion, as before each write.
 
-A half-discarded run must not be used: its leases may list rows as done although their parts are gone. So the
-file `discarding` marks the run until the discard ends. A start that finds this file finishes the discard.
+A half-discarded run must not be used, because its leases may list rows as done although the result files
+with these rows are deleted. So the file `discarding` marks the run until the discard ends. A start that finds
+this file finishes the discard.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ def check_nobody_works(run_dir: RunDir, sleep: Sleep) -> None:
         monitors = {f"{run_dir.name}/tasks/{task.task}": monitor_of(task) for task in tasks}
         for monitor in monitors.values():
             monitor.poll()
-        held = {place: monitor for place, monitor in monitors.items() if monitor.owner_content}
-        wait_until_dead(held, sleep)
+        held_tasks = {place: monitor for place, monitor in monitors.items() if monitor.owner_content}
+        wait_until_dead(held_tasks, sleep)
     for task, monitor in zip(tasks, monitors.values(), strict=True):
         if monitor.owner_content:
+            # Taking the lock of the dead worker over and releasing it deletes its name.
             with hold_task(task, sleep, dead_owner=monitor.owner_content):
                 pass
 
@@ -54,20 +56,22 @@ def discard_run(run_dir: RunDir, lock: TaskLock, sleep: Sleep) -> None:
     """Delete the files of earlier attempts. The caller holds `lock`, the lock of the main task.
 
     Raises TaskHeldError if another worker is running, StorageError if a file cannot be deleted, and
-    TaskLockLostError if another process took the lock. Nothing more is deleted then.
+    TaskLockLostError if another process took the lock. After an error nothing more is deleted.
     """
     with writing(run_dir.path):
         lock.verify()
+        # The mark comes before the check, so that a worker which starts after the check sees the mark.
         create_file(run_dir.discarding, b"{}", lock.token, run_dir.store.add)
         try:
             check_nobody_works(run_dir, sleep)
         except BaseException:
-            run_dir.store.remove(run_dir.discarding)
+            run_dir.store.remove(run_dir.discarding)  # Nothing is deleted yet, so the run stays usable.
             raise
         _discard_rest(run_dir, lock)
 
 
 def _discard_rest(run_dir: RunDir, lock: TaskLock) -> None:
+    """Delete the files of earlier attempts that still exist, and at the end the mark `discarding`."""
     run_dir.discard(before_each=lock.verify)
     lock.forget_predecessor()
     run_dir.store.remove(run_dir.discarding)
@@ -77,26 +81,27 @@ def _discard_rest(run_dir: RunDir, lock: TaskLock) -> None:
 def hold_own_task(run_dir: RunDir, sleep: Sleep) -> Iterator[TaskLock]:
     """Hold the lock of this task (`hold_task`). First finish an interrupted discard, or wait for its end.
 
-    Raises TaskHeldError where a running process holds the task, OutputError or StorageError where nothing can
-    be written.
+    Raises TaskHeldError if a running process holds the task, OutputError or StorageError if nothing can be
+    written.
     """
     while True:
         _finish_discarding(run_dir, sleep)
         with hold_task(run_dir, sleep) as lock:
-            if not run_dir.is_being_discarded():
+            if not run_dir.is_being_discarded():  # Another start may have begun a discard in between.
                 yield lock
                 return
 
 
 def _finish_discarding(run_dir: RunDir, sleep: Sleep) -> None:
-    """Finish the discard of a start that died; wait while another process works on the run."""
+    """Finish the discard of a start that died. Wait while another process holds the main task."""
     main = run_dir.of_task()
     while run_dir.is_being_discarded():
         try:
             with hold_task(main, sleep) as lock, writing(run_dir.path):
-                if main.is_being_discarded():
+                if main.is_being_discarded():  # The previous holder may have finished the discard.
                     log.warning(
-                        "%s: an earlier --fresh was stopped: discarding the remaining files", run_dir.name
+                        "%s: an earlier start with --fresh was stopped: discarding the remaining files",
+                        run_dir.name,
                     )
                     check_nobody_works(main, sleep)
                     _discard_rest(main, lock)
@@ -105,10 +110,10 @@ def _finish_discarding(run_dir: RunDir, sleep: Sleep) -> None:
 
 
 def discard_failed_rows(run_dir: RunDir, lock: TaskLock) -> None:
-    """Remove the failed rows from the parts of this task; each part is replaced atomically.
+    """Remove the failed rows from the part files (Parquet files of results) of this task.
 
-    Raises ResumeError if a part is damaged, StorageError if one cannot be written, and TaskLockLostError if
-    another process took the lock.
+    Each file is replaced atomically. Raises ResumeError if a file is damaged, StorageError if a file cannot
+    be written, and TaskLockLostError if another process took the lock.
     """
     for path in run_dir.own_parts():
         with open_part(path) as part:

@@ -1,6 +1,6 @@
 """The event log of a task, in JSON Lines: starts, load samples, decisions, the end.
 
-docs/reference/events.md lists all events. A run in an object store uploads its complete logs now and then.
+docs/reference/events.md lists all events. A run in an object store uploads its logs again as they grow.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ from batchrunner.output.samples import LoggedSample, read_sample
 log = logging.getLogger(__name__)
 
 TAIL_BYTES = 1 << 20
-"""Number of bytes at the end of a log that are searched for its newest events."""
+"""Number of bytes at the end of an event log that are searched for the newest events."""
 UPLOADED_PER_S = 256 << 10
-"""Maximum mean rate of the uploads of a log, in bytes per second. A log of 100 MB is uploaded every seven
-minutes."""
+"""Maximum mean rate of the uploads of a log, in bytes per second. Each upload sends the whole log, so a log
+of 100 MB is uploaded about every 6.5 minutes."""
 _HEAD = re.compile(rb'{"time":(\d+(?:\.\d+)?),"elapsed_s":[\d.]+,"event":"([a-z]+)"')
 _NO_LOG = (FileNotFoundError, IsADirectoryError)
 
@@ -56,7 +56,8 @@ class EventLog:
     def write(self, event: str, **values: Any) -> None:
         """Append an event.
 
-        An event that cannot be written is dropped. The next event that is written counts it in `events_lost`.
+        An event that cannot be written is dropped. The next event that can be written has the number of
+        dropped events in `events_lost`.
         """
         if self._file is None:
             self._early.append((event, values))
@@ -67,20 +68,24 @@ class EventLog:
         self._early = []
 
     def _append(self, file: FileIO, event: str, values: dict[str, Any]) -> None:
+        """Write an event as a line, or count it as lost."""
         line: dict[str, Any] = {
             "time": round(time.time(), 3),
             "elapsed_s": round(time.monotonic() - self._began, 3),
             "event": event,
             **values,
         }
-        begin = b""
+        line_break = b""
         if self._lost:
-            line["events_lost"], begin = self._lost, b"\n"  # end the line that the lost event may have begun
-        frame = begin + json_line(line, default=str)
+            line["events_lost"] = self._lost
+            # A full disk may have torn the line of a lost event. This event begins on a new line.
+            line_break = b"\n"
+        content = line_break + json_line(line, default=str)
         try:
-            self._lost = 0 if file.write(frame) == len(frame) else self._lost + 1
+            is_written = file.write(content) == len(content)
         except OSError:
-            self._lost += 1
+            is_written = False
+        self._lost = 0 if is_written else self._lost + 1
 
     def close(self) -> None:
         """Close the file; later events are dropped."""
@@ -95,6 +100,7 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a log; none for a missing log."""
     with contextlib.suppress(*_NO_LOG), path.open("rb") as file:
         yield from file
 
@@ -108,14 +114,14 @@ def attempt_spans(path: Path) -> list[tuple[float, float]]:
     for line in _lines(path):
         if head := _HEAD.match(line):
             time_s = float(head[1])
-            if head[2] == b"start" or not spans:
+            if head[2] == b"start" or not spans:  # a crash may have torn the line of the first `start`
                 spans.append((time_s, time_s))
             spans[-1] = (spans[-1][0], max(spans[-1][1], time_s))
     return spans
 
 
 def union_s(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds that lie in at least one of these spans of time."""
+    """Return the total seconds that the spans of time cover, with overlaps counted once."""
     total_s, covered_until = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total_s += max(0.0, end - max(begin, covered_until))
@@ -128,7 +134,7 @@ def last_sample(path: Path) -> LoggedSample | None:
     for line in _last_lines(path):
         head = _HEAD.match(line)
         if head and head[2] == b"sample":
-            with contextlib.suppress(msgspec.DecodeError):  # a crash has torn the line
+            with contextlib.suppress(msgspec.DecodeError):  # A crash has torn this line, so try an older one.
                 return read_sample(line)
     return None
 
@@ -154,6 +160,7 @@ def _last_lines(path: Path) -> Iterator[bytes]:
 
 
 def _events_in(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the events in lines of a log, without lines that a crash has torn."""
     for line in lines:
         with contextlib.suppress(orjson.JSONDecodeError):
             event = orjson.loads(line)
@@ -165,12 +172,14 @@ def _events_in(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 def uploading_logs(run_dir: RunDir) -> Iterator[None]:
     """Upload the event log and the engine logs of a task during the block and at its end.
 
-    A failure is only logged, because rows matter more. A run on a file system uploads nothing.
+    A failed upload only logs a warning, because a missing log must not end the run. A run on a file system
+    uploads nothing.
     """
     if run_dir.store.objects is None:
         yield
         return
-    uploads: dict[Path, tuple[int, float]] = {}  # size and time of the last upload
+    # Of each log: its size in bytes at the last upload, and the time of that upload on the monotonic clock.
+    uploads: dict[Path, tuple[int, float]] = {}
     upload = functools.partial(_upload_logs, run_dir, uploads)
     try:
         with repeating(upload, TIMING.log_upload, thread="logs"):
@@ -180,12 +189,16 @@ def uploading_logs(run_dir: RunDir) -> Iterator[None]:
 
 
 def _upload_logs(run_dir: RunDir, uploads: dict[Path, tuple[int, float]], *, at_end: bool = False) -> None:
-    """Upload the logs that have grown, long ones less often."""
+    """Upload the logs that have grown since their last upload; a long log is uploaded less often.
+
+    `uploads` is updated. With `at_end`, upload a log that has grown even if it was uploaded recently.
+    """
     for path in (run_dir.events, *sorted(run_dir.log_directory.glob("*.log"))):
         with contextlib.suppress(FileNotFoundError):
             size, now = path.stat().st_size, time.monotonic()
-            last_size, last_at = uploads.get(path, (0, float("-inf")))
-            if size != last_size and (at_end or now - last_at >= size / UPLOADED_PER_S):
+            uploaded_size, uploaded_at = uploads.get(path, (0, float("-inf")))
+            is_due = at_end or now - uploaded_at >= size / UPLOADED_PER_S
+            if size != uploaded_size and is_due:
                 try:
                     run_dir.store.publish(path)
                     uploads[path] = size, now

@@ -29,8 +29,8 @@ def export_format(file: str) -> FileFormat:
     if file_format is None:
         endings, compressions = ", ".join(ENDINGS), ", ".join(COMPRESSIONS)
         raise OutputError(
-            f"{file}: its ending names no format",
-            hint=f"give one of {endings}; all but .parquet may be followed by {compressions}",
+            f"{file}: the ending of the file's name is not that of a known format",
+            hint=f"use one of {endings}; all but .parquet may be followed by {compressions}",
         )
     return file_format
 
@@ -56,7 +56,7 @@ def distinct_rows(table: pa.Table) -> int:
 
 @contextlib.contextmanager
 def open_to_write(path: Path, compression: str | None) -> Iterator[Any]:
-    """Open a binary stream to a file that compresses on the way."""
+    """Open a file for writing; yield a binary stream that compresses what is written to it."""
     with path.open("wb") as file:
         if compression is None:
             yield file
@@ -69,7 +69,7 @@ def open_to_write(path: Path, compression: str | None) -> Iterator[Any]:
 def _table_writer(
     file_format: FileFormat, stream: Any, schema: pa.Schema
 ) -> Iterator[Callable[[pa.Table], object]]:
-    """Yield a function that appends a table to the stream."""
+    """Yield a function that appends a table to the stream in the given format."""
     if file_format.kind == "Parquet":
         with pq.ParquetWriter(stream, schema, compression="zstd") as parquet:
             yield parquet.write_table
@@ -91,7 +91,7 @@ def _table_writer(
 
 
 def _write_json_lines(stream: Any, table: pa.Table) -> None:
-    """Write one JSON object a row; bytes become Base64."""
+    """Write a JSON object for each row of a table. Bytes become Base64."""
     for batch in table.to_batches(CHUNK_ROWS):
         columns = map(shown_values, batch.columns)
         names = batch.schema.names
@@ -100,7 +100,7 @@ def _write_json_lines(stream: Any, table: pa.Table) -> None:
 
 
 def _write_csv(writer: Any, csv_schema: pa.Schema, table: pa.Table) -> None:
-    """Write one CSV record a row; lists and structs become JSON, nulls become empty fields."""
+    """Write a CSV record for each row of a table. Lists and structs become JSON, a null becomes empty."""
     for batch in table.to_batches(CHUNK_ROWS):
         columns = []
         for column, field in zip(batch.columns, csv_schema, strict=True):
@@ -113,12 +113,13 @@ def _write_csv(writer: Any, csv_schema: pa.Schema, table: pa.Table) -> None:
 
 
 def _fits_csv(kind: pa.DataType) -> bool:
-    """Whether pyarrow writes values of this type to CSV as people expect them."""
+    """Whether pyarrow's CSV writer can write values of this type; all others are converted to text first."""
     checks = (pt.is_integer, pt.is_floating, pt.is_boolean, pt.is_string, pt.is_date)
     return any(check(kind) for check in checks)
 
 
 def _csv_text(value: Any) -> str | None:
+    """Return the text of a CSV field: JSON for a list or dict, and the bare value for a time or bytes."""
     if value is None or isinstance(value, str):
         return value
     text = orjson.dumps(value, default=_json_default, option=orjson.OPT_NON_STR_KEYS).decode()

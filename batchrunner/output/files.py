@@ -18,7 +18,8 @@ from batchrunner.core.timing import TIMING
 from batchrunner.job.fields import user_path
 
 TEMPORARY = ".tmp"
-"""Suffix of a file that is not whole yet. Its name also begins with a dot, so readers of Parquet skip it."""
+"""Suffix of the name of a file that is not complete yet. The name also begins with a dot, so that readers of
+Parquet directories skip the file."""
 NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 """Error numbers of file systems without hard links: exFAT, SMB, FUSE."""
 
@@ -31,10 +32,11 @@ def whole_file(
 
     On failure the temporary file is deleted. `writer` distinguishes the temporary names of processes that may
     write the same file at once. `publish(temporary, path)` gives the file its final name. The default
-    replaces an existing file; `link_new` and `link_part` raise FileExistsError.
+    replaces an existing file; `link_new` and `link_part` raise FileExistsError for an existing file.
     """
     temporary = path.with_name(f".{path.name}{writer and '.'}{writer}{TEMPORARY}")
-    temporary.unlink(missing_ok=True)  # it may be a symbolic link, or a second name of a part
+    # A temporary file of an earlier attempt may be a link to a published file, which writing would change.
+    temporary.unlink(missing_ok=True)
     try:
         yield temporary
         with temporary.open("rb") as file:
@@ -46,10 +48,11 @@ def whole_file(
 
 
 def link_new(temporary: Path, path: Path) -> None:
-    """Give a file a name that no file has; raises FileExistsError where another process was faster.
+    """Give a file the new name `path`. Raises FileExistsError if another process has taken the name.
 
-    It uses a hard link, which an NFS server creates once. If the server's reply is lost and the client
-    repeats the call, the number of links shows that the first call succeeded.
+    The name is a hard link, which an NFS server creates for exactly one of several clients. If the server's
+    reply is lost, the client repeats the call, and that call fails although the first call succeeded. The
+    number of the file's links then shows that it did.
     """
     try:
         path.hardlink_to(temporary)
@@ -59,10 +62,10 @@ def link_new(temporary: Path, path: Path) -> None:
 
 
 def link_part(temporary: Path, path: Path) -> None:
-    """Do the same as `link_new`, also on a file system without hard links.
+    """Give a file the new name `path` as `link_new` does, but also on a file system without hard links.
 
-    There the name is first checked and then taken. That is safe because only one task uses the name of a
-    part.
+    On such a file system the name is first checked and then taken. That is safe for a part file (a Parquet
+    file of results), because only one task uses its name.
     """
     try:
         link_new(temporary, path)
@@ -79,8 +82,8 @@ def create_file(
 ) -> bool:
     """Create a file unless it exists; return whether this call created it. Raises OSError.
 
-    Exactly one of several concurrent calls returns True. `publish` raises FileExistsError for an existing
-    file; see `whole_file` for it and `writer`.
+    Exactly one of several concurrent calls returns True. `writer` and `publish` are as in `whole_file`;
+    `publish` must raise FileExistsError for an existing file.
     """
     try:
         with whole_file(path, writer, publish) as temporary:
@@ -91,13 +94,15 @@ def create_file(
 
 
 _LINE_BREAKS = {b"\xc2\x85": b"\\u0085", b"\xe2\x80\xa8": b"\\u2028", b"\xe2\x80\xa9": b"\\u2029"}
-"""Characters that JSON allows unescaped, although `str.splitlines` (and so httpx) ends a line there."""
+"""UTF-8 of characters that JSON allows unescaped although `str.splitlines` (and so httpx) ends a line at
+them, each with its JSON escape."""
 
 
 def json_line(value: Any, default: Callable[[Any], Any] | None = None, option: int = 0) -> bytes:
-    """Return a value as a line of JSON Lines with its line end, which no reader mistakes for two lines.
+    """Return a value as a line of JSON Lines, with its line end.
 
-    `default` and `option` are those of `orjson.dumps`.
+    Characters at which some readers end a line are escaped. `default` and `option` are those of
+    `orjson.dumps`.
     """
     line = orjson.dumps(value, default=default, option=option | orjson.OPT_APPEND_NEWLINE)
     if not line.isascii():
@@ -115,7 +120,7 @@ def write_json(
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its missing parents, each durably. Raises OSError."""
+    """Create a directory and its missing parents, so that they survive a power failure. Raises OSError."""
     if not path.is_dir():
         make_directory(path.parent)
         path.mkdir(exist_ok=True)
@@ -123,7 +128,7 @@ def make_directory(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make new and changed names in a directory durable. Raises OSError."""
+    """Make the names in a directory survive a power failure. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -132,9 +137,10 @@ def sync_directory(path: Path) -> None:
 
 
 def refresh_listing(directory: Path) -> None:
-    """Make an NFS client list a directory anew: it may cache a listing for a minute.
+    """Make an NFS client read the names in a directory from the server again, by creating a file in it.
 
-    Creating a file in the directory invalidates the cache. A read-only directory is left as it is.
+    Otherwise the client may show names that it cached up to a minute ago. A read-only directory is left as it
+    is.
     """
     marker = directory / f".look-{secrets.token_hex(4)}"
     with contextlib.suppress(OSError):
@@ -146,23 +152,24 @@ def refresh_listing(directory: Path) -> None:
 def one_process_at_a_time(lock: Path, *, unfinished: str) -> Iterator[None]:
     """Hold the lock of a file during the block; the kernel releases the lock of a killed process.
 
-    The lock only saves work: two processes that both do it have the same results, and each result appears
-    whole. So the wait for another process ends when its unfinished files do not grow for
-    `TIMING.silent_copy`, because its machine may be suspended. `unfinished` is the pattern of these files in
-    the directory of the lock. A file system without locks lets every process pass. Raises StorageError.
+    The lock only saves work: two processes in the block at once write the same results, and each result
+    appears complete. So the wait for another process ends if its unfinished files have not grown for
+    `TIMING.silent_copy` seconds, because its machine may be suspended. `unfinished` is the pattern of these
+    files' names in the directory of the lock. On a file system without locks nobody waits. Raises
+    StorageError.
     """
     with writing(lock), lock.open("wb") as file:
-        size, changed_at = -1, time.monotonic()
-        while _is_locked_elsewhere(file) and time.monotonic() - changed_at < TIMING.silent_copy:
+        last_size, grew_at = -1, time.monotonic()
+        while _is_locked_elsewhere(file) and time.monotonic() - grew_at < TIMING.silent_copy:
             time.sleep(TIMING.launch_poll)
-            size_now = _bytes_of_files(lock.parent, unfinished)
-            if size_now != size:
-                size, changed_at = size_now, time.monotonic()
+            size = _bytes_of_files(lock.parent, unfinished)
+            if size != last_size:
+                last_size, grew_at = size, time.monotonic()
         yield
 
 
 def _is_locked_elsewhere(file: IO[bytes]) -> bool:
-    """Lock a file; tell whether another process has locked it."""
+    """Try to lock a file; return True if another process has locked it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -176,14 +183,18 @@ def _bytes_of_files(directory: Path, pattern: str) -> int:
     """Return the total size in bytes of the files that match a pattern."""
     size = 0
     for file in directory.glob(pattern):
-        with contextlib.suppress(FileNotFoundError):  # it was renamed just now
+        with contextlib.suppress(FileNotFoundError):  # the file was renamed just now
             size += file.stat().st_size
     return size
 
 
 @contextlib.contextmanager
 def using_run(name: str) -> Iterator[None]:
-    """Turn an OSError of the block into an OutputError of the run, or StoreAwayError if its store is away."""
+    """Turn an OSError of the block into an OutputError that names the run.
+
+    If the run's object store may soon be available again, raise StoreAwayError instead, which callers wait
+    out.
+    """
     try:
         yield
     except (OSError, ValueError) as failure:  # ValueError: a null byte in the path
@@ -193,7 +204,7 @@ def using_run(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(path: Path, kind: type[BatchrunError] = StorageError) -> Iterator[None]:
-    """Turn an OSError of the block, which writes `path`, into an error of this kind."""
+    """Turn an OSError of the block, which writes `path`, into an error of the class `kind`."""
     try:
         yield
     except OSError as failure:
@@ -201,31 +212,27 @@ def writing(path: Path, kind: type[BatchrunError] = StorageError) -> Iterator[No
 
 
 def cannot_write(path: Path, failure: OSError, kind: type[BatchrunError] = StorageError) -> BatchrunError:
-    """Return the error for a failed write of `path`."""
+    """Return the error of the class `kind` for a failed write of `path`."""
     if isinstance(failure, StoreRequestError):
-        error = StorageError(
+        return kind(
             f"{failure.filename}: cannot be written: {failure}; stored rows are kept",
             hint="run the same command again once the store accepts requests",
         )
-    else:
-        error = StorageError(
-            f"{path}: cannot be written: {failure.strerror or failure}; rows on disk are kept",
-            hint="free disk space and run the same command again",
-        )
-    return error if kind is StorageError else kind(error.message, hint=error.hint)
+    return kind(
+        f"{path}: cannot be written: {failure.strerror or failure}; rows on disk are kept",
+        hint="free disk space and run the same command again",
+    )
 
 
 def file_to_write(name: str, label: str = "", *, force: bool = True) -> Path:
-    """Return the path of a result file that the user names; raises OutputError.
+    """Return the path of a file that the user wants results in. Raises OutputError if it cannot be written.
 
-    Messages begin with `label`, by default the name.
-
-    Without `force` the file must not exist.
+    Without `force` the file must not exist. Messages begin with `label`, by default the name.
     """
     label = label or name
     if is_uri(name):
         raise OutputError(
-            f"{label}: is a URI, but this file is written on this machine",
+            f"{label}: is a URI, but this file can only be written to a local path",
             hint="give a path, then copy the file to the store",
         )
     try:
@@ -237,7 +244,7 @@ def file_to_write(name: str, label: str = "", *, force: bool = True) -> Path:
         if not path.parent.is_dir():
             raise OutputError(f"{label}: there is no directory {path.parent}", hint="create it first")
         if path.exists() and not force:
-            raise OutputError(f"{label}: exists", hint="use another name, or --force to replace it")
+            raise OutputError(f"{label}: already exists", hint="use another name, or --force to replace it")
     except (OSError, ValueError) as failure:
         reason = getattr(failure, "strerror", None) or failure
         raise OutputError(f"{label}: cannot be written: {reason}") from None

@@ -1,4 +1,4 @@
-"""The process that holds a task, as `owner` names it, and whether it has ended if it ran on this machine."""
+"""The process that holds a task (a worker's place in a run), as the file or object `owner` names it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ OWNER = "owner"
 HEARTBEAT = "heartbeat"
 """Name of the file in a task directory with a counter that the holder increments."""
 ABANDONED_PID = 0
-"""Process ID in the `owner` of a task that its holder abandoned before the task was done."""
+"""Process ID in `owner` that marks a task as abandoned: its holder gave it up before it was done."""
 HELD_HERE: set[str] = set()
-"""Tokens of the locks that this process holds."""
+"""Tokens (`LockHolder.token`) of the locks that this process holds."""
 _ENDED_STATES = {"Z", "X", "x"}
 """States in /proc/PID/stat of a process that has ended: zombie and dead."""
 
@@ -29,18 +29,19 @@ class LockHolder:
 
     host: str
     machine: str
-    """/etc/machine-id. Like `boot` and `namespace` it is "" where it cannot be read."""
+    """Content of /etc/machine-id; "" if it cannot be read."""
     boot: str
-    """The kernel's ID of the boot during which the process runs."""
+    """The kernel's ID of the boot during which the process runs; "" if it cannot be read."""
     namespace: str
-    """The kernel's ID of the PID namespace that `pid` belongs to."""
+    """The kernel's ID of the PID namespace that `pid` belongs to; "" if it cannot be read."""
     pid: int
     started: str
     """Start time of the process in kernel ticks; distinguishes processes that had the same ID."""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Random name of this holder, which is part of the names of its files."""
+    """Random hexadecimal name of the holder, which the names of its journals and temporary files contain."""
     beats: int = 0
-    """Number of heartbeats, for a lock in an object store. There no file `heartbeat` counts them."""
+    """Number of heartbeats so far. Only a lock in an object store counts them here, because it has no file
+    `heartbeat`."""
     is_clean: bool = False
     """Whether the holder of a lock in an object store had written all its rows when it released the task."""
 
@@ -49,7 +50,7 @@ class LockHolder:
         return f"batchrun with pid {self.pid} on {self.host}"
 
     def is_dead(self, observer: LockHolder) -> bool | None:
-        """Return whether the process has ended; None where the `observer` cannot tell.
+        """Return whether the process has ended; None if the `observer` cannot tell.
 
         A holder that is this process counts as dead if HELD_HERE lacks its token, because this process gave
         that lock up but could not release it.
@@ -57,11 +58,12 @@ class LockHolder:
         if self.pid == ABANDONED_PID:
             return True
         if (self.host, self.machine) != (observer.host, observer.machine) or not self.boot:
-            return None
+            return None  # the process may run on another machine
         if self.boot != observer.boot:
+            # The machine has restarted since. Without an ID, it may be another machine with the same name.
             return True if self.machine else None
         if self.namespace != observer.namespace:
-            return None
+            return None  # the process ID belongs to another container
         is_other_process = _start_time(self.pid) != self.started
         return is_other_process or (self.pid == os.getpid() and self.token not in HELD_HERE)
 
@@ -79,7 +81,7 @@ def this_process() -> LockHolder:
 
 
 def parse_holder(content: bytes) -> LockHolder | None:
-    """Return the holder that the content of `owner` names; None where it is incomplete."""
+    """Return the holder that the content of `owner` names; None if the content is incomplete."""
     try:
         values = orjson.loads(content)
         return LockHolder(**{field.name: values[field.name] for field in fields(LockHolder)})
@@ -91,7 +93,8 @@ def _start_time(pid: int) -> str:
     """Return the start time of a running process (field 22 of /proc/PID/stat), "" if it does not run.
 
     A process that has ended stays in /proc as a zombie until its parent reads its exit status, which the
-    first process of a container may never do. If only its main thread has ended, its other threads run on.
+    first process of a container may never do. A process whose main thread has ended looks like a zombie too,
+    but runs as long as it has other threads.
     """
     try:
         # After the name in brackets come field 3, the state; field 20, the threads; field 22, the start time.
@@ -103,12 +106,14 @@ def _start_time(pid: int) -> str:
 
 
 def _text(path: str) -> str:
+    """Return the content of a file; "" if it cannot be read."""
     with contextlib.suppress(OSError):
         return Path(path).read_text().strip()
     return ""
 
 
 def _link(path: str) -> str:
+    """Return the target of a symbolic link; "" if it cannot be read."""
     with contextlib.suppress(OSError):
         return str(Path(path).readlink())
     return ""

@@ -25,24 +25,27 @@ log = logging.getLogger(__name__)
 DEAD_AFTER_S = 75.0
 """Seconds without a heartbeat after which a holder counts as dead; NFS may show an old file for 60 s."""
 UNNAMED_AFTER_S = 5.0
-"""Seconds after which an incomplete `owner` counts as one whose process died while writing it."""
+"""Seconds after which an incomplete `owner` means that the process died while writing it."""
 POLL_S = 1.0
 """Seconds between two polls of another task's holder."""
 SHORT_POLL_S = 0.2
 """Seconds between two polls when a change is expected at once."""
 LOOK_S = 5.0
-"""Minimum seconds between two reads of a watched object, which makes 720 requests an hour."""
-FRESH_S, STORE_FRESH_S = 15.0, 40.0
-"""Seconds after a heartbeat during which the holder certainly runs: for heartbeats in a file, and in an
-object."""
+"""Minimum seconds between two reads of `owner` in an object store: at most 720 requests an hour."""
+FRESH_S = 15.0
+"""Seconds after a heartbeat in a file during which the holder counts as running; three heartbeats."""
+STORE_FRESH_S = 40.0
+"""Seconds after a heartbeat in an object store during which the holder counts as running."""
 SILENT_S = 300.0
-"""A load sample of this age in seconds does not prove that a task on another machine runs. The task may
-have ended, or that machine's clock may be wrong. For a task on this machine the sample decides nothing,
-because it may be from an earlier attempt."""
+"""Age in seconds from which a load sample no longer proves that a task on another machine is running: the
+task may have ended, or that machine's clock may be wrong."""
 
 
 class LivenessMonitor:
-    """Observes the holder of a task; needs up to DEAD_AFTER_S to judge one on another machine."""
+    """Finds out whether the holder of a task is running.
+
+    For a holder on another machine, this takes up to DEAD_AFTER_S.
+    """
 
     def __init__(
         self,
@@ -55,8 +58,8 @@ class LivenessMonitor:
     ) -> None:
         """`look` returns the content of `owner`, and bytes that change with each heartbeat.
 
-        `me` is the observer. A holder certainly runs for `fresh_s` after a heartbeat. Two looks are at least
-        `pause_s` apart.
+        `me` is the observer. A holder counts as running for `fresh_s` seconds after a heartbeat. `look` is
+        called at most every `pause_s` seconds.
         """
         self._look = look
         self._me = me or this_process()
@@ -74,25 +77,27 @@ class LivenessMonitor:
 
     @property
     def holder(self) -> LockHolder | None:
-        """The holder at the last poll; None where there was none, or its name was incomplete."""
+        """The holder at the last poll; None if there was no holder, or its name was incomplete."""
         return parse_holder(self.owner_content)
 
     def poll(self) -> bool | None:
-        """Look again and return whether the holder runs; None while that is not clear yet.
+        """Look again and return whether the holder is running; None while that is not clear yet.
 
-        There is no holder, so False is returned, if it released the task, or if its name is still incomplete
-        after UNNAMED_AFTER_S. Raises OSError where the run's store does not answer.
+        Also return False if no process holds the task: the holder has released it, or its name is still
+        incomplete after UNNAMED_AFTER_S. Raises OSError if the run's store does not answer.
         """
         before, now = self._last_seen, self._clock()
         if now - self._looked_at >= self._pause_s:
             self._last_seen, self._looked_at = self._look(), now
         if self._last_seen != before:
-            self._has_beaten = bool(before[0] and self.owner_content)  # a new `owner` is no heartbeat
+            # A change is a heartbeat, except that `owner` was created or removed.
+            self._has_beaten = bool(before[0] and self.owner_content)
             self._changed_at = now
-        dead = self.holder.is_dead(self._me) if self.holder else None
-        if dead is not None:
-            return not dead
-        if now - self._changed_at > (DEAD_AFTER_S if self.holder else UNNAMED_AFTER_S):
+        is_dead = self.holder.is_dead(self._me) if self.holder else None
+        if is_dead is not None:  # a process on this machine, or a task that was abandoned
+            return not is_dead
+        silence_limit_s = DEAD_AFTER_S if self.holder else UNNAMED_AFTER_S
+        if now - self._changed_at > silence_limit_s:
             return False
         is_fresh = self._has_beaten and now - self._changed_at <= self._fresh_s
         return True if is_fresh else None
@@ -106,29 +111,37 @@ def monitor_of(run_dir: RunDir) -> LivenessMonitor:
     return LivenessMonitor(lambda: objects.look(run_dir.owner), fresh_s=STORE_FRESH_S, pause_s=LOOK_S)
 
 
-def wait_until_dead(monitors: Mapping[str, LivenessMonitor], sleep: Callable[[float], object]) -> None:
-    """Wait until all holders are dead, for all of them at the same time; raises TaskHeldError if one runs.
+def read_owner(run_dir: RunDir) -> bytes:
+    """Return the content of the file or object `owner` of a task; b"" if there is none."""
+    objects = run_dir.store.objects
+    if objects is None:
+        return read_bytes(run_dir.task_directory / OWNER)
+    return objects.look(run_dir.owner)[0]
 
-    A key of `monitors` is the name of a task in messages. `sleep` may raise to end the wait.
+
+def wait_until_dead(monitors: Mapping[str, LivenessMonitor], sleep: Callable[[float], object]) -> None:
+    """Wait until all holders are known to be dead. Raises TaskHeldError as soon as one is known to run.
+
+    All holders are watched at the same time. A key of `monitors` is the name of a task in messages. `sleep`
+    may raise to end the wait.
     """
     unclear, has_warned = dict(monitors), False
     while unclear:
-        for place, monitor in monitors.items():
-            if place not in unclear:
-                continue
-            runs = monitor.poll()
-            if runs:
+        for place, monitor in [*unclear.items()]:
+            is_running = monitor.poll()
+            if is_running:
                 raise TaskHeldError(
                     f"{place}: {monitor.holder or 'another process'} is writing this run",
-                    hint="wait for it or use another path",
+                    hint="wait until that process ends, or use another path",
                 )
-            if runs is False:
+            if is_running is False:
                 del unclear[place]
             elif monitor.holder and not has_warned:
                 has_warned = True
                 log.warning(
-                    "%s: waiting %.0f s to see whether %s still lives", place, DEAD_AFTER_S, monitor.holder
-                )
+                    "%s: waiting %.0f s to see whether %s is still running",
+                    place, DEAD_AFTER_S, monitor.holder,
+                )  # fmt: skip
         if unclear:
             sleep(POLL_S)
 
@@ -143,28 +156,29 @@ def holders_of(
 ) -> list[str | None]:
     """Return the name of the process that holds each task, or None.
 
-    Each task comes with the newest load sample in its event log. A process on another machine runs if that
-    sample is recent. If the sample is old, or the clock of its machine is wrong, the heartbeats of all such
-    tasks are watched for TIMING.other_heartbeat. Without `watch`, and in an object store, where heartbeats
-    are rare, such tasks count as ended. Raises OutputError or StoreAwayError where the store does not answer.
+    Each task comes with the newest load sample in its event log. A process on another machine counts as
+    running if that sample is recent, or if there is no sample yet. If the sample is old, the process may have
+    ended, or the clock of its machine may be wrong. Then the heartbeats of all such tasks are watched for
+    TIMING.other_heartbeat seconds. Without `watch`, and in an object store, where heartbeats are rare, such
+    tasks count as ended. Raises OutputError or StoreAwayError if the store does not answer.
     """
     monitors = [monitor_of(run_dir) for run_dir, _ in tasks]
     with using_run(tasks[0][0].name if tasks else ""):
         is_running = [monitor.poll() for monitor in monitors]
-    unclear = [
-        at
-        for at, (_, sample) in enumerate(tasks)
-        if is_running[at] is None and sample and not is_recent(sample)
-    ]
-    watched = [at for at in unclear if watch and not tasks[at][0].store.uri]
+    unclear = []
+    for index, (_, sample) in enumerate(tasks):
+        if is_running[index] is None and sample and not is_recent(sample):
+            unclear.append(index)
+    watched = [index for index in unclear if watch and not tasks[index][0].store.uri]
     if watched:
         time.sleep(TIMING.other_heartbeat)
-    for at in unclear:
-        is_running[at] = at in watched and monitors[at].poll() is True
-    return [
-        str(monitor.holder) if monitor.holder and is_running[at] is not False else None
-        for at, monitor in enumerate(monitors)
-    ]
+    for index in unclear:
+        is_running[index] = index in watched and monitors[index].poll() is True
+    names: list[str | None] = []
+    for index, monitor in enumerate(monitors):
+        is_held = monitor.holder is not None and is_running[index] is not False
+        names.append(str(monitor.holder) if is_held else None)
+    return names
 
 
 def is_recent(sample: LoggedSample) -> bool:
@@ -174,7 +188,10 @@ def is_recent(sample: LoggedSample) -> bool:
 
 @contextlib.contextmanager
 def engine_starting(run_dir: RunDir) -> Iterator[None]:
-    """Show other processes during the block that the engine is starting; a full disk is ignored."""
+    """Show other processes during the block that the task's engine is starting, by a file in its directory.
+
+    The file is for display only, so a disk that cannot be written is ignored.
+    """
     mark = run_dir.task_directory / ENGINE_STARTING
     with contextlib.suppress(OSError):
         mark.unlink(missing_ok=True)
@@ -187,16 +204,17 @@ def engine_starting(run_dir: RunDir) -> Iterator[None]:
 
 
 def starting_of(run_dir: RunDir) -> dict[str, Any] | None:
-    """Return the step of a held task before its first row (`what`) and its age in seconds (`since_s`).
+    """Return what a task does before its first row (`what`), and for how many seconds already (`since_s`).
 
-    The step is "input" while the input is read and sorted, "engine" while the engine starts; None afterwards.
-    The step follows from the modification times of files on one file system, so no two clocks are compared.
+    `what` is "input" while the task reads and sorts the input, and "engine" while its engine starts. Once the
+    task sends rows, return None. The answer follows from the modification times of the task's files, which
+    the clock of one file system sets.
     """
     lock_time = _modification_time(run_dir.task_directory / OWNER)
     if not lock_time or _modification_time(run_dir.events) > lock_time:
         return None
     mark_time = _modification_time(run_dir.task_directory / ENGINE_STARTING)
-    is_engine = mark_time >= lock_time  # an older mark is from an attempt that was killed
+    is_engine = mark_time >= lock_time  # An older mark is from an earlier attempt that was killed.
     since_s = round(max(0.0, time.time() - max(lock_time, mark_time)), 1)
     return {"what": "engine" if is_engine else "input", "since_s": since_s}
 
@@ -209,7 +227,10 @@ def _modification_time(path: Path) -> float:
 
 
 def read_bytes(path: Path, *, strict: bool = False) -> bytes:
-    """Return the content of a file, b"" for an unreadable one; with `strict` only for a missing one."""
+    """Return the content of a file, or b"" if it is missing or unreadable.
+
+    With `strict`, raise the OSError of a file that exists but cannot be read.
+    """
     try:
         return path.read_bytes()
     except OSError as failure:

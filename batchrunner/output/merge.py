@@ -36,7 +36,7 @@ BUCKET_ROWS = 100_000
 BUCKET_BYTES = 128 << 20
 """Approximate maximum size of a bucket in memory, in bytes."""
 SAMPLED_PARTS = 32
-"""Maximum number of parts that are read to estimate the size of a row."""
+"""Number of part files, about, that are read to estimate the size of a row in memory."""
 
 
 class Merged(NamedTuple):
@@ -45,18 +45,18 @@ class Merged(NamedTuple):
     path: Path
     """Directory of the dataset, or the file."""
     rows: int
-    """Number of input rows in the dataset or file. Each row has all its completions."""
+    """Number of different input rows in the dataset or file. A rollout may return several results for one."""
 
 
 def merge(run: str | Path | RunDir, file: str | None = None, *, force: bool = False) -> Merged:
     """Write the durable rows of a run in input order to `merged/*.parquet` of the run, or to a file.
 
-    Workers may be running. Rows are partitioned into buckets of consecutive ordinals, then each bucket is
+    Workers may be running. Rows are partitioned into buckets of consecutive input rows, then each bucket is
     sorted. So two passes over the data suffice, with one bucket in memory at a time. The ending of `file`
-    selects its format. The file appears when it is complete. It replaces an existing file only with `force`.
-    Raises NoResultYetError where no row is durable, OutputError where the path holds no run, `file` belongs
-    to the run or nothing can be written, ResumeError where a part is damaged, StorageError where the disk
-    cannot read one.
+    selects its format. The file appears when it is complete, and replaces an existing file only with `force`.
+    Raises NoResultYetError if no row is durable yet, OutputError if the path holds no run, if `file` belongs
+    to the run or if nothing can be written, ResumeError if a part file is damaged, and StorageError if the
+    disk cannot read one.
     """
     run_dir = look_at_run(run)
     file_format = None if file is None else export_format(file)
@@ -100,8 +100,8 @@ def merge_finished_run(run_dir: RunDir, name: str) -> None:
     done, total = len(done_by_all(run_dir)), require_run_json(run_dir)["rows_total"]
     if done < total:
         raise InputError(
-            f"{name}: this run is not done: {done:,} of {total:,} rows",
-            hint=f"run it again, or use the finished rows in {name}/parts",
+            f"{name}: this run is not done: {done:,} of {total:,} rows are done",
+            hint=f"run its job again, or use the finished rows in {name}/parts",
         )
     if _merged_rows(run_dir) >= total:
         return
@@ -114,7 +114,7 @@ def merge_finished_run(run_dir: RunDir, name: str) -> None:
 
 
 def _merged_rows(run_dir: RunDir) -> int:
-    """Count the input rows in the merged dataset; raises ResumeError where a file of it is damaged."""
+    """Count the input rows in the merged dataset. Raises ResumeError if one of its files is damaged."""
     return sum(distinct_rows(_read(file, ["row"])) for file in run_dir.merged.glob("*.parquet"))
 
 
@@ -122,26 +122,27 @@ def _merged_rows(run_dir: RunDir) -> int:
 def work_directory(run_dir: RunDir, parent: Path) -> Iterator[Path]:
     """Create a directory for temporary files in `parent` and delete it afterwards.
 
-    Raises OSError, and ResumeError if the parts that the block reads do not belong together.
+    Raises OSError, and ResumeError if the part files that the block reads do not belong together.
     """
     work = parent / f".merge-{secrets.token_hex(4)}"
     try:
         work.mkdir()
         yield work
-    except (KeyError, ValueError, pa.ArrowException) as failure:  # for example parts of another run
+    except (KeyError, ValueError, pa.ArrowException) as failure:  # for example part files of another run
         raise ResumeError(f"{run_dir.parts}: cannot be merged: {first_line(failure)}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
 def durable_results(run_dir: RunDir, work: Path) -> list[Path]:
-    """Return the Parquet files with all durable results: the parts of a run, and copies of its journals.
+    """Return Parquet files with all durable results: the part files of a run, and copies of its journals.
 
     The copies are written to the directory `work`. A row may be in two of the files. Running workers are not
-    disturbed. Raises OSError where a copy cannot be written, NoResultYetError where no row is durable.
+    disturbed. Raises OSError if a copy cannot be written, NoResultYetError if no row is durable.
     """
     copies = []
-    # Copy the journals, then list the parts: a journal that becomes a part in between is in the list.
+    # The journals are copied before the part files are listed, because a journal may become a part file in
+    # between. Its rows are then in two files, but never in none.
     for task in run_dir.all_tasks():
         for journal in task.journals():
             with contextlib.suppress(FileNotFoundError):
@@ -153,7 +154,7 @@ def durable_results(run_dir: RunDir, work: Path) -> list[Path]:
     if not results:
         raise NoResultYetError(
             f"{run_dir.name}: no row is on disk yet",
-            hint="wait for the run if it is running, else run the same command again; then merge again",
+            hint="if the run is running, wait; if not, run the job again; then merge again",
         )
     return results
 
@@ -166,13 +167,13 @@ def in_order(
     columns: list[str] | None = None,
     bucket_bytes: int | None = None,
 ) -> Iterator[pa.Table]:
-    """Yield the rows of the parts of a run as tables in input order.
+    """Yield the rows of part files as tables in input order.
 
-    If several parts hold a row, the first part wins. A table has at most about `bucket_bytes` (default:
-    BUCKET_BYTES). Memory peaks at about three times that size. `columns` selects columns; by default the
-    tables have all columns but the digests of requests. Temporary files go to `work`. Raises OutputError if
-    they cannot be written, and ArrowException, KeyError or ResumeError for parts that are damaged or do not
-    belong together.
+    If several part files hold a row, the first file wins. A table has at most about `bucket_bytes` bytes
+    (default: BUCKET_BYTES). Memory peaks at about three times that size. `columns` selects columns; by
+    default the tables have all columns but the digests of requests. Temporary files go to the directory
+    `work`. Raises OutputError if they cannot be written, and ArrowException, KeyError or ResumeError for part
+    files that are damaged or do not belong together.
     """
     bucket_bytes = bucket_bytes or BUCKET_BYTES
     bucket_rows = _bucket_rows(parts, columns, bucket_bytes)
@@ -184,10 +185,11 @@ def in_order(
             buckets.put(table)
     sorted_tables = buckets.take()
     kinds = None
+    # The types of the columns that a rollout function returned follow from the values of all rows.
     if RETURNED in schema.names:
         kinds = kinds_returned(_read(part, [RETURNED]) for part in parts)
     while True:
-        with writing(run_dir.path, OutputError):
+        with writing(run_dir.path, OutputError):  # not around `yield`: an OSError of the caller is not ours
             table = next(sorted_tables, None)
         if table is None:
             return
@@ -197,7 +199,7 @@ def in_order(
 
 
 def _distinct_tables(parts: list[Path], columns: list[str] | None, schema: pa.Schema) -> Iterator[pa.Table]:
-    """Yield the table of each part, without the rows that an earlier part holds."""
+    """Yield the table of each part file, without the rows that an earlier part file holds."""
     rows_so_far = BitMap64()
     for part in parts:
         table = _with_all_columns(_read(part, columns), schema)
@@ -210,9 +212,10 @@ def _distinct_tables(parts: list[Path], columns: list[str] | None, schema: pa.Sc
 
 
 def _bucket_rows(parts: list[Path], columns: list[str] | None, bucket_bytes: int) -> int:
-    """Estimate how many rows fill a bucket, from a sample of the parts.
+    """Estimate the number of rows that fill a bucket, from a sample of the part files.
 
-    The sizes in the footers of Parquet files are too small, because a repeated text counts only once there.
+    The sizes in the footers of Parquet files would be too small, because they count a repeated text only
+    once.
     """
     rows = size = 1
     for part in parts[:: 1 + len(parts) // SAMPLED_PARTS]:
@@ -222,7 +225,7 @@ def _bucket_rows(parts: list[Path], columns: list[str] | None, bucket_bytes: int
 
 
 def _common_schema(parts: list[Path], columns: list[str] | None) -> pa.Schema:
-    """Return the common schema of all parts, with the columns in order of first occurrence.
+    """Return the common schema of all part files, with the columns in order of first occurrence.
 
     `columns` selects columns; by default the schema has all columns but the digests of requests.
     """
@@ -230,7 +233,7 @@ def _common_schema(parts: list[Path], columns: list[str] | None) -> pa.Schema:
     for part in parts:
         with _open(part) as file:
             schemas.append(file.schema_arrow)
-    schema = pa.unify_schemas(schemas)  # attempts at a run may write different columns
+    schema = pa.unify_schemas(schemas)  # Two attempts at a run may write different columns.
     names = columns or {*schema.names} - {REQUEST_DIGEST}
     return pa.schema([field for field in schema if field.name in names], metadata=schema.metadata)
 
@@ -238,7 +241,7 @@ def _common_schema(parts: list[Path], columns: list[str] | None) -> pa.Schema:
 def _with_all_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """Return a table with exactly the columns of a schema; missing columns become null.
 
-    Raises KeyError for a file that is no part.
+    Raises KeyError for the table of a file that is not a part file.
     """
     if "row" not in table.schema.names:
         raise KeyError("a part lacks the column 'row'")
@@ -248,16 +251,18 @@ def _with_all_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 def _read(part: Path, columns: list[str] | None) -> pa.Table:
     with _open(part) as file:
-        return file.read(columns, use_threads=columns is None)  # each thread keeps memory
+        # One thread suffices for a few columns, and each further thread would keep memory.
+        return file.read(columns, use_threads=columns is None)
 
 
 @contextlib.contextmanager
 def _open(part: Path) -> Iterator[pq.ParquetFile]:
-    """Open a part; raises ResumeError where it is damaged or gone."""
+    """Open a part file. Raises ResumeError if the file is damaged or missing."""
     try:
         with open_part(part) as file:
             yield file
     except FileNotFoundError:
         raise ResumeError(
-            f"{part}: is missing", hint="run the job again, which sends its rows again; then merge again"
+            f"{part}: is missing",
+            hint="run the job again, which sends the rows of this file again; then merge again",
         ) from None

@@ -1,4 +1,4 @@
-"""Requests to an object store by obstore: conditional writes, repeated reads, and reasons of failures."""
+"""Requests to an object store with obstore: conditional writes, repeated reads, and reasons of failures."""
 
 import contextlib
 import errno
@@ -22,16 +22,17 @@ from batchrunner.job.output import StorageSpec
 from batchrunner.output.addresses import StoreAddress, endpoint_of
 
 STORE_ERRORS = (BaseError, FileNotFoundError, ValueError)
-"""Errors of a request: obstore's own, FileNotFoundError for a missing object, ValueError for a credential."""
+"""Errors that obstore raises for a request: its own, FileNotFoundError for a missing object, and ValueError
+for a malformed credential."""
 Answer = TypeVar("Answer")
 READ_TRIES = 5
-"""Maximum number of tries of a read whose answers are truncated."""
+"""Maximum number of tries of a read, if each answer breaks off before its end."""
 PIECE_BYTES = 4 << 20
-"""Minimum size in bytes of the pieces in which an object is downloaded. One piece at a time is in memory."""
+"""Minimum size in bytes of the pieces in which an object is downloaded, one piece at a time in memory."""
 _ENDPOINTS = {"s3": "endpoint", "gs": "base_url", "az": "endpoint"}
-"""obstore's option for the address of a store, by scheme."""
+"""Name of obstore's option for the URL of the store's server, by the scheme of the address."""
 _SECRETS = {"session_token": "token", "sas_token": "sas_key"}
-"""obstore's names of credentials that the job file names differently."""
+"""obstore's names of those credentials that have another name in the job file, by that name."""
 _ANSWER = re.compile(r"<Code>(?P<code>\w+)</Code>\s*<Message>(?P<message>[^<\n]*)", re.DOTALL)
 _STATUS = re.compile(r"non-2xx status code: (\d{3}[^:\n]*)")
 _AWAY = re.compile(r"error sending request|body error|non-2xx status code: (429|50[0234])")
@@ -41,15 +42,15 @@ _WORDS = {
     **dict.fromkeys(_NO_BUCKET, "there is no such bucket"),
     "SignatureDoesNotMatch": "the credentials are wrong",
     "ExpiredToken": "the session token has expired",
-    "AccessDenied": "the credentials do not allow it",
-    "AuthorizationHeaderMalformed": "the region is wrong: give storage.region",
-    "PermanentRedirect": "the bucket is in another region: give storage.region",
-    "incorrectly configured region": "the bucket is in another region: give storage.region",
+    "AccessDenied": "the credentials do not allow this request",
+    "AuthorizationHeaderMalformed": "the region is wrong: set storage.region",
+    "PermanentRedirect": "the bucket is in another region: set storage.region",
+    "incorrectly configured region": "the bucket is in another region: set storage.region",
     "<Code>NotImplemented": "the store has no conditional writes",
     "169.254.169.254": _NO_CREDENTIALS,
     "metadata.google.internal": _NO_CREDENTIALS,
-    "Account must be specified": "Account must be specified: give storage.account",
-    "body error": "its answers are cut short",
+    "Account must be specified": "the account is missing: set storage.account",
+    "body error": "the store's answers break off",
     "error sending request": "the store does not answer",
 }
 """Reasons for failures, keyed by a text that the error contains: a code of the store, the address of a
@@ -58,27 +59,28 @@ cloud's credentials service, or obstore's own words."""
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object of a run."""
+    """An object of a run, as a listing shows it."""
 
     name: str
-    """Its key below the run's URI."""
+    """Key of the object below the run's URI."""
     e_tag: str
     size: int = 0
+    """Size in bytes."""
 
 
 class RunObjects:
-    """The objects below a URI. Methods may be called from several threads, and raise OSError."""
+    """The objects below the URI of a run. Methods may be called from several threads, and raise OSError."""
 
     def __init__(self, address: StoreAddress, storage: StorageSpec) -> None:
-        """Open the bucket without a request; raises JobError."""
+        """Configure the client of the bucket, without a request. Raises JobError."""
         self.address = address
         self._bucket = open_bucket(address, storage)
 
     def create(self, name: str, content: bytes) -> str | None:
-        """Create an object and return its e_tag; None where the name is taken.
+        """Create an object and return its e_tag; None if the name is taken by an object with other content.
 
-        If an object already has this content, an earlier try of the client created it and its reply was lost.
-        So the e_tag of that object is returned.
+        An object with the same content was created by this call: the store's reply to an earlier try of the
+        client was lost. So the e_tag of that object is returned.
         """
         with self._request(name):
             try:
@@ -87,14 +89,15 @@ class RunObjects:
                 return self._e_tag_if(name, content)
 
     def swap(self, name: str, content: bytes, e_tag: str) -> str | None:
-        """Replace an object that still has this e_tag; return the new e_tag, None where it has another.
+        """Replace an object that still has this e_tag, and return the new e_tag; None if its e_tag differs.
 
-        A lost reply is recognised as in `create`.
+        If the object already has the new content, its e_tag is returned, because a reply may have been lost
+        as in `create`.
         """
         with self._request(name):
             try:
                 condition: Any = {"e_tag": e_tag}
-                if self.address.scheme == "gs":  # Google's condition is a generation, which listings lack
+                if self.address.scheme == "gs":  # Google's condition is a generation number, not an e_tag.
                     metadata = obstore.head(self._bucket, self._key(name))
                     if _tag(metadata) != e_tag:
                         return self._e_tag_if(name, content)
@@ -114,7 +117,7 @@ class RunObjects:
             return _tag(obstore.put(self._bucket, self._key(name), content))
 
     def read(self, name: str) -> tuple[bytes, str] | None:
-        """Return an object's content and e_tag; None where there is none."""
+        """Return an object's content and e_tag; None for a missing object."""
 
         def get() -> tuple[bytes, str]:
             answer = obstore.get(self._bucket, self._key(name))
@@ -146,8 +149,8 @@ class RunObjects:
             return read_whole(fetch)
 
     def below(self, prefix: str = "") -> list[StoredObject]:
-        """Return the objects whose names have this prefix."""
-        directory = prefix.rpartition("/")[0]  # obstore lists whole directories
+        """Return the objects whose names begin with `prefix`."""
+        directory = prefix.rpartition("/")[0]  # obstore lists only whole directories
         key = self._key(directory) if directory else self.address.key
         begin = len(self.address.key) + 1 if self.address.key else 0
         with self._request(""):
@@ -184,7 +187,7 @@ class RunObjects:
 
 
 def open_bucket(address: StoreAddress, storage: StorageSpec) -> Any:
-    """Return obstore's client of the whole bucket, without a request. Raises JobError."""
+    """Return obstore's client for the bucket of an address, without a request. Raises JobError."""
     config: dict[str, Any] = {}
     endpoint = endpoint_of(address, storage)
     if endpoint:
@@ -211,7 +214,7 @@ def open_bucket(address: StoreAddress, storage: StorageSpec) -> Any:
     }
     if address.scheme == "s3" and not (storage.anonymous or storage.secrets):
         options |= _aws_credentials()
-    if address.scheme == "gs" and storage.anonymous:  # otherwise writes look for credentials
+    if address.scheme == "gs" and storage.anonymous:  # without a token, obstore's writes look for credentials
         options["credential_provider"] = lambda: {"token": "none", "expires_at": None}
     try:
         return obstore.store.from_url(f"{address.scheme}://{address.bucket}", **options)
@@ -222,7 +225,8 @@ def open_bucket(address: StoreAddress, storage: StorageSpec) -> Any:
 def _aws_credentials() -> dict[str, Any]:
     """Return the options for credentials that AWS's own tools find: variables, profiles, roles, SSO.
 
-    Without boto3, obstore finds only the credentials of variables and roles.
+    The options are empty if boto3 is not installed. obstore then finds only variables and roles. Raises
+    JobError if boto3 finds no credentials.
     """
     if find_spec("boto3") is None:
         return {}
@@ -234,15 +238,15 @@ def _aws_credentials() -> dict[str, Any]:
         why = "none were found" if isinstance(failure, ValueError) else first_line(failure)
         raise JobError(
             f"AWS credentials: {why}",
-            hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, "
-            "or storage.anonymous for a public bucket",
+            hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
+            "or storage.anonymous: true for a public bucket",
         ) from None
 
 
 def e_tag_of(metadata: Mapping[str, Any]) -> str | None:
-    """Return the e_tag in obstore's metadata of an object, in quotes as conditions need it.
+    """Return the e_tag in obstore's metadata of an object; None if the store has no e_tags.
 
-    None if the store has no e_tags. Azure's listings omit the quotes.
+    The e_tag is in quotes, as conditional writes need it, although Azure's listings omit the quotes.
     """
     e_tag = metadata["e_tag"]
     return f'"{e_tag}"' if e_tag and not e_tag.endswith('"') else e_tag
@@ -253,9 +257,9 @@ def _tag(metadata: Any) -> str:
 
 
 def read_whole(request: Callable[[], Answer]) -> Answer:
-    """Send a read request, and repeat it while its answer is truncated.
+    """Send a read request, and repeat it if its answer breaks off before its end.
 
-    obstore itself repeats requests that are refused or get no answer.
+    obstore itself repeats only requests that are refused or get no answer.
     """
     return Retrying(**backoff(_is_truncated, attempts=READ_TRIES, first_s=0.2))(request)
 
@@ -265,11 +269,11 @@ def _is_truncated(failure: BaseException) -> bool:
 
 
 def reason_of(failure: BaseException) -> str:
-    """Summarise why a request failed; obstore's own text has many lines."""
+    """Return the reason of a failed request in a few words, because obstore's own text has many lines."""
     text = str(failure)
     answer = _ANSWER.search(text)
     meaning = next((meaning for words, meaning in _WORDS.items() if words in text), None)
-    if answer:
+    if answer:  # the store's own code follows in brackets, so that users can look it up
         return f"{meaning or answer['message'].strip() or answer['code']} ({answer['code']})"
     if meaning:
         return meaning
@@ -281,9 +285,11 @@ def reason_of(failure: BaseException) -> str:
 def as_os_error(failure: BaseException, name: str) -> OSError:
     """Return the OSError for a failed request about an object; FileNotFoundError for a missing object."""
     text = str(failure)
-    lacks_bucket = any(code in text for code in _NO_BUCKET)
+    lacks_bucket = any(code in text for code in _NO_BUCKET)  # obstore has the same error for a missing bucket
     if isinstance(failure, FileNotFoundError) and not lacks_bucket:
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
     error = StoreRequestError(errno.EIO, reason_of(failure), name)
+    # A cloud's credentials service that does not answer means that this machine has no credentials: no wait
+    # helps.
     error.is_away = error.strerror != _NO_CREDENTIALS and _AWAY.search(text) is not None
     return error

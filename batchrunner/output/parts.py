@@ -1,9 +1,11 @@
-"""Parts (complete Parquet files of finished rows) and journals, which hold rows until their part exists.
+"""Part files and journals.
 
-Rows are appended to a journal and synced long before their part is written. A frame of a journal consists of
-three little-endian 32-bit numbers (the payload's size in bytes, its CRC-32, its number of rows) and the
-payload, an Arrow IPC stream with its own schema. A write that a crash or a full disk interrupts leaves a torn
-last frame, at which readers stop.
+A part file is a complete Parquet file of finished rows; a journal holds newer rows.
+
+Rows are appended to a journal and synced to the disk long before their part file is written. A frame of a
+journal consists of three little-endian 32-bit numbers (the payload's size in bytes, its CRC-32, its number of
+rows) and the payload, an Arrow IPC stream with its own schema. A write that a crash or a full disk interrupts
+leaves a torn last frame, at which readers stop.
 """
 
 import contextlib
@@ -31,7 +33,7 @@ _HEADER = struct.Struct("<III")
 
 
 class Journal:
-    """A new journal. Each method may raise OSError, and may be repeated after that."""
+    """Writer of a new journal. Each method may raise OSError, and may be called again after that."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,14 +46,16 @@ class Journal:
             raise
 
     def append(self, table: pa.Table) -> None:
-        """Append rows; once this returns they survive a power failure."""
+        """Append rows. They survive a power failure once this method has returned."""
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
         payload = sink.getvalue()
         frame = memoryview(_HEADER.pack(payload.size, zlib.crc32(payload), table.num_rows) + payload)
         written = 0
-        while written < len(frame):  # at the end of the complete frames, over the rest of a failed try
+        # The frame begins at the end of the complete frames, so it overwrites the torn frame of a failed
+        # call.
+        while written < len(frame):
             written += os.pwrite(self._file, frame[written:], self._end + written)
         os.fsync(self._file)
         self._end += len(frame)
@@ -62,13 +66,13 @@ class Journal:
 
 
 def read_journal(path: Path) -> Iterator[pa.Table]:
-    """Yield the tables of a journal up to the first torn or damaged frame; raises FileNotFoundError."""
+    """Yield the tables of a journal up to its first torn or damaged frame. Raises FileNotFoundError."""
     with path.open("rb") as file:
         remaining = path.stat().st_size
         while remaining >= _HEADER.size:
             size, checksum, _ = _HEADER.unpack(file.read(_HEADER.size))
             remaining -= _HEADER.size + size
-            # A size of 0 is no frame: after a power failure a file may end in zeros that nobody wrote.
+            # After a power failure a file may end in zeros that nobody wrote, so a size of 0 is not a frame.
             if size == 0 or remaining < 0 or zlib.crc32(payload := file.read(size)) != checksum:
                 return
             with pa.ipc.open_stream(payload) as reader:
@@ -77,9 +81,9 @@ def read_journal(path: Path) -> Iterator[pa.Table]:
 
 @contextlib.contextmanager
 def open_part(path: Path) -> Iterator[pq.ParquetFile]:
-    """Open a part for reading.
+    """Open a part file for reading.
 
-    Raises FileNotFoundError for a missing part, StorageError for one that the disk cannot read, and
+    Raises FileNotFoundError for a missing part file, StorageError for one that the disk cannot read, and
     ResumeError for a damaged one.
     """
     try:
@@ -92,24 +96,25 @@ def open_part(path: Path) -> Iterator[pq.ParquetFile]:
         if number is not None:  # the system call failed; an error in the content of the file has no number
             raise StorageError(
                 f"{path}: cannot be read: {os.strerror(number)}",
-                hint="it is kept; run the same command again once the disk can be read",
+                hint="the file is kept; run the same command again once the disk can be read",
             ) from None
         raise ResumeError(
             f"{path}: is damaged",
-            hint=f"move it away, and its rows will be done again ({first_line(failure)})",
+            hint=f"move the file away, and its rows will be sent again ({first_line(failure)})",
         ) from None
 
 
-def write_part(run_dir: RunDir, first: int, tables: Sequence[pa.Table], lock: TaskLock) -> int:
-    """Write rows in input order as a part, under the first free number from `first` on; return the number.
+def write_part(run_dir: RunDir, first_number: int, tables: Sequence[pa.Table], lock: TaskLock) -> int:
+    """Write rows in input order as a part file; return its number.
 
-    If a part with a number exists, it is kept, and the rows that it holds are not written again. If it holds
-    all remaining rows, nothing is written and its number is returned. The caller may not know such a part,
-    because its listing was stale, or because an earlier try of this call failed after it had written the
-    part. Raises OSError or TaskLockLostError, and then leaves no file behind.
+    The number is the first free number from `first_number` on. A part file that already has a number is kept,
+    and rows that it holds are not written again. If it holds all remaining rows, nothing is written and its
+    number is returned. The caller may not know of such a part file, because its listing was stale, or because
+    an earlier try of this call failed after it had written the part file. Raises OSError or
+    TaskLockLostError, and then leaves no file behind.
     """
     remaining = [*tables]
-    for number in count(first):
+    for number in count(first_number):
         path = run_dir.part(number)
         try:
             with whole_file(path, lock.token, run_dir.store.add) as temporary:
@@ -121,14 +126,20 @@ def write_part(run_dir: RunDir, first: int, tables: Sequence[pa.Table], lock: Ta
         except FileExistsError:
             remaining = [rows for table in remaining if (rows := _without(table, path)).num_rows]
             if not remaining:
-                sync_directory(path.parent)  # the earlier try may have failed before this
+                # The try that wrote this part file may have failed before it synced the directory.
+                sync_directory(path.parent)
                 break
-            log.warning("%s: was written by another attempt: it is kept, and the next number is used", path)
+            log.warning(
+                "%s: was written by another attempt: the file is kept, and the next number is used", path
+            )
     return number
 
 
 def _without(table: pa.Table, path: Path) -> pa.Table:
-    """Return the rows of a table that a part lacks: all if the part is unreadable or deleted."""
+    """Return the rows of a table that a part file lacks.
+
+    A part file that is damaged or missing lacks all rows.
+    """
     try:
         with pq.ParquetFile(path) as part:
             existing = part.read(["row"]).column("row").cast(pa.int64()).combine_chunks()
@@ -143,11 +154,12 @@ def without_rows(table: pa.Table, rows: pa.Array) -> pa.Table:
 
 
 def recover(run_dir: RunDir, lock: TaskLock, schema: pa.Schema | None = None) -> None:
-    """Recover the task after an interrupted attempt: delete torn parts, turn journals into parts.
+    """Recover the task after an interrupted attempt: delete torn part files, turn journals into part files.
 
     The caller holds `lock`, the lock of the task. `schema` is that of the results, if it is known. Raises
     OSError or TaskLockLostError.
     """
+    # The number of the predecessor's next part file is read before its journals become part files.
     next_number = run_dir.next_number()
     predecessor = lock.predecessor
     lock.verify()
@@ -160,11 +172,15 @@ def recover(run_dir: RunDir, lock: TaskLock, schema: pa.Schema | None = None) ->
             schema = schema or tables[0].schema
         lock.verify()
         path.unlink(missing_ok=True)
-    for outdated in run_dir.task_directory.glob("journal-*"):  # another machine has done its rows since
+    # In an object store, a journal of an earlier holder is left over. Later holders have done its rows again.
+    for outdated in run_dir.task_directory.glob("journal-*"):
         lock.verify()
         outdated.unlink(missing_ok=True)
-    # Without a run.json the predecessor wrote no part, and a part alone would look like a damaged run.
+    # Without a run.json the predecessor cannot have written a part file, and a part file alone would look
+    # like a damaged run.
     if predecessor is not None and not predecessor.is_clean and run_dir.run_json.exists():
+        # Without a schema no file can be written. `lock` still names the predecessor, so a later attempt does
+        # it.
         if schema is None:
             return
         _block_late_part(run_dir, next_number, schema, lock)
@@ -172,13 +188,14 @@ def recover(run_dir: RunDir, lock: TaskLock, schema: pa.Schema | None = None) ->
 
 
 def _block_late_part(run_dir: RunDir, number: int, schema: pa.Schema, lock: TaskLock) -> None:
-    """Write an empty part under the name that the predecessor would use next, so that its write fails.
+    """Write an empty part file under the next name of the task's previous holder, so that its write fails.
 
-    In an object store a write may arrive long after its process lost the task.
+    In an object store, a write may arrive long after its process has lost the task.
     """
     make_directory(run_dir.parts)
     with (
-        contextlib.suppress(FileExistsError),  # the late part, or the part of the journal, exists
+        # If the name is taken, the late write has arrived, or `recover` has used the name for a journal.
+        contextlib.suppress(FileExistsError),
         whole_file(run_dir.part(number), lock.token, run_dir.store.add) as temporary,
     ):
         pq.write_table(schema.empty_table(), temporary)

@@ -21,7 +21,7 @@ from batchrunner.output.holder import OWNER, parse_holder, this_process
 from batchrunner.output.store import LOCAL, ObjectStore, Store
 
 LEAST_FREE_BYTES = 16 << 20
-"""Minimum free space on the disk, in bytes, with which a run may begin."""
+"""Minimum number of free bytes on the disk with which a run may begin."""
 ENGINE_STARTING = "engine-starting"
 """Name of the file in a task directory that exists while the task's engine starts."""
 ESTIMATE = "estimate.json"
@@ -31,16 +31,17 @@ TUNE = "tune"
 MAIN_TASK = "main"
 """Name of the only task of a run that is not shared."""
 _PART = re.compile(r"part-(.+)-(\d{6,})\.parquet")
-"""Name of a part, with its task and its number."""
+"""Name of a part (a Parquet file of results), with its task and its number."""
 _MERGED = re.compile(r"merged/(merged-\d+\.parquet|_SUCCESS)")
 _OURS = re.compile(
     r"parts/(part-.+-\d{6,}\.parquet|\.part-.+\.tmp)|(leases|tasks/[^/]+)/.+"
     r"|run\.json|report\.(json|html)|estimate\.json|events\.jsonl|engine[^/]*\.log"
 )
-"""Names of the files that the tasks of a run write."""
+"""Names, relative to the run directory, of the files that the tasks of a run write."""
 _DIRECTORIES = re.compile(r"parts|(leases|tasks)(/.+)?")
 _RESERVED = re.compile(rf"(parts|leases|tasks|merged|\.input)(/.*)?|{_OURS.pattern}|discarding")
-"""Names in a run directory that only the run may write: its files, and whatever lies in its directories."""
+"""Names, relative to the run directory, that only the run may write: its files, and all in its
+directories."""
 SEGMENT = "turns-"
 """Prefix of the names of the files in a task's directory that hold turns of rollouts (turns.py)."""
 PLACE = ".place.json"
@@ -64,7 +65,7 @@ class RunDir:
         self.tasks = self.path / "tasks"
         self.task_directory = self.tasks / task
         self.owner = f"tasks/{task}/{OWNER}"
-        """Name of the object that names the task's holder, in an object store."""
+        """Name of the object that names the task's holder, for a run in an object store."""
         self.parts = self.path / "parts"
         self.leases = self.path / "leases"
         self.merged = self.path / "merged"
@@ -72,9 +73,9 @@ class RunDir:
         """Directory of Parquet copies of input files in other formats, until the run is done."""
         self.run_json = self.path / "run.json"
         self.discarding = self.path / "discarding"
-        """File that marks a run which is being discarded; see `discard.py`."""
+        """File that marks a run as being discarded; see `discard.py`."""
         self.log_directory = self.path if task == MAIN_TASK else self.task_directory
-        """Directory of the task's event log, report and engine log."""
+        """Directory of the task's event log, report and engine logs."""
         self.report_json = self.log_directory / "report.json"
         self.report_html = self.log_directory / "report.html"
         self.events = self.log_directory / "events.jsonl"
@@ -85,7 +86,7 @@ class RunDir:
         return self.store.uri or (self._path_in_job if is_uri(self._path_in_job) else str(self.path))
 
     def all_tasks(self) -> list[RunDir]:
-        """Return a RunDir for each task that has parts, or files in its directory."""
+        """Return a RunDir for each task that has part files, or files in its directory."""
         with_files = [path.name for path in self.tasks.glob("*") if not _is_empty(path)]
         in_store = self._published(self.tasks)
         with_parts = [task for task in map(_task_of, self.all_parts()) if task is not None]
@@ -101,7 +102,7 @@ class RunDir:
         return [run_dir for run_dir in self.all_tasks() if run_dir.task != self.task]
 
     def all_parts(self) -> list[Path]:
-        """Return the parts of all tasks, sorted by task, then by number."""
+        """Return the part files of all tasks, sorted by task, then by number."""
         return sorted(filter(_task_of, self.parts.glob("part-*.parquet")))
 
     def bring_results(self) -> None:
@@ -117,7 +118,7 @@ class RunDir:
             return self.store.names(directory)
 
     def part(self, number: int) -> Path:
-        """Return the path of this task's part with this number."""
+        """Return the path of this task's part file with this number."""
         return self.parts / f"part-{self.task}-{number:06d}.parquet"
 
     def owns(self, path: Path) -> bool:
@@ -131,16 +132,16 @@ class RunDir:
         return _RESERVED.fullmatch(path.relative_to(directory).as_posix()) is not None
 
     def own_parts(self) -> list[Path]:
-        """Return the parts of this task, oldest first."""
+        """Return the part files of this task, oldest first."""
         parts = self.parts.glob(f"part-{self.task}-*.parquet")
         return sorted(part for part in parts if _task_of(part) == self.task)
 
     def next_number(self) -> int:
-        """Return the number of this task's next part."""
+        """Return the number of this task's next part file."""
         return 1 + max(map(number_of, self.own_parts()), default=-1)
 
     def journal(self, number: int, token: str) -> Path:
-        """Return the path of the journal of part `number`; `token` is that of its writer's lock."""
+        """Return the path of the journal for part file `number`; `token` is the token of the task's lock."""
         return self.task_directory / f"journal-{number:06d}-{token}"
 
     def journals(self, last: str | None = None) -> list[Path]:
@@ -149,7 +150,7 @@ class RunDir:
             return self.store.journals(self.task_directory, last)
 
     def check_writable(self) -> None:
-        """Raise OutputError if results cannot be written here; change nothing."""
+        """Raise OutputError if results cannot be written to this directory. Change nothing."""
         if self.store.objects is None and is_uri(self._path_in_job):
             raise OutputError(
                 f"output.path {self._path_in_job}: "
@@ -165,19 +166,23 @@ class RunDir:
         if not os.access(existing, os.W_OK | os.X_OK):
             raise OutputError(f"output.path {self.path}: {existing} is not writable")
         disk = shutil.disk_usage(existing)
-        if disk.total and disk.free < LEAST_FREE_BYTES:  # /proc and similar file systems have no size
+        # A file system without a size, such as /proc, reports a total of 0.
+        if disk.total and disk.free < LEAST_FREE_BYTES:
             raise OutputError(f"output.path {self.path}: the disk is full ({disk.free >> 20} MiB free)")
 
     def discard_merged(self) -> None:
-        """Delete the merged dataset, which new rows outdate."""
+        """Delete the merged dataset, because it will lack new rows."""
         for file in self.merged.glob("merged-*.parquet"):
-            file.unlink(missing_ok=True)  # another task may delete it at the same time
+            file.unlink(missing_ok=True)  # Another task may delete the same file at the same time.
         with contextlib.suppress(OSError):
             self.merged.rmdir()
         self.store.clear(_MERGED)
 
     def is_being_discarded(self) -> bool:
-        """Whether a start with `--fresh` is deleting this run, or died meanwhile. Raises OutputError."""
+        """Whether a start with `--fresh` is deleting this run, or died before it had deleted all files.
+
+        Raises OutputError.
+        """
         with using_run(self.name):
             return self.store.exists(self.discarding)
 
@@ -188,20 +193,20 @@ class RunDir:
         before each deletion, and may raise to stop.
         """
         before_each()
-        self.run_json.unlink(missing_ok=True)  # first, so that no reader mistakes the rest for a run
+        self.run_json.unlink(missing_ok=True)  # First, so that no reader takes the remaining files for a run.
         self.discard_merged()
-        for path in sorted(self.path.rglob("*"), reverse=True):  # a directory comes after its files
+        for path in sorted(self.path.rglob("*"), reverse=True):  # A directory comes after its files.
             before_each()
             name = path.relative_to(self.path).as_posix()
-            if self.task_directory in path.parents:
+            if self.task_directory in path.parents:  # with the lock and the sorted copy of this attempt
                 if path.name.startswith(("journal-", SEGMENT)):
                     path.unlink(missing_ok=True)
             elif path.is_dir():
                 if _DIRECTORIES.fullmatch(name):
-                    with contextlib.suppress(OSError):  # it holds files of another origin
+                    with contextlib.suppress(OSError):  # The directory also holds files of a user.
                         path.rmdir()
             elif path.parent == self.log_directory and path.suffix == ".log":
-                continue
+                continue  # The engine of this attempt is writing its log.
             elif _OURS.fullmatch(name):
                 path.unlink(missing_ok=True)
         before_each()
@@ -209,13 +214,13 @@ class RunDir:
 
 
 def number_of(path: Path) -> int:
-    """Return the number in the name of a part or a journal."""
+    """Return the number in the name of a part file or a journal."""
     name = _PART.fullmatch(path.name)
     return int(name[2] if name else path.name.split("-")[1])
 
 
 def _task_of(part: Path) -> str | None:
-    """Return the task in the name of a part; None for another file."""
+    """Return the task in the name of a part file; None for another file."""
     name = _PART.fullmatch(part.name)
     return name[1] if name else None
 
@@ -229,21 +234,21 @@ def _is_empty(directory: Path) -> bool:
 def open_run(path: str | Path, task: str = MAIN_TASK, storage: StorageSpec | None = None) -> RunDir:
     """Return the run directory to which a task of a job writes.
 
-    The working copy of a run in an object store is updated, unless another process of this machine works in
+    The working copy of a run in an object store is updated, unless another process on this machine is using
     it. Raises OutputError or StoreAwayError for a store that cannot be used, JobError for a wrong `storage`.
     """
-    if task.startswith("join-"):  # such tasks may start often, so they fetch results only when needed
+    if task.startswith("join-"):  # A worker with --join may start often, so it fetches results when needed.
         pattern = r"run\.json|events\.jsonl|tasks/main/.*|tasks/[^/]+/events\.jsonl"
-    else:
+    else:  # all objects except leases, and engine logs of other tasks
         pattern = rf"(?!leases/)(?!tasks/(?!{re.escape(task)}/)[^/]+/[^/]+\.log).*"
     return _with_copy(str(path), storage or StorageSpec(), task=task, pattern=pattern)
 
 
 def look_at_run(run: str | Path | RunDir, storage: StorageSpec | None = None) -> RunDir:
-    """Return the run directory of a run for reading, whoever writes it; raises as `open_run`.
+    """Return the run directory of a run for reading; raises as `open_run`.
 
-    A run in an object store gets a separate working copy. Without `storage`, the options are used with which
-    this machine last reached the run.
+    For a run in an object store, the files are copied to a directory that no task writes to. Without
+    `storage`, the storage options are those with which this machine last reached the run.
     """
     if isinstance(run, RunDir):
         return run
@@ -263,7 +268,10 @@ def _last_storage(address: StoreAddress) -> StorageSpec:
 def _with_copy(
     path: str, storage: StorageSpec | None, *, task: str, pattern: str, is_read_only: bool = False
 ) -> RunDir:
-    """Return a run. If it is in an object store, copy the files whose names match `pattern` here."""
+    """Return a run. For a run in an object store, first fetch the files whose names match `pattern`.
+
+    A task keeps its working copy for later attempts. With `is_read_only`, the run gets a separate copy.
+    """
     address = store_address(path)
     if address is None:
         return RunDir(path, task)
@@ -271,6 +279,7 @@ def _with_copy(
     check_client(address, OutputError)
     from batchrunner.output.objects import RunObjects  # noqa: PLC0415 - an extra
 
+    # Two stores with different endpoints may have buckets of the same name.
     identity = f"{address} {endpoint_of(address, storage) or ''}"
     name = f"{address.name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     copies = cache_directory() / "runs" / name
@@ -282,10 +291,12 @@ def _with_copy(
         holder = parse_holder(objects.look(run_dir.owner)[0])
         is_in_use = holder is not None and holder.is_dead(this_process()) is False
         if is_read_only or not is_in_use:
-            # A new run writes the object in the store before the copy, so the copy is read first.
+            # The local run.json is read before the object in the store. A new run writes the object first, so
+            # the local file cannot be newer than the object to which it is compared.
             copied = read_json(run_dir.run_json)
             if copied and str(copied.get(RUN_ID)).encode() not in objects.look("run.json")[0]:
-                shutil.rmtree(root)  # its run was deleted from the store, or replaced by a fresh one
+                # The run of this copy was deleted from the store, or replaced by a new run.
+                shutil.rmtree(root)
             make_directory(root)
             place = {"uri": str(address), "storage": storage.model_dump(mode="json", exclude_unset=True)}
             (root / PLACE).write_bytes(orjson.dumps(place))

@@ -1,4 +1,4 @@
-"""run.json: the job of a run, and the fingerprint by which a later attempt recognises its run."""
+"""run.json of a run: its job, and the fingerprint by which a later attempt recognises the run."""
 
 import logging
 import re
@@ -27,11 +27,11 @@ FORMAT = 1
 DISCARD = "--fresh (with --join: delete the directory)"
 """The option that discards a run, for error messages."""
 CODE = "code_of_functions"
-"""Key in run.json for the code digests of each Python function. A function whose code changed between starts
-has several, in the order in which they made rows."""
+"""Key in run.json for the digests of the code of each Python function. A function whose code changed between
+starts has several digests, the newest last."""
 _KEYS = {"format", "job", "fingerprint", "rows_total", "engine", "versions"}
 _SECRET = re.compile(r"key|token(?!iz|s)|secret|password", re.IGNORECASE)
-"""Names of engine arguments whose values are masked: `admin-api-key`, but not `tokenizer-path`."""
+"""Matches names of engine arguments whose values may be secret: `admin-api-key`, but not `tokenizer-path`."""
 _LONGEST_VALUE = 60
 """Maximum number of characters of a value in an error message."""
 
@@ -39,10 +39,10 @@ _OF_INPUT = ("filter", "columns", "rename", "types", "delimiter", "encoding")
 
 
 def fingerprint(job: Job, files: Sequence[Mapping[str, Any]], model: str) -> dict[str, Any]:
-    """Return the properties that two attempts of the same run have in common.
+    """Return the properties of a job that must be the same in all attempts at its run.
 
-    `files` are the input's, in its order, each with path, rows, digest and size. An empty `model` is not
-    compared.
+    `files` describes the input files in their order, each with path, rows, digest and size. An empty `model`
+    is not compared.
     """
     fields = () if job.task == GENERATE else TASKS[job.task].takes
     return {
@@ -72,19 +72,21 @@ def _conditions(job: Job) -> dict[str, Any]:
         "python": None if accept.python is None else name_of(accept.python),
         "on_length": job.on_length,
     }
-    if job.on_repetition != "keep":  # runs that were begun without the field can be resumed
+    if job.on_repetition != "keep":  # A run that was begun before the field existed can then be resumed.
         conditions["on_repetition"] = job.on_repetition
     return conditions
 
 
 def check_same_run(old: Mapping[str, Any], new: Mapping[str, Any], where: str | Path) -> None:
-    """Raise ResumeError, naming the difference, if the fingerprints belong to different runs.
+    """Raise ResumeError if two fingerprints belong to different runs. The message names the difference.
 
-    `old` belongs to the results at `where`. The limit may grow, files may be added after the old ones, and
-    rows may be appended to the last of the old files. The models are compared if `new` has one.
+    `old` is the fingerprint of the results at `where`, and `new` that of this attempt. Three differences are
+    allowed: `input.limit` may grow, files may be added after the old files, and rows may be appended to the
+    last of the old files. The models are compared if `new` has one.
     """
     difference = _files_difference(old["files"], new["files"])
-    if difference is None and new["limit"] is not None and new["limit"] < (old["limit"] or sys.maxsize):
+    old_limit = old["limit"] or sys.maxsize  # A run without a limit has the largest one.
+    if difference is None and new["limit"] is not None and new["limit"] < old_limit:
         difference = f"input.limit was {old['limit'] or 'unset'} and is {new['limit']}: it can only grow"
     may_differ = {"files", "limit"} if new["model"] else {"files", "limit", "model"}
     for name in {**new, **old}:
@@ -105,17 +107,19 @@ def known_fields(fingerprint_of_run: Mapping[str, Any]) -> list[str] | None:
 
 
 def _files_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str | None:
+    """Describe a change of the input files that changes rows of the run; None without such a change."""
     if len(new) < len(old):
         return f"the input had {len(old)} files and has {len(new)}"
     old_digests, new_digests = ({file["digest"] for file in files} for files in (old, new))
     for before, after in zip(old, new, strict=False):
+        # `grown_from` is the digest that a file had before rows were appended to it.
         if before["digest"] not in {after["digest"], after.get("grown_from")}:
             if after["digest"] not in old_digests and before["digest"] in new_digests:
                 return (
                     f"the new input file {after['path']} sorts before {before['path']}: "
                     "rename it so that it comes last"
                 )
-            moved = "" if before["path"] == after["path"] else f" (it stands where {before['path']} stood)"
+            moved = "" if before["path"] == after["path"] else f" (its position was that of {before['path']})"
             return f"the input file {after['path']} changed{moved}"
     return None
 
@@ -129,12 +133,13 @@ def describe_difference(name: str, before: Any, after: Any) -> str:
 
 
 def _brief(value: Any) -> str:
+    """Return a value for an error message, shortened to _LONGEST_VALUE characters."""
     text = "unset" if value is None else repr(value)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
 
 
 def read_run_json(run_dir: RunDir) -> dict[str, Any] | None:
-    """Return the content of run.json, None where it is missing; raises ResumeError where it is damaged."""
+    """Return the content of run.json; None if the file is missing. Raises ResumeError if it is damaged."""
     try:
         content = orjson.loads(run_dir.run_json.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
@@ -152,12 +157,12 @@ def read_run_json(run_dir: RunDir) -> dict[str, Any] | None:
 
 
 def require_run_json(run_dir: RunDir) -> dict[str, Any]:
-    """Return the content of run.json; raises OutputError where it is missing, ResumeError where damaged."""
+    """Return the content of run.json. Raises OutputError if the file is missing, ResumeError if damaged."""
     content = read_run_json(run_dir)
     if content is None and run_dir.is_being_discarded():
         raise OutputError(
             f"{run_dir.name}: --fresh was stopped while it discarded this run",
-            hint="start the job again",
+            hint="start the job again to discard the remaining files",
         )
     if content is None:
         raise OutputError(
@@ -170,7 +175,7 @@ def require_run_json(run_dir: RunDir) -> dict[str, Any]:
 def write_run_json(run_dir: RunDir, job: Job, code_digests: Mapping[str, str], **values: Any) -> None:
     """Write run.json with the job and these values: `fingerprint`, `rows_total`, `engine` and `versions`.
 
-    `code_digests` has the digest of each Python function that makes the next rows. Raises StorageError.
+    `code_digests` has the code digest of each Python function of this attempt. Raises StorageError.
     """
     content = {
         "format": FORMAT,
@@ -184,9 +189,10 @@ def write_run_json(run_dir: RunDir, job: Job, code_digests: Mapping[str, str], *
 
 
 def code_versions(content: Mapping[str, Any] | None, code_digests: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the code digests of each Python function, the newest last: of past rows and of the next rows.
+    """Return the value of CODE for run.json: the code digests of each Python function, the newest last.
 
-    `content` is that of run.json. Warn about each Python function whose code has changed.
+    `content` is the present content of run.json, and `code_digests` has the digests of this attempt. Log a
+    warning for each function whose code has changed since the last attempt.
     """
     versions: dict[str, list[str]] = {**(content or {}).get(CODE, {})}
     for where, digest in code_digests.items():
@@ -195,7 +201,7 @@ def code_versions(content: Mapping[str, Any] | None, code_digests: Mapping[str, 
             versions[where] = [*before, digest]
         if before and before[-1] != digest:
             log.warning(
-                "%s: its code has changed since the last start: finished rows keep what the old code made. "
+                "%s: the code has changed since the last start: finished rows keep what the old code made. "
                 "To make them again, discard the run with %s",
                 where, DISCARD,
             )  # fmt: skip
@@ -207,10 +213,10 @@ def _write(run_dir: RunDir, content: Mapping[str, Any]) -> None:
 
 
 def _run_id(run_dir: RunDir, content: Mapping[str, Any]) -> str:
-    """Return the random name of the run. The first task that writes run.json draws it."""
+    """Return the random name of the run. The first task that writes run.json chooses the name."""
     content = {**content, RUN_ID: secrets.token_hex(8)}
     published = _newest(run_dir)
-    if published is None:
+    if published is None:  # Several tasks may try to create the file. All of them then read its name.
         with writing(run_dir.run_json):
             create_file(run_dir.run_json, orjson.dumps(content), run_dir.task, run_dir.store.add)
         published = read_run_json(run_dir) or content
@@ -218,19 +224,18 @@ def _run_id(run_dir: RunDir, content: Mapping[str, Any]) -> str:
 
 
 def holds_run(directory: Path) -> bool:
-    """Whether a directory is the output path of a run, even of one that has just begun."""
+    """Whether a directory is the output path of a run, even if the run has just begun and has no run.json."""
     return read_json(directory / "run.json").keys() >= _KEYS or any(directory.glob(f"tasks/*/{OWNER}"))
 
 
 def raise_total(
     run_dir: RunDir, rows_total: int, new: Mapping[str, Any], code_digests: Mapping[str, str]
 ) -> None:
-    """Raise the number of rows in run.json; `new` is the fingerprint with the longer input.
+    """Raise the number of rows in run.json, so that `merge` and `status` expect the new rows at once.
 
-    `code_digests` has the digest of each Python function that makes the new rows.
-
-    `merge` and `status` then count the new rows before the first of them is done. A missing run.json is not
-    written here: the first attempt that sends rows writes it. Raises StorageError or ResumeError.
+    `new` is the fingerprint with the longer input. `code_digests` has the code digest of each Python function
+    of this attempt. A missing run.json is not created, because the first attempt that sends rows does that.
+    Raises StorageError or ResumeError.
     """
     if (content := _newest(run_dir)) is not None:
         longer = {**content["fingerprint"], "files": new["files"], "limit": new["limit"]}
@@ -239,7 +244,7 @@ def raise_total(
 
 
 def write_limits(run_dir: RunDir, job: Job) -> None:
-    """Write a job's limits, by which `merge` judges the run, into run.json; raises as `raise_total`."""
+    """Write the `limits` of a job into run.json if they have changed; raises as `raise_total`."""
     limits = without_secrets(job).get("limits", {})
     content = _newest(run_dir)
     if content is not None and content["job"].get("limits", {}) != limits:
@@ -247,13 +252,14 @@ def write_limits(run_dir: RunDir, job: Job) -> None:
 
 
 def _newest(run_dir: RunDir) -> dict[str, Any] | None:
+    """Return the newest content of run.json, which another task may have written; None if it is missing."""
     with writing(run_dir.run_json):
         run_dir.store.bring(run_dir.run_json, again=True)
     return read_run_json(run_dir)
 
 
 def without_secrets(job: Job) -> dict[str, Any]:
-    """Return the job for run.json. Possible secrets, such as all values of `engine.env`, become ***."""
+    """Return the job as run.json has it. Possible secrets become ***, among them all of `engine.env`."""
     spec = job.model_dump(mode="json", exclude_unset=True)
     for section in ("env", "args"):
         values = spec["engine"].get(section, {})

@@ -1,4 +1,4 @@
-"""State of a run at one moment. Displays show it, and the event log has it as the event `sample`."""
+"""Samples: the state of a run at one moment, for displays and as the event `sample` of the event log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchrunner.core.engine_info import SchedulerLoad
 
 
 class SchedulerSample(msgspec.Struct, kw_only=True):
-    """Load of one scheduler, as in `SchedulerLoad`. The client adds the fields from `window` on."""
+    """Load of one scheduler: the fields of `SchedulerLoad`, and from `window` on fields of the client."""
 
     scheduler: str
     running: int
@@ -30,13 +30,14 @@ class SchedulerSample(msgspec.Struct, kw_only=True):
     retracted: int | None = None
     state_usage: float = 0.0
     window: int | UnsetType = UNSET
-    """Concurrency limit of the scheduler; unset if the job sets the window."""
+    """Maximum number of requests in flight to the scheduler; unset if the job sets the concurrency limit."""
     corner: str | UnsetType = UNSET
-    """Load state of the scheduler, a `Corner`; unset until a state has lasted long enough."""
+    """Load state of the scheduler, a value of `Corner`; unset until a state has lasted for seconds."""
     output_tokens_per_s: float | UnsetType = UNSET
-    """Output tokens a second. This and `retractions` are unset if several schedulers share the route."""
+    """Output tokens per second of the scheduler; unset if several schedulers share the route."""
     retractions: int | UnsetType = UNSET
-    """Requests that the scheduler retracted during the run."""
+    """Number of requests that the scheduler retracted during the run; unset if several schedulers share the
+    route."""
 
     @classmethod
     def of(cls, load: SchedulerLoad) -> SchedulerSample:
@@ -45,36 +46,42 @@ class SchedulerSample(msgspec.Struct, kw_only=True):
 
 
 class RolloutSample(msgspec.Struct, kw_only=True):
-    """The rollouts of a run."""
+    """State of the multi-turn rollouts of a run."""
 
     open: int
+    """Number of rows whose rollout function has begun and not ended."""
     waiting_for_tools: int
-    """Open rows that wait for no answer of the engine, because their function is at work."""
+    """Number of open rows whose function is running, for example a tool, so that no request is in flight."""
     blocked: int
-    """Open rows that wait because another row blocks their process."""
+    """Number of open rows that cannot go on because the function of another row blocks their process."""
     turns: int
+    """Number of answers that the rollouts have received."""
 
 
 class BackgroundSample(msgspec.Struct, kw_only=True):
     """Shares of the engine's time in a background run."""
 
     our_share: float
-    """Fraction of the time that the engine worked for us, 0 to 1; `users_share` is that of its users."""
+    """Fraction of the time that the engine worked for this run, from 0 to 1."""
     users_share: float
+    """Fraction of the time that the engine worked for its users, from 0 to 1."""
     rows_given_back: int
-    """Rows that were preempted for the users."""
+    """Number of rows that were preempted, so that requests of the users could run."""
     tokens_lost: int
-    """Output tokens of these rows."""
+    """Output tokens that preempted rows had generated, and that must be generated again."""
 
 
 class RunSample(msgspec.Struct, kw_only=True):
-    """The state of a run: its rows, its rates a second, and the load of its engine."""
+    """The state of a run: its rows, its rates per second, and the load of its engine."""
 
     rows_total: int
-    """Rows of the run; 0 if unknown. This and the next three counts include rows of earlier attempts."""
+    """Number of rows of the run, with those that earlier attempts finished; 0 if unknown."""
     rows_done: int
+    """Number of finished rows, with those of earlier attempts."""
     rows_failed: int
+    """Number of rows in `rows_done` that ended with an error."""
     rows_reused: int
+    """Number of rows in `rows_done` that have the answer of another run."""
     rows_per_s: float
     time_left_s: float | None
     """Estimated seconds to the end; None while unknown."""
@@ -83,21 +90,23 @@ class RunSample(msgspec.Struct, kw_only=True):
     prompt_tokens_per_s: float
     cached_tokens_per_s: float
     output_tokens: int
-    """Output tokens of this attempt; `prompt_tokens` and `cached_tokens` are of this attempt too."""
+    """Output tokens of this attempt."""
     prompt_tokens: int
+    """Prompt tokens of this attempt."""
     cached_tokens: int
+    """Prompt tokens of this attempt that came from the prefix cache."""
     window: int
-    """Concurrency limit, summed over routes."""
+    """Maximum number of requests in flight, summed over routes."""
     in_flight: int
     resting: int
-    """Rows that wait for a retry."""
+    """Number of rows that failed once and wait for a retry."""
     unsent: int
-    """Rows that were never sent."""
+    """Number of rows that were never sent."""
     retractions: int
     signals: list[SchedulerSample]
     """Newest load sample of each scheduler; empty if the load is unknown."""
     bands: dict[str, tuple[int, int]]
-    """Minimum and maximum number of waiting requests in a healthy queue, by scheduler."""
+    """Minimum and maximum number of waiting requests of a healthy queue, by scheduler."""
     task: str
     simulated: bool
     rollouts: RolloutSample | UnsetType = UNSET
@@ -121,7 +130,7 @@ _sample_in: Callable[[Mapping[str, Any]], LoggedSample] = functools.partial(
 
 
 def sample_of(event: Mapping[str, Any]) -> LoggedSample | None:
-    """Return the load sample in an event; None for another event, and for a damaged sample."""
+    """Return the sample in an event of the event log; None for another event, or for a damaged sample."""
     if event["event"] != "sample":
         return None
     try:

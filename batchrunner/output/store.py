@@ -1,7 +1,7 @@
 """The store in which the files of a run are published: a file system, or an object store.
 
-All paths lie in the run's directory on this machine. Every method blocks. It may raise OSError, and may be
-repeated after that.
+All paths lie in the run's directory on this machine. Every method blocks. A method may raise OSError, and may
+be called again after that.
 
 There are two classes because the stores offer different operations. A file system has links and renames, but
 no conditional writes, and its files need no working copy. An object store has conditional writes, but no
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from batchrunner.output.objects import RunObjects
 
 TRANSFERS = 8
-"""Objects that are fetched at the same time."""
+"""Maximum number of objects that are fetched at the same time."""
 INDEX = ".store.json"
-"""Name of the file in a working copy with the e_tags of the objects that were fetched or published."""
+"""Name of the file in a working copy that lists the e_tag of each object which was fetched or published."""
 _NOT_COPIED = re.compile(r"merged/.*|tune/.*|(tasks/[^/]+|leases)/owner|\..*|report\.html|probe-.*")
 """Names of objects that are not fetched into a working copy."""
 
@@ -50,13 +50,17 @@ class Store:
     uri = ""
     """URI of the run; "" for a run on a file system."""
     input_place: Path | None = None
-    """The run's place in the paths of input files, `bucket/key`; None for a run on a file system."""
+    """Path of the run in the form that the input has for files in a store, `bucket/key`; None for a run on a
+    file system."""
 
     def check_sharing(self) -> None:
-        """Raise JobError where several tasks cannot share a run; leaves nothing behind."""
+        """Raise JobError if several tasks cannot share a run in this store. Leave nothing behind."""
 
     def names(self, directory: Path) -> list[str]:
-        """Return the sorted names in a directory, whoever published the files; none for a missing one."""
+        """Return the sorted names in a directory, whichever process published the files.
+
+        Return no names for a missing directory.
+        """
         with contextlib.suppress(FileNotFoundError):
             return sorted(path.name for path in directory.iterdir())
         return []
@@ -65,21 +69,26 @@ class Store:
         """Whether any process has published this file."""
         return path.exists()
 
-    def size(self, path: Path) -> int:
-        """Return the bytes of a published file; raises FileNotFoundError."""
-        return path.stat().st_size
-
     def bring(self, path: Path, *, again: bool = False) -> None:
-        """Fetch a published file if this machine lacks it, or always with `again`; ignore a missing file."""
+        """Fetch a published file if this machine lacks it.
+
+        With `again`, fetch the file even if it exists here.
+
+        Ignore a file that nobody has published.
+        """
 
     def bring_results(self, tasks: Collection[str] | None = None) -> None:
-        """Fetch the current run.json, and the current parts of these tasks (default: all)."""
+        """Fetch the current run.json, and the current parts (Parquet files of results) of these tasks.
+
+        By default, fetch the part files of all tasks.
+        """
 
     def journals(self, task_directory: Path, last: str | None = None) -> list[Path]:  # noqa: ARG002 - of a store
         """Return the journals of a task on this machine, oldest first.
 
-        An object store returns only those of the task's last holder, whose token is `last` (default: the one
-        in `owner`). Earlier holders may have journals too, but later holders have done their rows again.
+        In an object store, return only the journals of the task's last holder, whose token is `last`
+        (default: the token in `owner`). Journals of earlier holders are outdated, because later holders have
+        done their rows again.
         """
         return sorted(task_directory.glob("journal-*"))
 
@@ -95,21 +104,32 @@ class Store:
         """Give a file a name; replace a file that has it."""
         temporary.replace(path)
 
+    def mark(self, path: Path) -> None:
+        """Create an empty file whose name is the message. No other process uses this name."""
+        path.touch()
+
+    def move(self, old: Path, new: Path) -> None:
+        """Rename an empty file of `mark`; raises FileNotFoundError where it is gone."""
+        old.rename(new)
+
     def publish(self, path: Path) -> None:
         """Publish the current content of a file; replace its earlier content."""
 
     def publish_directory(self, directory: Path) -> None:
-        """Publish the files of a directory in place of all earlier ones; `_SUCCESS` comes last."""
+        """Publish the files of a directory in place of all files that were published there before.
+
+        The object `_SUCCESS` is written last. It tells readers that the directory is complete.
+        """
 
     def remove(self, path: Path) -> None:
         """Delete a file if it exists."""
         path.unlink(missing_ok=True)
 
     def clear(self, names: re.Pattern[str]) -> None:
-        """Delete the objects whose names below the run's URI match; the caller deletes the files."""
+        """Delete the objects whose names below the run's URI match. The caller deletes the local files."""
 
     def discard_copy(self, task: str) -> None:
-        """Delete the working copy of a task that will not return, with its journals."""
+        """Delete the working copy of a task that will never run again, with its journals."""
 
 
 LOCAL = Store()
@@ -118,8 +138,8 @@ LOCAL = Store()
 class ObjectStore(Store):
     """The files of a run as objects below its URI. Methods may be called from several threads.
 
-    Each file is published by one request. Journals are not published, because a store gets parts often. The
-    working copy has the files that this process has fetched or published.
+    Each file is published by one request. Journals are not published, because part files are published often.
+    The working copy on this machine has the files that were fetched or published.
     """
 
     def __init__(self, objects: RunObjects, root: Path, copies: Path) -> None:
@@ -133,11 +153,13 @@ class ObjectStore(Store):
         self._root = root
         self._copies = copies
         self._e_tags: dict[str, str] = read_json(root / INDEX)
-        self._sizes: dict[str, int] = {}  # of objects that were listed
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     def check_sharing(self) -> None:
-        """Try the conditional writes that keep tasks apart on a probe object."""
+        """Raise JobError if the store ignores the conditions of writes, which keep two tasks apart.
+
+        The writes are tried on a probe object, which is deleted.
+        """
         name = f"probe-{secrets.token_hex(8)}"
         with using_run(f"output.path {self.uri}"):
             has_conditions = (
@@ -153,38 +175,27 @@ class ObjectStore(Store):
             )
 
     def names(self, directory: Path) -> list[str]:
-        """List the objects below it: names of files, and of directories that have files at any depth."""
+        """Return the names of files in a directory, and of directories with files at any depth."""
         prefix = f"{self._name(directory)}/"
         objects = self.objects.below(prefix)
-        with self._turn:
-            self._sizes.update((obj.name, obj.size) for obj in objects)
         return sorted({obj.name.removeprefix(prefix).partition("/")[0] for obj in objects})
 
     def exists(self, path: Path) -> bool:
-        """Request the object."""
+        """Return whether the object exists, by a request for it."""
         return self.objects.read(self._name(path)) is not None
 
-    def size(self, path: Path) -> int:
-        """Return the size in the last listing, else that of the fetched file."""
-        with self._turn:
-            size = self._sizes.get(self._name(path))
-        if size is None:
-            self.bring(path)
-            size = path.stat().st_size
-        return size
-
     def bring(self, path: Path, *, again: bool = False) -> None:
-        """Fetch the object."""
+        """Fetch the object if the file is missing here, or always with `again`."""
         if again or not path.exists():
             self._fetch(self._name(path))
 
     def bring_results(self, tasks: Collection[str] | None = None) -> None:
-        """Fetch run.json and those parts that have changed."""
+        """Fetch run.json and those part files that have changed."""
         task = "[^/]+" if tasks is None else f"(?:{'|'.join(map(re.escape, tasks))})"
         self.bring_all(re.compile(rf"run\.json|parts/part-{task}-\d+\.parquet"))
 
     def journals(self, task_directory: Path, last: str | None = None) -> list[Path]:
-        """Look into the working copy of the task that wrote them."""
+        """Return the journals of the task's last holder, from the working copy of the task."""
         task = task_directory.name
         journals = sorted((self._copies / task / "tasks" / task).glob("journal-*"))
         if journals and last is None:
@@ -193,33 +204,38 @@ class ObjectStore(Store):
         return [path for path in journals if path.name.endswith(f"-{last}")]
 
     def bring_all(self, pattern: re.Pattern[str]) -> None:
-        """Synchronise the files whose names match with the store.
+        """Make the files whose names match the same as their objects in the store.
 
-        A file whose object has not changed since this machine published or fetched it stays as it is.
+        Fetch objects that have changed since this machine published or fetched them, and delete files whose
+        objects were deleted.
         """
         objects = [obj for obj in self.objects.below() if _is_copied(obj.name, pattern)]
-        names = {obj.name for obj in objects}
-        for name in [name for name in self._e_tags if name not in names and _is_copied(name, pattern)]:
-            (self._root / name).unlink(missing_ok=True)
-            del self._e_tags[name]
-        outdated = [
-            obj.name
-            for obj in objects
-            if self._e_tags.get(obj.name) != obj.e_tag or not (self._root / obj.name).exists()
-        ]
+        names_in_store = {obj.name for obj in objects}
+        for name in [*self._e_tags]:
+            if name not in names_in_store and _is_copied(name, pattern):
+                (self._root / name).unlink(missing_ok=True)
+                del self._e_tags[name]
+        outdated = []
+        for obj in objects:
+            is_current = self._e_tags.get(obj.name) == obj.e_tag and (self._root / obj.name).exists()
+            if not is_current:
+                outdated.append(obj.name)
         with thread_pool(TRANSFERS) as pool:
-            list(pool.map(self._fetch, outdated))
+            list(pool.map(self._fetch, outdated))  # `list` raises the first error of a fetch
         self._save()
 
     def _fetch(self, name: str) -> None:
-        """Download an object into the working copy; ignore one that is gone."""
+        """Download an object into the working copy. Ignore an object that was deleted."""
         path = self._root / name
         make_directory(path.parent)
         with contextlib.suppress(FileNotFoundError), whole_file(path) as temporary:
             self._e_tags[name] = self.objects.download(name, temporary)
 
     def add(self, temporary: Path, path: Path) -> None:
-        """Create the object; if the name is taken, fetch that object into the working copy."""
+        """Create the object, then the local file.
+
+        If the name is taken, fetch that object into the working copy and raise FileExistsError.
+        """
         name = self._name(path)
         e_tag = self.objects.create(name, temporary.read_bytes())
         if e_tag is None:
@@ -228,20 +244,29 @@ class ObjectStore(Store):
         temporary.replace(path)
         self._note(name, e_tag)
 
-    claim = add
+    claim = add  # The creation of an object is exclusive for any number of tasks.
 
     def replace(self, temporary: Path, path: Path) -> None:
-        """Write the object, then the file."""
+        """Write the object, then the local file."""
         e_tag = self.objects.put(self._name(path), temporary)
         temporary.replace(path)
         self._note(self._name(path), e_tag)
 
+    def mark(self, path: Path) -> None:
+        """Create an empty object; there is no file on this machine."""
+        self.objects.create(self._name(path), b"")
+
+    def move(self, old: Path, new: Path) -> None:
+        """Create the new object, then delete the old one; a missing one is ignored."""
+        self.mark(new)
+        self.objects.delete([self._name(old)])
+
     def publish(self, path: Path) -> None:
-        """Write the object."""
+        """Write the content of a local file to its object."""
         self._note(self._name(path), self.objects.put(self._name(path), path))
 
     def publish_directory(self, directory: Path) -> None:
-        """Delete the mark, write the new objects, delete the outdated ones, and write the mark again."""
+        """Delete `_SUCCESS`, write the new objects, delete outdated objects, and write `_SUCCESS` again."""
         prefix = f"{self._name(directory)}/"
         mark = f"{prefix}_SUCCESS"
         self.objects.delete([mark])
@@ -253,19 +278,19 @@ class ObjectStore(Store):
         self.objects.put(mark, b"")
 
     def remove(self, path: Path) -> None:
-        """Delete the object, then the file."""
+        """Delete the object, then the local file."""
         self._delete([self._name(path)])
         path.unlink(missing_ok=True)
 
     def clear(self, names: re.Pattern[str]) -> None:
-        """Delete the matching objects except locks."""
+        """Delete the objects whose names match, except the locks of tasks."""
         matching = (obj.name for obj in self.objects.below() if names.fullmatch(obj.name))
         self._delete([name for name in matching if not name.endswith(f"/{OWNER}")])
 
     def discard_copy(self, task: str) -> None:
-        """Delete the directory; errors are ignored."""
+        """Delete the working copy of a task; ignore errors."""
         shutil.rmtree(self._copies / task, ignore_errors=True)
-        with contextlib.suppress(OSError):  # other tasks have copies there
+        with contextlib.suppress(OSError):  # The directory has working copies of other tasks.
             self._copies.rmdir()
 
     def _delete(self, names: list[str]) -> None:
@@ -274,16 +299,17 @@ class ObjectStore(Store):
             self._e_tags.pop(name, None)
 
     def _note(self, name: str, e_tag: str) -> None:
-        """Note the e_tag of the object that equals a file, also for the next start on this machine."""
+        """Record the e_tag of the object that is equal to the local file, also for the next start."""
         self._e_tags[name] = e_tag
         self._save()
 
     def _save(self) -> None:
-        """Write the index; without it the objects would be fetched again."""
-        with self._turn, contextlib.suppress(Exception):
+        """Write the e_tags to INDEX. Ignore errors, because the next start then only fetches more objects."""
+        with self._lock, contextlib.suppress(Exception):
             write_json(self._root / INDEX, dict(self._e_tags))
 
     def _name(self, path: Path) -> str:
+        """Return the name of a local file's object."""
         return path.relative_to(self._root).as_posix()
 
 

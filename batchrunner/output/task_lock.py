@@ -1,12 +1,13 @@
 """The lock of a task: at most one process writes a task, also across machines, on NFS and in object stores.
 
-File-system locks are not used: NFS may lack them, and a crashed host may hold one for ever. The lock is the
-file or object `owner`. It is created exclusively, and names its holder. A dead holder (see `liveness`) is
-replaced. A holder that was only suspended or disconnected for long is replaced too. When that holder
-continues, it verifies the lock before its next write or deletion, finds another name in `owner`, and ends.
+A task is a worker's place in a run. Locks of the file system are not used, because NFS may lack them, and a
+crashed host may hold a lock for ever. The lock is the file or object `owner`, which is created exclusively
+and names its holder. A dead holder (see `liveness`) is replaced. A holder that was suspended or disconnected
+for long is replaced too. When such a holder continues, it verifies the lock before its next write or
+deletion, finds another name in `owner`, and ends.
 
-The locks on a file system and in a store share only the wait for a dead holder. A file system has renames and
-writes in place, but no conditional writes. A store has conditional writes, but no renames.
+The locks on a file system and in an object store share only the wait for a dead holder. A file system has
+renames and writes in place, but no conditional writes. A store has conditional writes, but no renames.
 """
 
 from __future__ import annotations
@@ -54,19 +55,23 @@ from batchrunner.output.liveness import (
 from batchrunner.output.run_dir import RunDir
 
 if TYPE_CHECKING:
+    from batchrunner.output.beacons import Beacon
     from batchrunner.output.objects import RunObjects
 
-HEARTBEAT_S, STORE_HEARTBEAT_S = 5.0, 15.0
-"""Seconds between two heartbeats on a file system and in a store. A store gets 240 requests an hour."""
+HEARTBEAT_S = 5.0
+"""Seconds between two heartbeats on a file system."""
+STORE_HEARTBEAT_S = 15.0
+"""Seconds between two heartbeats in an object store, which makes 240 requests an hour."""
 TRUSTED_S = 45.0
-"""Seconds after a heartbeat in a store during which the lock is certainly ours; less than DEAD_AFTER_S."""
+"""Seconds after a heartbeat in an object store during which no other process can have replaced its sender.
+The value is less than DEAD_AFTER_S, after which others replace a silent holder."""
 DIRECTORY_TRIES = 100
 """Maximum number of tries to create `owner` in a task's directory while other processes delete the
 directory."""
 
 
 class TaskLock(ABC):
-    """The lock of a task, before and while this process holds it."""
+    """The lock of a task, which this process acquires, holds and releases."""
 
     beat_s: float
     """Seconds between two heartbeats."""
@@ -79,15 +84,20 @@ class TaskLock(ABC):
         clock: Callable[[], float],
         sleep: Callable[[float], None],
     ) -> None:
-        """`place` names the task in messages."""
+        """`place` names the task in messages.
+
+        `me` is this process as a holder, by default with a new token.
+        """
         self._place = place
         self._me = me or this_process()
         self._clock, self._sleep = clock, sleep
         self.is_abandoned = False
-        """Whether the next process has to recover the task after `release`."""
+        """Whether `release` marks the task as abandoned, so that the next process recovers the task."""
         self.predecessor: LockHolder | None = None
-        """The dead holder that this process replaced, until its leftovers are recovered. Only a lock in a
-        store sets it, because recovery on a file system needs no name."""
+        """The dead holder that this process replaced, until its journals and part files are recovered. None
+        for a lock on a file system, where recovery does not depend on the name of the holder."""
+        self.beacon: Beacon | None = None
+        """Beacon that is renamed at each heartbeat; None unless this worker shares a run with others."""
 
     @property
     def token(self) -> str:
@@ -98,9 +108,11 @@ class TaskLock(ABC):
         """Become the holder. Wait up to DEAD_AFTER_S to see whether a holder on another machine is dead.
 
         `dead_owner` is the content of `owner` if its holder is already known to be dead. Raises TaskHeldError
-        where a running process holds the lock, OSError where nothing can be written.
+        if a running process holds the lock, OSError if nothing can be written.
         """
-        HELD_HERE.add(self.token)  # before any thread of this process can see our name
+        # The token is registered before any thread of this process can see our name and take it for a dead
+        # one.
+        HELD_HERE.add(self.token)
         while not self._create():
             if dead_owner is None:
                 monitor = self._monitor()
@@ -108,23 +120,24 @@ class TaskLock(ABC):
                 dead_owner = monitor.owner_content
             if self._replace(dead_owner):
                 break
-            dead_owner = None
+            dead_owner = None  # Another process may hold the lock now, so its holder is examined again.
 
     def abandon(self) -> None:
-        """Make `release` leave a mark in `owner`, so that the next process recovers the task."""
+        """Make `release` mark the task as abandoned, so that the next process recovers the task."""
         self.is_abandoned = True
 
     def forget_predecessor(self) -> None:
-        """Forget the dead holder: its leftovers are recovered or discarded."""
+        """Forget the dead holder, because its journals and part files are recovered or discarded."""
         self.predecessor = None
 
     def _raise_lost(self, owner: bytes) -> None:
+        """Raise TaskLockLostError; `owner` is the content that names the new holder."""
         winner = parse_holder(owner) or "another process"
         raise TaskLockLostError(f"{self._place}: {winner} took this task over; stored rows are kept")
 
     @abstractmethod
     def _create(self) -> bool:
-        """Create `owner`; return False where it exists. Raises OSError."""
+        """Create `owner` with our name; return False if `owner` exists. Raises OSError."""
 
     @abstractmethod
     def _replace(self, dead_owner: bytes) -> bool:
@@ -144,11 +157,11 @@ class TaskLock(ABC):
 
     @abstractmethod
     def verify(self) -> None:
-        """Raise TaskLockLostError where another process holds the lock, OSError where nobody can tell."""
+        """Raise TaskLockLostError if another process holds the lock, OSError if the holder cannot be read."""
 
     @abstractmethod
     def release(self) -> None:
-        """Give the lock up, so that the next attempt need not wait; errors are ignored."""
+        """Give the lock up, so that the next attempt need not wait. Ignore errors."""
 
 
 class FileTaskLock(TaskLock):
@@ -164,17 +177,17 @@ class FileTaskLock(TaskLock):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`directory` is that of the task."""
+        """`directory` is the directory of the task."""
         super().__init__(str(directory), me, clock=clock, sleep=sleep)
         self._directory = directory
         self._owner = directory / OWNER
         self._beats = 0
 
     def _create(self) -> bool:
-        """Write our name into a new `owner`; return False if there is one. Raises OSError."""
+        """Create the file `owner` with our name; return False if the file exists. Raises OSError."""
         for _ in range(DIRECTORY_TRIES):
-            # Other processes may delete the directory meanwhile: one that releases its lock deletes it if it
-            # is empty, and one that discards the run deletes it with our `owner`.
+            # Another process may delete the directory between two steps: if it releases its lock and the
+            # directory is empty, or if it discards the run.
             with contextlib.suppress(FileNotFoundError):
                 make_directory(self._directory)
                 try:
@@ -186,7 +199,7 @@ class FileTaskLock(TaskLock):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._owner))
 
     def _write_name(self, file: int) -> None:
-        """Write our name into `owner`, and close its descriptor. Raises OSError."""
+        """Write our name into `owner`, whose descriptor is `file`, and close it. Raises OSError."""
         try:
             try:
                 os.write(file, orjson.dumps(asdict(self._me)))
@@ -195,16 +208,17 @@ class FileTaskLock(TaskLock):
                 os.close(file)
             sync_directory(self._directory)
             self.beat()
-        except FileNotFoundError:  # the directory was deleted
+        except FileNotFoundError:  # the directory was deleted, and `owner` with it
             raise
         except OSError:
-            self.release()  # otherwise `owner` would name a running process that does not work on the task
+            self.release()  # Otherwise `owner` would name a running process that does not work on the task.
             raise
 
     def _replace(self, dead_owner: bytes) -> bool:
-        """Remove the `owner` of a dead holder by a rename, which only one process can do; return False.
+        """Remove the `owner` of a dead holder by a rename, which only one process can do. Return False.
 
-        A late process may rename the `owner` of a new holder by mistake. It restores that file.
+        A slow process may rename the `owner` of a new holder by mistake. It sees the other content and
+        restores the file.
         """
         aside = self._owner.with_name(f"{OWNER}-{self.token}")
         with contextlib.suppress(FileNotFoundError):
@@ -222,33 +236,40 @@ class FileTaskLock(TaskLock):
         """Increment the counter in `heartbeat`. Raises OSError."""
         self._beats += 1
         _overwrite(self._directory / HEARTBEAT, f"{self.token} {self._beats:012d}".encode(), os.O_CREAT)
+        if self.beacon is not None:
+            self.beacon.beat()
 
     def verify(self) -> None:
-        """Read `owner`; raises TaskLockLostError for another name in it, OSError where it is unreadable."""
+        """Read `owner`.
+
+        Raises TaskLockLostError if it names another process, OSError if it cannot be read.
+        """
         for _ in range(3):
             holder = parse_holder(read_bytes(self._owner, strict=True))
             if holder is not None and holder.token == self.token:
                 return
-            if not self._directory.parent.exists():  # the disk is gone, and nobody can take the lock
+            if not self._directory.parent.exists():  # The disk is gone, so nobody can have taken the lock.
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._owner))
-            self._sleep(SHORT_POLL_S)  # a late `_replace` of another process restores our name
+            # A slow `_replace` of another process may be about to restore our name.
+            self._sleep(SHORT_POLL_S)
         self._raise_lost(read_bytes(self._owner))
 
     def release(self) -> None:
-        """Delete `owner`, or mark it as abandoned; errors are ignored."""
+        """Delete `owner`, or mark the task as abandoned in it. Ignore errors."""
         with contextlib.suppress(OSError, TaskLockLostError):
             self.verify()
-            if self.is_abandoned:  # in place, because the disk may be full
+            if self.is_abandoned:  # The mark overwrites the file in place, because the disk may be full.
                 content = orjson.dumps(asdict(replace(self._me, pid=ABANDONED_PID)))
                 _overwrite(self._owner, content.ljust(self._owner.stat().st_size))
             else:
                 (self._directory / HEARTBEAT).unlink(missing_ok=True)
                 self._owner.unlink(missing_ok=True)
-        HELD_HERE.discard(self.token)  # not earlier: another thread would take us for dead
+        # Only now, because another thread of this process would take a holder without this entry for dead.
+        HELD_HERE.discard(self.token)
 
 
 def _overwrite(path: Path, content: bytes, flags: int = 0) -> None:
-    """Write at the beginning of a file, in place and durably; follows no symbolic link. Raises OSError."""
+    """Write at the beginning of a file, in place and durably. Refuse a symbolic link. Raises OSError."""
     file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | flags, 0o644)
     try:
         os.pwrite(file, content, 0)
@@ -258,15 +279,19 @@ def _overwrite(path: Path, content: bytes, flags: int = 0) -> None:
 
 
 def _clock_that_never_sleeps() -> float:
-    """Return the seconds since boot. The time in suspend counts, unlike in `time.monotonic`."""
+    """Return the seconds since boot, including the time during which the machine was suspended.
+
+    `time.monotonic` leaves that time out, and so a machine that wakes up would trust an old heartbeat.
+    """
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class StoreTaskLock(TaskLock):
     """The lock of a task in an object store: an object `owner` that its holder rewrites at every heartbeat.
 
-    It is created with `If-None-Match`, and rewritten with `If-Match` on its last e_tag. So one of several
-    processes succeeds, and a process that was replaced notices it at its next heartbeat.
+    The object is created with `If-None-Match`, and rewritten with `If-Match` and the e_tag of the last write.
+    So exactly one of several processes succeeds, and a holder that was replaced notices that at its next
+    heartbeat.
     """
 
     beat_s = STORE_HEARTBEAT_S
@@ -280,13 +305,15 @@ class StoreTaskLock(TaskLock):
         clock: Callable[[], float] = _clock_that_never_sleeps,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`name` is that of the object `owner`."""
+        """`name` is the name of the object `owner` below the run's URI."""
         super().__init__(name.rpartition("/")[0], me, clock=clock, sleep=sleep)
         self._objects = objects
         self._name = name
         self._e_tag: str | None = None
+        """e_tag of our last write of `owner`; None if another process holds the lock."""
         self._beaten_at = 0.0
-        self._turn = threading.Lock()  # for the thread of the heartbeat and those that verify
+        """When the last write was begun, by `clock`."""
+        self._writing = threading.Lock()  # The heartbeat and `verify` write `owner` in different threads.
 
     def _create(self) -> bool:
         asked_at = self._clock()
@@ -295,7 +322,7 @@ class StoreTaskLock(TaskLock):
         return self._e_tag is not None
 
     def _replace(self, dead_owner: bytes) -> bool:
-        """Write our name in place of a dead holder's; return False where another process was faster."""
+        """Write our name in place of a dead holder's name; return False if another process was faster."""
         content, e_tag = self._objects.read(self._name) or (None, None)
         if content != dead_owner:
             return False
@@ -311,30 +338,37 @@ class StoreTaskLock(TaskLock):
 
     def beat(self) -> None:
         """Rewrite the object, unless another process has replaced us. Raises OSError."""
-        with self._turn:
+        with self._writing:
             self._me = replace(self._me, beats=self._me.beats + 1)
             self._write(self._me)
+            is_ours = self._e_tag is not None
+        if self.beacon is not None and is_ours:
+            self.beacon.beat()
 
     def _write(self, holder: LockHolder) -> None:
+        """Write a holder into `owner`, unless another process has replaced us. Raises OSError."""
         if self._e_tag is not None:
             asked_at = self._clock()
             self._e_tag = self._objects.swap(self._name, orjson.dumps(asdict(holder)), self._e_tag)
             self._beaten_at = asked_at
 
     def verify(self) -> None:
-        """Trust the last heartbeat for TRUSTED_S, else send one. Raises TaskLockLostError or OSError."""
+        """Trust the last heartbeat for TRUSTED_S, then send another one.
+
+        Raises TaskLockLostError or OSError.
+        """
         if self._clock() - self._beaten_at > TRUSTED_S:
             self.beat()
         if self._e_tag is None:
             self._raise_lost(self._objects.look(self._name)[0])
 
     def release(self) -> None:
-        """Mark the object as abandoned; errors are ignored.
+        """Mark the task as abandoned in the object. Ignore errors.
 
         If this process has not recovered the task, the object names the predecessor again, because the
-        predecessor's leftovers remain.
+        predecessor's journals and part files still have to be recovered.
         """
-        with self._turn, contextlib.suppress(OSError):
+        with self._writing, contextlib.suppress(OSError):
             holder = self.predecessor or replace(self._me, is_clean=not self.is_abandoned)
             self._write(replace(holder, pid=ABANDONED_PID))
         self._e_tag = None
@@ -351,10 +385,9 @@ def hold_task(
 ) -> Iterator[TaskLock]:
     """Hold the lock of `directory`, by default the task's own, while a thread writes the heartbeat.
 
-    `sleep` is called between polls of a holder on another machine; it may raise to end the wait. See
-    `TaskLock.acquire` for `dead_owner`. Directories that were created for the lock and stayed empty are
-    deleted at the end. Raises TaskHeldError where a running process holds the lock, OutputError where
-    nothing can be written.
+    `sleep` is called between polls of a holder on another machine; it may raise to end the wait. `dead_owner`
+    is as in `TaskLock.acquire`. Directories that were created for the lock and stayed empty are deleted at
+    the end. Raises TaskHeldError if a running process holds the lock, OutputError if nothing can be written.
 
     An error in the block becomes TaskLockLostError if another process took the lock meanwhile, because that
     process may have deleted files that the block needs.
@@ -374,14 +407,15 @@ def hold_task(
         lock.acquire(dead_owner)
 
     def beat() -> None:
-        with contextlib.suppress(OSError):  # a full disk still overwrites these few bytes in place
+        # After an error the next heartbeat tries again, and `verify` reports a lock that was lost.
+        with contextlib.suppress(OSError):
             lock.beat()
 
     try:
         with repeating(beat, lock.beat_s, thread="heartbeat"):
             if directory == run_dir.task_directory:
                 with using_run(f"output.path {run_dir.name}"):
-                    run_dir.store.bring_results([run_dir.task])  # a predecessor may have added results
+                    run_dir.store.bring_results([run_dir.task])  # A predecessor may have added results.
             yield lock
     except TaskLockLostError:
         raise
@@ -391,7 +425,7 @@ def hold_task(
     finally:
         lock.release()
         for path in new_directories:
-            with contextlib.suppress(OSError):  # it holds files
+            with contextlib.suppress(OSError):  # The directory is not empty.
                 path.rmdir()
 
 
@@ -402,5 +436,5 @@ def _raise_if_lost(lock: TaskLock, failure: BatchrunError) -> None:
     except TaskLockLostError as lost:
         lost.report = failure.report
         raise lost from failure
-    except (OSError, StorageError):  # the disk or store is away, so nobody knows
+    except (OSError, StorageError):  # Without the disk or store nobody knows, so `failure` is raised.
         pass

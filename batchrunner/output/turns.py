@@ -1,7 +1,8 @@
-"""Durable answers of unfinished rollouts, so that a killed run need not generate them again.
+"""Durable answers of unfinished multi-turn rollouts, so that a killed run need not generate them again.
 
-They are appended to segments, which are journals in the task's directory. Any segment but the newest is
-deleted when all its rows are in parts, so the disk holds little more than the answers of open rollouts.
+The answers are appended to segments, which are journal files in the task's directory. A segment is deleted
+when the results of all its rows are in parts (Parquet files of results), except the newest segment. So the
+disk holds little more than the answers of open rollouts.
 """
 
 import asyncio
@@ -24,17 +25,19 @@ from batchrunner.output.parts import Journal, read_journal
 from batchrunner.output.run_dir import MAIN_TASK, SEGMENT, RunDir
 
 SEGMENT_BYTES = 64 << 20
-"""Bytes of answers after which a new segment begins."""
+"""Size in bytes of a segment's answers after which a new segment begins."""
 _SCHEMA = pa.schema({"row": pa.int64(), "turn": pa.string()})
-"""Columns of a segment. `turn` is JSON: a TurnKey, the number of attempts, the error, and the Completion. A
-null voids the earlier turns of the row, because the row failed or starts anew."""
+"""Columns of a segment. `turn` is an answer as JSON: its TurnKey, the number of attempts, the error, and the
+Completion. A null instead of an answer makes the earlier answers of the row invalid, because the row failed
+or starts anew."""
 TurnKey: TypeAlias = tuple[str, int]
-"""A request of a rollout: its digest, and how many equal requests the rollout has sent before it."""
+"""Identity of a request in a rollout: its digest, and the number of equal requests that the rollout sent
+before."""
 
 
 @dataclass(eq=False)
 class TurnStore:
-    """The answers of a task's open rollouts, those of earlier attempts and other tasks included."""
+    """The stored answers of a task's open rollouts, from this and earlier attempts and from other tasks."""
 
     _run_dir: RunDir
     _token: str
@@ -42,26 +45,32 @@ class TurnStore:
     _disk: DiskWait
 
     def __post_init__(self) -> None:
-        """Begin without turns, and write nothing yet."""
+        """Begin without answers, and write nothing yet."""
         self._segments: dict[Path, BitMap64] = {}
-        """Segments of this attempt, each with its rows that are in no part yet."""
+        """Segments of this attempt, each with those of its rows whose results are in no part file yet."""
         self._recovered: dict[int, list[str]] = defaultdict(list)
-        """Turns that earlier attempts and other tasks have written, by row."""
+        """Answers that earlier attempts and other tasks have written, by row, as in column `turn`."""
         self._unwritten: list[tuple[int, str | None]] = []
-        """Turns that are not on disk yet."""
+        """Rows of segments (see _SCHEMA) that are not on disk yet."""
         self._writing = asyncio.Lock()
         self._journal: Journal | None = None
-        self._bytes = self._next = 0
-        self._lock = threading.Lock()  # parts are written in another thread
+        """The newest segment; None before the first answer."""
+        self._bytes = 0
+        """Size in bytes of the newest segment's answers."""
+        self._next_number = 0
+        """Number of the next segment."""
+        self._lock = threading.Lock()  # `ended` is called in the thread that writes part files
 
     def load(self, lease: Lease) -> None:
-        """Recover the turns of the rows of a lease; blocks. Raises StorageError."""
+        """Read the stored answers of the rows of a lease. Blocks. Raises StorageError."""
         if not lease.turn and self._run_dir.task != MAIN_TASK:  # no task has held this lease before
             return
         segments = self._run_dir.tasks.glob(f"*/{SEGMENT}*")
-        for path in sorted(segments, key=lambda path: path.name):  # later segments have higher numbers
-            self._next = max(self._next, 1 + int(path.name.split("-")[1]))
-            with writing(path), contextlib.suppress(FileNotFoundError):  # its task may delete it now
+        # Later segments have higher numbers, also across tasks, so a null voids only earlier answers.
+        for path in sorted(segments, key=lambda path: path.name):
+            self._next_number = max(self._next_number, 1 + int(path.name.split("-")[1]))
+            # The task of a segment may delete the file at this moment.
+            with writing(path), contextlib.suppress(FileNotFoundError):
                 for table in read_journal(path):
                     for row, turn in zip(*table.to_pydict().values(), strict=True):
                         if turn is None:
@@ -70,7 +79,7 @@ class TurnStore:
                             self._recovered[row].append(turn)
 
     def take(self, ref: RowRef) -> dict[TurnKey, Outcome]:
-        """Return the recovered answers of a row, and forget them."""
+        """Return the stored answers of a row, and forget them."""
         answers = {}
         for turn in self._recovered.pop(ref.row, ()):
             digest, number, attempts, error, values = json.loads(turn)
@@ -81,25 +90,35 @@ class TurnStore:
         return answers
 
     async def put(self, key: TurnKey, outcome: Outcome) -> None:
-        """Store an answer, which survives a power failure once this returns. Raises StorageError."""
+        """Store an answer. It survives a power failure once this method has returned. Raises StorageError."""
         values = outcome.completion and [*outcome.completion[:-1], dict(outcome.completion.columns)]
         turn = json.dumps([*key, outcome.attempts, outcome.error, values])
         await self._put((outcome.ref.row, turn))
 
     async def drop(self, row: int) -> None:
-        """Make a later attempt at this row start anew, without its answers. Raises StorageError."""
+        """Make the stored answers of a row invalid, so that a later attempt starts anew.
+
+        Raises StorageError.
+        """
         await self._put((row, None))
 
     async def _put(self, turn: tuple[int, str | None]) -> None:
+        """Write a row of a segment durably, together with all others that came during the last write."""
         self._unwritten.append(turn)
-        async with self._writing:  # turns that came during the last write are written together
-            if turn in self._unwritten:
+        async with self._writing:
+            if turn in self._unwritten:  # otherwise the call that held the lock before has written it
                 batch = [*self._unwritten]
                 await self._disk.write(self._run_dir.task_directory, functools.partial(self._append, batch))
-                del self._unwritten[: len(batch)]  # not before: a cancelled row cancels its write
+                # Only now, because the write ends early if the row of this call is cancelled.
+                del self._unwritten[: len(batch)]
 
     def ended(self, rows: BitMap64) -> None:
-        """Delete the segments whose last rows are now in parts, except the newest. Raises OSError."""
+        """Delete the segments whose rows are all in part files now, except the newest segment.
+
+        Raises OSError.
+
+        `rows` are the rows of a new part file.
+        """
         with self._lock:
             for path in [*self._segments]:
                 self._segments[path] -= rows
@@ -108,7 +127,7 @@ class TurnStore:
                     del self._segments[path]
 
     def close(self) -> None:
-        """Write the remaining turns, and close the file."""
+        """Write the remaining answers, and close the newest segment."""
         with contextlib.suppress(OSError):
             if self._unwritten:
                 self._append(self._unwritten)
@@ -116,14 +135,17 @@ class TurnStore:
             self._end_segment()
 
     def _append(self, turns: list[tuple[int, str | None]]) -> None:
+        """Append rows to the newest segment, or to a new one if the newest is full. Raises OSError."""
         rows, texts = zip(*turns, strict=True)
         table = pa.table([rows, texts], schema=_SCHEMA)
         with self._lock:
             if self._journal is None or self._bytes > SEGMENT_BYTES:
                 self._end_segment()
                 make_directory(self._run_dir.task_directory)
-                path = self._run_dir.task_directory / f"{SEGMENT}{self._next:06d}-{self._token}"
-                self._journal, self._bytes, self._next = Journal(path), 0, self._next + 1
+                path = self._run_dir.task_directory / f"{SEGMENT}{self._next_number:06d}-{self._token}"
+                self._journal = Journal(path)
+                self._bytes = 0
+                self._next_number += 1
                 self._segments[path] = BitMap64()
             self._segments[self._journal.path] |= BitMap64(rows)
             self._journal.append(table)

@@ -1,6 +1,7 @@
-"""Writes the outcomes of a run: within `output.durable` to a journal, and later to a part.
+"""Writes the outcomes of a run: within `output.durable` to a journal, and later to a part file.
 
-A write that fails is repeated for up to `limits.disk_wait`, in which somebody may make room or a mount may
+A part file is a complete Parquet file of results. A journal makes rows durable until they are in a part file.
+A write that fails is repeated for up to `limits.disk_wait`, so that somebody can make room or a mount can
 come back.
 """
 
@@ -32,32 +33,34 @@ from batchrunner.output.task_lock import TaskLock
 log = logging.getLogger(__name__)
 
 FLUSH_FRACTION = 0.7
-"""Fraction of `output.durable` after which rows are written; the rest is headroom for the disk."""
+"""Fraction of `output.durable` after which the oldest row in memory is written. The rest is for the write."""
 FLUSH_BYTES = 64 << 20
-"""Size in bytes of the rows in memory at which they are written before they are due."""
+"""Size in bytes of the rows in memory at which they are written although they are not due."""
 LAG_FRACTION = 0.05
-"""Time between two parts, as a fraction of the age of the attempt. With a constant time, a slow run of a week
-would write 20,000 files of few rows, which every reader has to list and open."""
+"""Time between two part files, as a fraction of the age of the attempt. With a constant time, a slow run of a
+week would write 20,000 files with few rows, which every reader has to list and open."""
 LONGEST_LAG_S = 1800.0
-"""Maximum time between two parts in seconds. A week gives about 420 parts."""
+"""Maximum time between two part files in seconds. A run of a week then writes about 420 part files."""
 _STRUCT_BYTES = 16
-"""Approximate bytes of a number, or of a token with its log probability, in a part."""
+"""Approximate size in bytes of a number, or of a token with its log probability."""
 
 
 def part_interval_s(age_s: float, first_s: float) -> float:
-    """Return the seconds after which a finished row is in a part, if the attempt is `age_s` seconds old.
+    """Return the maximum seconds from the end of a row until it is in a part file.
 
-    The first parts come after `first_s`, so that a user sees results soon.
+    The attempt is `age_s` seconds old. The first part files of an attempt come after `first_s` seconds, so
+    that users see results soon.
     """
     return max(first_s, min(LAG_FRACTION * age_s, LONGEST_LAG_S))
 
 
 @dataclass(eq=False)
 class ResultWriter:
-    """Writes finished rows to a journal, and to a part every `part_rows` rows or after `part_interval_s`.
+    """Writes finished rows to a journal, and later to a part file.
 
-    While the disk accepts no writes, rows wait in memory up to a limit. At the limit `put` blocks, so that
-    rows keep their slots and the run pauses.
+    A part file is written every `part_rows` rows, or after `part_interval_s`. While the disk accepts no
+    writes, rows wait in memory up to a limit. At the limit `put` blocks, so that no further rows are sent and
+    the run pauses.
     """
 
     run_dir: RunDir
@@ -66,38 +69,42 @@ class ResultWriter:
     plan: AnswerPlan
     """Result columns and checks."""
     durable_s: float
-    """Seconds within which a row is in a journal on disk."""
+    """Maximum seconds from the end of a row until it is in a journal on disk."""
     part_s: float
-    """Seconds within which a row is in a part. If `lag_grows`, this holds only for a young run."""
+    """Maximum seconds from the end of a row until it is in a part file; only in a young attempt if
+    `lag_grows`."""
     lag_grows: bool
-    """Whether parts come later in an older run. In a store they do not, because they make rows durable."""
+    """Whether the time between two part files grows with the age of the attempt. It must not grow in an
+    object store, where only part files make rows durable."""
     lock: TaskLock
     """The lock of the task, which the caller holds."""
     committed: Callable[[BitMap64], None]
-    """Called in a thread with the rows of a new part, whose journal and input are no longer needed. It may
-    block and raise OSError."""
+    """Called in a thread with the rows of each new part file. It may block and raise OSError."""
     disk: DiskWait
 
     def __post_init__(self) -> None:
-        """Create the directory of the parts; raises StorageError."""
+        """Create the directory of the part files; raises StorageError."""
         run_dir = self.run_dir
         with writing(run_dir.parts):
             make_directory(run_dir.parts)
         self._buffer: list[Outcome] = []
         self._bytes = 0
-        self._oldest_at = 0.0  # when the first row came into the buffer
+        self._oldest_at = 0.0
+        """When the oldest row came into the buffer, by `time.monotonic`."""
         self._began = time.monotonic()
         self._part = _PendingPart(run_dir, run_dir.next_number(), self.lock)
         self._writing: asyncio.Task[None] | None = None
         self._publishing: asyncio.Task[None] | None = None
-        self._changed = asyncio.Event()  # the buffer got its first row or is full, or no more rows come
-        self._has_room = asyncio.Event()  # rows have left the buffer, or no more will leave it
+        self._changed = asyncio.Event()
+        """Wakes the writing task: the buffer has got its first row or is full, or no more rows come."""
+        self._has_room = asyncio.Event()
+        """Wakes `put`: rows have left the buffer, or the writing task has ended."""
         self._is_closing = False
 
     async def put(self, outcome: Outcome) -> None:
-        """Store one outcome; waits while the disk is behind.
+        """Add an outcome to the buffer. While the buffer is full because the disk is slow, wait.
 
-        Raises StorageError where earlier rows could not be written within `limits.disk_wait`.
+        Raises StorageError if earlier rows could not be written within `limits.disk_wait`.
         """
         if not self._buffer:
             self._oldest_at = time.monotonic()
@@ -119,7 +126,7 @@ class ResultWriter:
                 task.result()
 
     async def close(self) -> None:
-        """Write the remaining rows as a part; raises StorageError where they could not be written."""
+        """Write the remaining rows as a part file. Raises StorageError if they could not be written."""
         self._is_closing = True
         self._changed.set()
         try:
@@ -128,44 +135,49 @@ class ResultWriter:
             await self._wait_for_part()
         finally:
             for task in (self._writing, self._publishing):
-                if task is not None:  # one task must not continue after the other has failed
+                if task is not None:  # Neither task may continue after the other has failed.
                     task.cancel()
                     await asyncio.gather(task, return_exceptions=True)
             self._part.close()
 
     def _is_full(self) -> bool:
+        """Return whether the rows in memory reach the size of a part file, and so must be written."""
         return self._part.rows + len(self._buffer) >= self.part_rows or self._bytes >= FLUSH_BYTES
 
     async def _write_when_due(self) -> None:
-        """Write the rows of the buffer whenever they are due, until all are in parts and no more come."""
+        """Write rows whenever they are due, until no more rows come and all rows are in part files."""
         try:
             while self._buffer or self._part.rows or not self._is_closing:
-                wait_s = 0.0 if self._is_closing or self._is_full() else self._due_s()
-                if wait_s is None or wait_s > 0:
+                must_write_now = self._is_closing or self._is_full()
+                wait_s = 0.0 if must_write_now else self._due_s()
+                if wait_s is None or wait_s > 0:  # None: wait until the buffer has a row
                     self._changed.clear()
                     with contextlib.suppress(asyncio.TimeoutError):
                         await asyncio.wait_for(self._changed.wait(), wait_s)
                 else:
                     await self._write()
         finally:
-            self._has_room.set()
+            self._has_room.set()  # A waiting `put` then raises the error that ended this task.
 
     def _due_s(self) -> float | None:
-        """Return the seconds until the buffer's oldest row or the part is due; None if there is neither."""
+        """Return the seconds until the next write is due: of the buffer's oldest row, or of the part file.
+
+        Return None if there is nothing to write.
+        """
         due_at = [self._oldest_at + self.durable_s * FLUSH_FRACTION] if self._buffer else []
         if self._part.rows:
             due_at.append(self._part_due_at(self._part))
         return min(due_at) - time.monotonic() if due_at else None
 
     def _part_due_at(self, part: _PendingPart) -> float:
-        """Return when a part that has rows must be written, by `time.monotonic`."""
+        """Return the time by which a part file must be written, as `time.monotonic` counts."""
         interval_s = self.part_s
         if self.lag_grows:
             interval_s = part_interval_s(part.first_at - self._began, self.part_s)
         return part.first_at + interval_s
 
     async def _write(self) -> None:
-        """Write the oldest rows of the buffer to the journal, and the part if it is due."""
+        """Write the oldest rows of the buffer to the journal, and the part file if it is due."""
         part = self._part
         outcomes = self._take_oldest(self.part_rows - part.rows)
         if outcomes:
@@ -174,7 +186,9 @@ class ResultWriter:
         is_full = part.rows >= self.part_rows or part.bytes >= FLUSH_BYTES
         part_is_due = self._is_closing or is_full or time.monotonic() >= self._part_due_at(part)
         last_part_is_late = self._publishing is not None and not self._publishing.done()
-        in_store = self.run_dir.store.objects is not None  # a store may be unavailable for long
+        in_store = self.run_dir.store.objects is not None  # An object store may be unavailable for long.
+        # A part file that is written at once makes its rows durable, so they need not go to the journal
+        # first.
         part_comes_at_once = part_is_due and not last_part_is_late and not in_store
         needs_journal = bool(outcomes) and not part_comes_at_once
         if needs_journal:
@@ -191,34 +205,38 @@ class ResultWriter:
         return outcomes
 
     def _table_of(self, outcomes: list[Outcome]) -> pa.Table:
+        """Return outcomes as a table for a part file, with their counts in its metadata."""
         return with_counts(table_of(outcomes, self.schema, self.plan), count(outcomes))
 
     async def _begin_next_part(self) -> None:
-        """Publish the part in the background, and begin another part for the next rows."""
-        await self._wait_for_part()  # so that memory holds two parts at most
+        """Publish the part file in the background, and begin another part file for the next rows."""
+        await self._wait_for_part()  # Memory then holds at most two part files.
         part = self._part
         self._publishing = asyncio.ensure_future(self._publish(part))
         self._part = _PendingPart(self.run_dir, part.number + 1, self.lock)
         self._has_room.set()
 
     async def _publish(self, part: _PendingPart) -> None:
-        """Write a part, while rows that finish go to the journal of the next part."""
+        """Write a part file, while rows that finish go to the journal of the next part file."""
         await self.disk.write(part.path, part.publish)
+        # `publish` skips numbers that another attempt has used, so the next part file may need a higher
+        # number.
         self._part.number = max(self._part.number, part.number + 1)
         await self.disk.write(part.path, functools.partial(self.committed, part.row_set()))
         log.debug("wrote %s (%d rows)", part.path.name, part.rows)
 
     async def _wait_for_part(self) -> None:
+        """Wait until the last part is written. Raises StorageError."""
         if self._publishing is not None:
             await asyncio.shield(self._publishing)
 
 
 class _PendingPart:
-    """The rows of the next part, in memory and in its journal.
+    """The rows of the next part file, in memory and in the part file's journal.
 
-    Its methods block, and may be repeated after an OSError. A process that was suspended for a while may have
-    lost its task to another process, which recovered it. So `append_journal` and `publish` verify the lock
-    before their writes count.
+    Methods block, and may be called again after an OSError. A process that was suspended for a while may have
+    lost its task to another process, which has recovered the task. So `append_journal` and `publish` verify
+    the lock of the task before their writes count.
     """
 
     def __init__(self, run_dir: RunDir, number: int, lock: TaskLock) -> None:
@@ -226,8 +244,9 @@ class _PendingPart:
         self._lock = lock
         self.number = number
         self.rows = 0
-        """Number of input rows, each with all its samples."""
+        """Number of input rows in the part file. Each has all its completions."""
         self.bytes = 0
+        """Size in bytes of the tables in memory."""
         self.first_at = 0.0
         """When the first rows were added, by `time.monotonic`."""
         self._journal_path = run_dir.journal(number, lock.token)
@@ -236,7 +255,7 @@ class _PendingPart:
 
     @property
     def path(self) -> Path:
-        """Path of the future part, unless another part already has this path."""
+        """Path that the part file will have, unless another part file already has this path."""
         return self._run_dir.part(self.number)
 
     def add(self, table: pa.Table, rows: int) -> None:
@@ -247,7 +266,7 @@ class _PendingPart:
         self.bytes += table.nbytes
 
     def append_journal(self) -> None:
-        """Append the table that was added last to the journal, durably."""
+        """Append the table that was added last to the journal, and sync the journal to the disk."""
         self._lock.verify()
         if self._journal is None:
             make_directory(self._journal_path.parent)
@@ -255,17 +274,16 @@ class _PendingPart:
         self._journal.append(self._tables[-1])
 
     def publish(self) -> None:
-        """Write the part and delete its journal."""
+        """Write the part file and delete its journal."""
         number = write_part(self._run_dir, self.number, self._tables, self._lock)
         self.close()
         self._journal_path.unlink(missing_ok=True)
-        self.number = number  # at the end, so that a repeated call begins at the same number
+        self.number = number  # Last, so that a repeated call begins at the same number.
 
     def row_set(self) -> BitMap64:
-        """Return the ordinals of the part's rows."""
-        return rows_of_column(
-            pa.chunked_array([part for table in self._tables for part in table.column("row").chunks])
-        )
+        """Return the ordinals of the part file's rows."""
+        chunks = [chunk for table in self._tables for chunk in table.column("row").chunks]
+        return rows_of_column(pa.chunked_array(chunks))
 
     def close(self) -> None:
         """Close the journal if it is open."""
@@ -275,15 +293,18 @@ class _PendingPart:
 
 
 def _text_bytes(outcome: Outcome) -> int:
+    """Return the approximate bytes of an outcome's texts and optional columns in memory."""
     completion = outcome.completion
     if completion is None:
         return 0
     size = sum(map(len, filter(None, completion.texts)))
-    return size + sum(map(_bytes_of, completion.columns.values())) if completion.columns else size
+    if completion.columns:
+        size += sum(map(_bytes_of, completion.columns.values()))
+    return size
 
 
 def _bytes_of(value: Any) -> int:
-    """Return the approximate bytes of a value in a part."""
+    """Return the approximate size in bytes of a value of an optional result column."""
     if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, list):

@@ -1,18 +1,21 @@
 """Flag tuning during a run: launched servers change flags step by step, by the rules of `batchrun advise`.
 
-Advice on a window of steady work names a step. The first step changes all flags at once, since a restart
-costs the same for one flag and for several. A step is worth a restart if its gain over the remaining time is
-more than three times the cost of the restart. Then one server restarts with the step. Its output tokens/s are
-compared with its earlier rate, and with the change of the other servers' rates. The lengths of rows may
-change meanwhile, so the rate that includes prompt tokens has to agree. If the step gains, it is kept, and the
-other servers follow one by one. If it loses, it is undone if that is worth a restart, and each of its rules
-is tried alone. All results are remembered. This module reads no clock: each load sample comes with its time.
+After a window (at least 30 s of steady work), the advice for a server names a step: flags to change. The
+first step changes all flags that the advice names, since a restart costs the same for one flag and for
+several. A step is worth a restart if its gain over the remaining time is more than three times the cost of
+the restart. Then one server restarts with the step. Its output tokens/s are compared with its earlier rate,
+and with the change of the other servers' rates. The lengths of rows may change in between, so the rate that
+includes prompt tokens has to agree. If the step gains, it is kept, and the other servers follow one by one.
+If it loses, it is undone if that is worth another restart, and later each of its rules is tried alone. All
+results are remembered for later jobs. This module reads no clock, because each load sample comes with its
+time.
 """
 
 import asyncio
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from batchrunner.core.engine_info import Incident
 from batchrunner.core.timing import TIMING
@@ -30,39 +33,47 @@ from batchrunner.tuning.memory import FlagMemory
 log = logging.getLogger(__name__)
 
 GAIN_TO_COST = 3.0
-"""A restart pays if the gain over the remaining time is more than this multiple of the restart's cost."""
+"""A restart pays off if the time it saves until the end of the run exceeds this multiple of the time it
+costs."""
 MOST_WINDOWS = 4
-"""A trial ends after this many windows, each extended by the mean life of a row, even if there was too little
-steady work."""
+"""Maximum length of a trial as a number of windows, each extended by the mean time from sending a row to its
+end. The trial ends then even if it had too little steady work."""
 
 
 def adaptation_of(engine: Engine, run_dir: RunDir, ends_at: float) -> "Adaptation | None":
     """Return the flag tuning of an engine's servers; None if the run does not change their flags."""
     if not isinstance(engine, LaunchedFleet) or engine.memory is None:
         return None
-    servers = {s: ServerWatch(run_dir, s.url, s.log_path, s.log_begins) for s in engine.servers}
+    servers = {
+        server: ServerWatch(run_dir, server.url, server.log_path, server.log_begins)
+        for server in engine.servers
+    }
     return Adaptation(servers, engine.memory, ends_at)
 
 
 class Adaptation:
-    """The flag tuning of one run, driven by its load samples."""
+    """The flag tuning of one run. Each load sample of the run advances it by one step of `_tune`."""
 
     def __init__(
         self, servers: Mapping[SGLangServer, ServerWatch], memory: FlagMemory, ends_at: float
     ) -> None:
-        """`ends_at` is the time of the run's deadline."""
+        """Tune `servers`, each with the watch that measures it; remember gains in `memory`.
+
+        `ends_at` is the time of the run's deadline on the monotonic clock; infinity without a deadline.
+        """
         self._servers = servers
         self._memory = memory
         self._ends_at = ends_at
         self._sample: RunSample
         self._now: float
         """Time of the newest load sample, in seconds of the monotonic clock."""
-        self._work = self._go()
+        self._work = self._tune()
 
     async def take(self, sample: RunSample, now: float) -> None:
         """Process a load sample, read at `now` on the monotonic clock.
 
-        Logs and parts are read in a thread. One sample must be processed before the next is taken.
+        The server logs and part files are read in a thread. Await this call before the call with the next
+        sample.
         """
         self._sample, self._now = sample, now
         for watch in self._servers.values():
@@ -74,38 +85,49 @@ class Adaptation:
         for server in self._servers:
             server.stay()
 
-    def _go(self) -> Iterator[None]:
+    def _tune(self) -> Iterator[None]:
+        """Try one step after another for ever. Each `yield` waits for the next load sample."""
         while True:
-            yield from self._window()
+            yield from self._measure_window()
             for server, watch in self._servers.items():
-                server.keep()
+                server.keep()  # A server that has worked for a window keeps its flags if it dies later.
                 step = None if server.lost else self._next_step(server, watch)
                 if step is not None:
                     yield from self._try(server, step)
-                    break
+                    break  # The rates have changed, so the next step needs another window.
 
     @property
     def _is_calm(self) -> bool:
         """Whether no server is starting."""
         return all(server.up or server.lost for server in self._servers)
 
-    def _window(self, most_s: float = math.inf) -> Iterator[None]:
-        """Wait until all servers are up, then for a window of steady work, at most `most_s` seconds."""
-        ends_at, is_full = math.inf, False
-        while not is_full:
+    def _measure_window(self, most_s: float = math.inf) -> Iterator[None]:
+        """Wait until all servers are up, then until each has had TIMING.adapt seconds of steady work.
+
+        `most_s` limits the wait after all servers are up for the first time, in seconds.
+        """
+        ends_at = math.inf
+        while True:
             while not self._is_calm:
                 yield
             ends_at = min(ends_at, self._now + most_s)
             for watch in self._servers.values():
                 watch.begin()
-            while self._is_calm and not is_full:
+            while self._is_calm:
                 yield
-                busy_s = [watch.busy_s for server, watch in self._servers.items() if not server.lost]
-                is_full = min(busy_s, default=0.0) >= TIMING.adapt or self._now > ends_at
+                if self._has_full_window or self._now > ends_at:
+                    return
+            # A server is starting again, so the measurement begins anew.
+
+    @property
+    def _has_full_window(self) -> bool:
+        """Whether each server that is not lost has had TIMING.adapt seconds of steady work in this window."""
+        busy_s = [watch.busy_s for server, watch in self._servers.items() if not server.lost]
+        return min(busy_s, default=0.0) >= TIMING.adapt
 
     @property
     def _life_s(self) -> float:
-        """Mean seconds from sending a row to its end."""
+        """Mean seconds from sending a row to its end, by Little's law: rows in flight / rows per second."""
         return self._sample.in_flight / max(self._sample.rows_per_s, 1e-9)
 
     def _next_step(self, server: SGLangServer, watch: ServerWatch) -> Step | None:
@@ -114,49 +136,66 @@ class Adaptation:
         return next((step for step, gain in steps if self._pays(server, gain)), None)
 
     def _pays(self, server: SGLangServer, gain: float) -> bool:
-        """Tell whether a gain is worth a restart now. A restart drains the server, then starts it."""
+        """Tell whether a gain (a fraction of the present speed) is worth a restart of a server now."""
         sample = self._sample
+        # A restart drains the server, which takes about the life of a row but is not waited for longer than a
+        # start takes, and then starts it.
         cost_s = server.start_s + min(server.start_s, self._life_s)
-        left_s = min(sample.time_left_s or 0.0, self._ends_at - self._now)
-        is_tail = sample.unsent <= sample.window  # a restart would only delay the last rows
-        return self._is_calm and not is_tail and gain * left_s > GAIN_TO_COST * cost_s
+        remaining_s = min(sample.time_left_s or 0.0, self._ends_at - self._now)
+        is_tail = sample.unsent <= sample.window  # A restart would only delay the last rows.
+        return self._is_calm and not is_tail and gain * remaining_s > GAIN_TO_COST * cost_s
 
     def _try(self, server: SGLangServer, step: Step) -> Iterator[None]:
-        """Try a step with one server; then let the others follow, or undo it."""
-        old, new = server.adapted, {**server.adapted, **step.args}
-        before = {each: watch.rates for each, watch in self._servers.items() if all(watch.rates)}
-        server.adapt(new, step.why)
-        yield from self._window(MOST_WINDOWS * (TIMING.adapt + self._life_s))
-        server.keep()
-        gain = self._gain(server, before)
+        """Try a step with one server. Then restart the other servers with the step too, or undo the step."""
+        old_args = server.adapted
+        new_args = {**old_args, **step.args}
+        rates_before = self._rates()
+        server.adapt(new_args, step.why)
+        yield from self._measure_window(MOST_WINDOWS * (TIMING.adapt + self._life_s))
+        server.keep()  # From now on, a death of the server does not revert its flags.
+        # A server that failed to start with the new flags has other flags now. That counts as a loss of all
+        # speed.
+        has_new_args = server.adapted == new_args
+        gain = self._gain(server, rates_before) if has_new_args else -1.0
         is_good = gain >= LEAST_GAIN
-        outcome = "kept" if is_good else "kept, as another start costs more"
-        if not (lives := server.adapted == new):
-            gain, is_good, outcome = -1.0, False, "dropped"
-        if gain:
+        if gain:  # 0 means that the gain is unclear
             self._memory.learn(step.name, gain, step.args if is_good else {})
-        restarts = {each: {**each.adapted, **step.args} for each in self._servers if is_good}
-        restarts.pop(server, None)
-        if lives and self._pays(server, -gain):
-            restarts, outcome = {server: old}, "taken back"
-        why = f"{command_line(step.args)}: {1 + gain:.2f} x the output tokens a second: {outcome}"
-        if not gain:
-            why = f"{command_line(step.args)}: its gain is unclear: {outcome}"
+        restarts: dict[SGLangServer, dict[str, Any]] = {}
+        if not has_new_args:
+            outcome = "dropped"
+        elif is_good:
+            outcome = "kept"
+            others = [other for other in self._servers if other is not server]
+            restarts = {other: {**other.adapted, **step.args} for other in others}
+        elif self._pays(server, -gain):
+            outcome = "taken back"
+            restarts = {server: old_args}
+        else:
+            outcome = "kept, as another start costs more"
+        speed = f"{1 + gain:.2f} x the output tokens a second" if gain else "the gain is unclear"
+        why = f"{command_line(step.args)}: {speed}: {outcome}"
         log.warning("%s: %s", server.name, why)
         server.incidents.append(Incident("adapted", server.name, why, {"new": step.args, "gain": gain}))
-        for each, args in restarts.items():
-            if self._pays(each, abs(gain)):
-                each.adapt(args, f"{server.name} showed {1 + gain:.2f} x")
+        # One server restarts at a time. Each restart has to pay off in the time that remains then.
+        for restarted, args in restarts.items():
+            if self._pays(restarted, abs(gain)):
+                restarted.adapt(args, f"{server.name} showed {1 + gain:.2f} x")
                 while not self._is_calm:
                     yield
-                each.keep()
+                restarted.keep()
 
-    def _gain(self, server: SGLangServer, before: Mapping[SGLangServer, tuple[float, ...]]) -> float:
-        """Return a server's gain relative to the other servers; 0 if it is unclear."""
-        now = {each: watch.rates for each, watch in self._servers.items() if all(watch.rates)}
+    def _rates(self) -> dict[SGLangServer, tuple[float, ...]]:
+        """Return the rates of each server in its window, without servers that had no work."""
+        return {server: watch.rates for server, watch in self._servers.items() if all(watch.rates)}
+
+    def _gain(self, server: SGLangServer, rates_before: Mapping[SGLangServer, tuple[float, ...]]) -> float:
+        """Return the gain of a server's speed relative to the other servers; 0 if the gain is unclear."""
+        rates = self._rates()
         ratios = {
-            each: [new / old for new, old in zip(now[each], before[each], strict=True)]
-            for each in now.keys() & before.keys()
+            each: [
+                rate / rate_before for rate, rate_before in zip(rates[each], rates_before[each], strict=True)
+            ]
+            for each in rates.keys() & rates_before.keys()
         }
         if server not in ratios:
             return 0.0

@@ -1,4 +1,4 @@
-"""`batchrun advise`: read a log, watch a server or read a run, and apply the rules."""
+"""`batchrun advise`: reads a log or a run, or watches a server, and applies the rules of the advice."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from batchrunner.tuning.rules import apply_all
 from batchrunner.tuning.situation import Situation
 
 WATCH_S = 20.0
-"""Seconds for which a live server is watched."""
+"""Default time in seconds for which a running server is watched."""
 
 
 def advise(
@@ -30,16 +30,18 @@ def advise(
     InputError or OutputError if the source is none of these, and InputError for an unknown card.
     """
     if card and architecture_of(card) is None:
-        raise InputError(f"--card {card}: unknown card; known are {KNOWN_CARDS}")
+        raise InputError(f"--card {card}: not a known GPU; known are {KNOWN_CARDS}")
     situation = _read(source, span_s)
     situation.facts.card = card or situation.facts.card
     situation.facts.config = config_of(situation.facts)
+    # To ask an interpreter for its flags takes seconds, so that is only done if the advice names flags.
     names_flags = any(advice.args for advice in apply_all(situation, Flags()))
     flags = _flags(situation, python, ask=names_flags)
     return AdviceReport(hidden(source), situation, apply_all(situation, flags), flags)
 
 
 def _read(source: str, span_s: float) -> Situation:
+    """Return the situation of a server, from its URL, the output path of a run or a log file."""
     if source.startswith(("http://", "https://")):
         return watch_server(source, span_s)
     if store_address(source):
@@ -57,9 +59,16 @@ def _read(source: str, span_s: float) -> Situation:
 
 
 def _flags(situation: Situation, python: str | None, *, ask: bool) -> Flags:
-    """Return the server's flags; with `ask`, those of the installed SGLang where versions may agree."""
+    """Return the flags of the server's SGLang version; without names if they are unknown.
+
+    With `ask`, an interpreter (`python`) is asked for the flags of its SGLang if the source does not have
+    them.
+    """
     facts = situation.facts
     if facts.arguments:
         return of_arguments(facts.version, facts.arguments)
-    installed_flags = installed(python) if ask else Flags()
-    return installed_flags if facts.version in {None, installed_flags.version} else Flags(facts.version)
+    if ask:
+        installed_flags = installed(python)
+        if facts.version in {None, installed_flags.version}:
+            return installed_flags
+    return Flags(facts.version)

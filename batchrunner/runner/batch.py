@@ -22,9 +22,9 @@ class BatchRun:
     report: Report
     results: Path
     errors: Path | None
-    """File of the lines that failed; None if they are written to `results`."""
+    """File for lines that failed; None if they are written to `results` too."""
     is_published: bool
-    """Whether all lines are done, so that the results are written."""
+    """Whether the results are written, because all lines are done."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result for `--json`."""
@@ -36,21 +36,21 @@ class BatchRun:
 
     def lines(self) -> list[str]:
         """Return the result as lines for a person."""
-        lines = self.report.lines()[:-1]  # the report's last line names the parts, not the results
+        lines = self.report.lines()[:-1]  # The report's last line names the part files, not the results.
         if not self.is_published:
+            # An exit code of 0 means that other workers of a shared run are still at work.
+            is_stopped = self.report.exit_code != 0
             writer = (
-                "the attempt that finishes the last line"
-                if self.report.exit_code
-                else "the last worker that finishes"
+                "the attempt that finishes the last line" if is_stopped else "the last worker that finishes"
             )
-            return [*lines, f"results: not yet: {writer} writes {self.results}"]
+            return [*lines, f"results: not written yet: {writer} writes {self.results}"]
         failed = f", failed lines: {self.errors}" if self.errors else ""
         return [*lines, f"results: {self.results}{failed}"]
 
 
 @contextlib.contextmanager
 def _named_by_option() -> Iterator[None]:
-    """Replace `output.path` by `--output` in errors, because the command has no job file."""
+    """Replace `output.path` by `--output` in the messages of errors, because the command has no job file."""
     try:
         yield
     except BatchrunError as failure:
@@ -66,10 +66,13 @@ def run_batch(
 ) -> BatchRun:
     """Run or resume a batch, and write its results once all lines are done. Raises BatchrunError.
 
-    `job` holds the options of `job_of_batch`, and `options` those of `run_in_foreground`.
+    `requests` is the batch file, `output` and `errors` are the result files. `job` has the options of
+    `job_of_batch`, and `options` those of `run_in_foreground`.
     """
     if requests == "-":
-        raise JobError("requests: standard input cannot be read again to resume", hint="save it to a file")
+        raise JobError(
+            "requests: standard input cannot be read again to resume", hint="save the requests in a file"
+        )
     results = results_path(output, "--output")
     failed = results_path(errors, "--errors") if errors else None
     run = results.with_name(f"{results.name}.run")
@@ -84,14 +87,16 @@ def run_batch(
 
 
 def _check_files(requests: str, written: Sequence[Path], run: Path, *, fresh: bool) -> None:
-    """Raise OutputError if two of the paths are the same, or if a file that is no run's would be overwritten.
+    """Raise OutputError if two files are the same, or if a file of another origin would be overwritten.
 
-    With `fresh`, existing results and errors may be overwritten.
+    `written` are the files of results and errors. Existing ones may be overwritten with `fresh`, or if the
+    run of this batch exists.
     """
-    places = {path.resolve() for path in (Path(requests).expanduser(), *written)}
-    if len(places) <= len(written):
+    different_files = {path.resolve() for path in (Path(requests).expanduser(), *written)}
+    if len(different_files) <= len(written):
         raise OutputError(
-            f"{written[0]}: is given for two of requests, results and errors", hint="give different files"
+            f"{written[0]}: two of the files of requests, results and errors are the same",
+            hint="give different files",
         )
     if fresh or holds_run(run):
         return
@@ -99,5 +104,5 @@ def _check_files(requests: str, written: Sequence[Path], run: Path, *, fresh: bo
         if path.exists():
             raise OutputError(
                 f"{path}: exists, and was not written by the run in {run}",
-                hint="use another name, or --fresh to replace it",
+                hint="use another name, or --fresh to replace the file",
             )

@@ -35,7 +35,7 @@ from batchrunner.sglang.model_files import check_model
 
 PROMPTS_SHOWN = 3
 ROWS_LOOKED_AT = 1000
-"""Maximum number of rows that are rendered to find rows that cannot be sent."""
+"""Maximum number of rows that are rendered to find rows that cannot be sent; a batch file has no maximum."""
 PROMPT_CHARACTERS = 2000
 """Maximum number of characters of a prompt that `batchrun check` shows."""
 
@@ -45,31 +45,33 @@ class Check:
     """The work of a start, and the prompts that it would send."""
 
     files: int
-    """Files of the input."""
+    """Number of input files."""
     rows_in_input: int
-    """Rows of these files."""
+    """Number of rows in the input files."""
     rows_total: int
-    """Rows that `input.filter` and `input.limit` select."""
+    """Number of rows that `input.filter` and `input.limit` select."""
     rows_done: int
-    """Rows that earlier starts finished, including failed rows."""
+    """Number of rows that earlier starts finished, including failed rows."""
     rows_failed: int
-    """Rows of `rows_done` that have an `error`."""
+    """Number of rows in `rows_done` that ended with an error."""
     rows_to_do: int
-    """Rows that a start would send."""
+    """Number of rows that a start would send."""
     order: OrderDecision
-    """Order of sending, and why."""
+    """Order in which rows are sent, and the reason for it."""
     prompts: list[dict[str, Any]]
     """First three prompts, each with `row`, `kind`, `prompt`, and `error` if the row cannot be sent."""
     rows_looked_at: int
     """Number of rows that were rendered as a trial: the first 1,000, or all rows of a batch file."""
     rows_not_sendable: int
-    """Rows of `rows_looked_at` that cannot be sent, for example because the prompt is empty."""
+    """Number of rows in `rows_looked_at` that cannot be sent, for example because the prompt is empty."""
     not_sendable: list[dict[str, Any]]
-    """Why rows cannot be sent, the most frequent reason first: `rows`, `example_row`, `example`."""
+    """Reasons for which rows cannot be sent, the most frequent first: `rows`, `example_row`, `example`."""
     not_looked_at: str | None
-    """What only a start can check about the model or the servers; null if there is nothing."""
+    """Part of the job that only a start can check, such as a model whose files are not on this machine; null
+    if everything was checked."""
     warnings: list[str]
-    """Warnings about prompts that can be sent but may give worse answers: a token that begins them twice."""
+    """Warnings about prompts that can be sent but may give worse answers, because a token begins them
+    twice."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result for `--json`."""
@@ -99,16 +101,16 @@ class Check:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the command: 3 if no rendered row can be sent, as after a run of these rows."""
+        """Exit code of the command: 3 if no rendered row can be sent, as if a run had failed all rows."""
         return EXIT_FAILED_ROWS if 0 < self.rows_looked_at == self.rows_not_sendable else EXIT_DONE
 
     @property
     def verdict(self) -> str:
-        """Conclusion in a few words."""
+        """Conclusion of the check in a few words."""
         if self.warnings and not self.rows_not_sendable:
             return "the rows can be sent, with a warning"
         if not self.rows_not_sendable:
-            return "all else is fine" if self.not_looked_at else "the job is fine"
+            return "everything else is fine" if self.not_looked_at else "the job is fine"
         if self.exit_code:
             rows = f"the first {self.rows_looked_at:,} rows" if self.rows_looked_at > 1 else "the rows"
             return f"none of {rows} can be sent: correct the prompt or the data"
@@ -117,9 +119,10 @@ class Check:
 
 def check(job: str, overrides: Sequence[str]) -> Check:
     """Check a job file or a batch file. Raises BatchrunError, with a message of one line, for a fault."""
-    form = known_format(job)
+    file_format = known_format(job)
+    is_batch = file_format is not None and file_format.kind == "JSON Lines" and file_format.ending != ".json"
     with tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch:
-        if form is not None and form.kind == "JSON Lines" and form.ending != ".json":
+        if is_batch:
             loaded = job_of_batch(job, f"{scratch}/run", engine=["simulated"], overrides=overrides)
         else:
             loaded = load_job(job, overrides=overrides)
@@ -131,17 +134,19 @@ def check(job: str, overrides: Sequence[str]) -> Check:
 
 
 def _check(prepared: PreparedJob) -> Check:
+    """Render the first rows to send, or all rows of a batch file, and return the result of the check."""
     loaded = prepared.job
     check_resumes(prepared, model_of(loaded.engine))
     stored = read_done(prepared.run_dir)
     plan = plan_run(StartOptions(), RunState.of(prepared.selected(), stored))
-    items = (item for batch in prepared.batches(plan.rows or plan.selected) for item in batch)
+    rows_to_render = plan.rows or plan.selected  # If all rows are done, their prompts are shown all the same.
+    items = (item for batch in prepared.batches(rows_to_render) for item in batch)
     model = PromptCheck(loaded)
     failures, first_prompts, looked_at = Failures(), list[dict[str, Any]](), 0
     for item in islice(items, None if loaded.prompt.is_batch else ROWS_LOOKED_AT):
         prompt = _prompt_of(item, model)
         if loaded.prompt.rollout:
-            prompt["kind"] = "row"
+            prompt["kind"] = "row"  # The rollout's function makes the prompts, so only its row can be shown.
         looked_at += 1
         if prompt["error"] is not None:
             failures.add(item.ref.row, prompt["error"])
@@ -176,10 +181,13 @@ def _prompt_of(item: Request | Outcome, model: PromptCheck) -> dict[str, Any]:
 
 
 def _refusal(request: Request, model: PromptCheck) -> str | None:
-    """Return why a run would not send this row, as far as that can be known without an engine; else None."""
+    """Return the reason for which a run would not send a row; None if there is none.
+
+    Reasons that only the engine knows are not found.
+    """
     try:
         refuse_invalid(request)
-        wire.refuse_deadly(request, None)
+        wire.refuse_deadly(request, None)  # values that crash an SGLang server
         if isinstance(request.prompt, RequestBody):
             body = orjson.loads(request.prompt.content)
         else:

@@ -1,4 +1,4 @@
-"""Stops a run, gently or at once, on a signal, at a limit of the job, or for its caller."""
+"""Stops a run on a signal, at a limit of the job, or for its caller: gently (drain) or at once (stop)."""
 
 import asyncio
 import contextlib
@@ -27,35 +27,42 @@ T = TypeVar("T")
 
 
 class Control:
-    """Receives requests to stop a run from signals, limits and callers. They may precede the run."""
+    """Receives requests to stop a run from signals, limits and callers, even before the run has begun."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        """Why the run must stop; None as long as nothing has asked it to stop."""
+        """Reason for which the run must stop; None as long as it may go on."""
         self.exit_code = EXIT_STOPPED
+        """Exit code of the command if the run must stop."""
         self.at_once = False
-        """Whether requests in flight must be cancelled."""
+        """Whether requests in flight must be cancelled too."""
         self.stage: Literal["starting", "sending", "ending"] = "starting"
-        """Stage of the run: "sending" lasts until the results are on disk. In the other stages no rows are in
-        flight, so a stop need not wait for any."""
+        """Stage of the run. "sending" lasts until the results are on disk. In the other stages no rows are in
+        flight, so a stop need not wait for rows."""
         self._listeners: list[Callable[[], object]] = []
         self._stopped = threading.Event()
 
     def drain(self, reason: str, exit_code: int = EXIT_STOPPED) -> None:
-        """Send no more rows and let requests in flight end. Only the first call sets reason and exit code."""
+        """Ask the run to send no more rows and to let requests in flight end.
+
+        Only the first call sets the reason and the exit code.
+        """
         if self.reason is None:
             self.reason, self.exit_code = reason, exit_code
         self._notify()
 
     def stop(self, reason: str) -> None:
-        """End at once; the next attempt sends the rows in flight again."""
+        """Ask the run to end at once. The next attempt sends the rows in flight again."""
         self.drain(reason, EXIT_TERMINATED)
         self.at_once = True
         self._notify()
 
     @contextlib.contextmanager
     def listening(self, listener: Callable[[], object]) -> Iterator[None]:
-        """Call `listener` at each request to stop while the block runs, and now if there was one before."""
+        """Call `listener` at each request to stop while the block runs.
+
+        If the run was asked to stop before, call `listener` now.
+        """
         self._listeners.append(listener)
         if self.reason is not None:
             listener()
@@ -69,7 +76,8 @@ class Control:
         error = BatchrunError(f"{self.reason or 'cancelled'} {when}")
         error.exit_code = self.exit_code
         if self.stage == "starting" and self.exit_code == EXIT_TIME_UP:
-            # Otherwise Slurm would requeue an array task for ever if its engine never starts in time.
+            # EXIT_TIME_UP makes an array task of Slurm requeue itself, which it would do for ever if its
+            # engine never started in time.
             error.exit_code = EXIT_STOPPED
         self.stage = "ending"
         return error
@@ -80,12 +88,13 @@ class Control:
         Raises BatchrunError, whose message ends with `when`, if the work is cancelled.
         """
         working = asyncio.ensure_future(work)
-        stopped = asyncio.get_running_loop().create_future()
+        stopped = asyncio.get_running_loop().create_future()  # It is cancelled at a request to stop.
         ends: set[asyncio.Future[Any]] = {working, stopped}
         try:
             with self.listening(stopped.cancel):
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if working in (await asyncio.wait({working}, timeout=grace_s))[0]:
+            done, _ = await asyncio.wait({working}, timeout=grace_s)
+            if working in done:
                 return working.result()
             raise self.interrupted(when)
         finally:
@@ -93,13 +102,13 @@ class Control:
             await asyncio.gather(working, return_exceptions=True)
 
     def sleep(self, seconds: float) -> None:
-        """Sleep before the first row is sent, in a thread. Raises BatchrunError once the run is stopped."""
+        """Sleep, in a thread of a run that sends no rows yet. Raises BatchrunError once the run must stop."""
         if self._stopped.wait(seconds):
             raise self.interrupted("before the first row was sent")
 
     def check(self) -> None:
-        """Raise BatchrunError if the run is stopped before the first row is sent."""
-        if self._stopped.is_set():  # faster than `sleep`, because `check` is called for each row
+        """Raise BatchrunError if the run must stop before the first row is sent."""
+        if self._stopped.is_set():  # `sleep` alone would be slow, because this is called for each row.
             self.sleep(0)
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -109,7 +118,7 @@ class Control:
             return await asyncio.shield(working)
         except asyncio.CancelledError:
             self._stopped.set()
-            await asyncio.wait([working])  # a thread left behind could still take the task lock
+            await asyncio.wait([working])  # Otherwise the thread could still acquire the lock of a task.
             raise
 
     def _notify(self) -> None:
@@ -121,53 +130,60 @@ class Control:
 SIGNALS = {
     signal.SIGINT: ("interrupted", EXIT_INTERRUPTED),
     signal.SIGTERM: ("interrupted", EXIT_TERMINATED),
-    signal.SIGHUP: ("interrupted", EXIT_TERMINATED),  # terminal closed; nohup's ignoring stays in force
-    signal.SIGUSR1: ("time is nearly up", EXIT_TIME_UP),
+    signal.SIGHUP: ("interrupted", EXIT_TERMINATED),  # The terminal was closed; nohup makes Python ignore it.
+    signal.SIGUSR1: ("the time limit is near", EXIT_TIME_UP),
 }
-"""The signals that end a run, with the reason and the exit code."""
+"""The signals that end a run, each with the reason and the exit code."""
 
 
 @dataclass(slots=True)
 class RunSignals:
-    """Stops a run on signals: the first drains it, and a second SIGINT stops it even if threads still run.
+    """Stops a run on signals: the first signal drains the run, and a second SIGINT stops it at once.
 
-    If the run is not sending rows, there is nothing to wait for, so its process ends within seconds of the
-    first signal. That loses nothing, because a run can be killed at any moment and resumed. Only a second
-    SIGINT counts as a user's second request, because Slurm may send other signals twice.
+    If the run is not sending rows, there is nothing to wait for, so the process ends within seconds of the
+    first signal. If the run does not end by itself, because a thread or the event loop is blocked, the
+    process ends all the same. That loses nothing, because a run can be killed at any moment and resumed. Only
+    a second SIGINT counts as a user's second request, because Slurm may send other signals twice.
     """
 
     _control: Control
     _loop: asyncio.AbstractEventLoop
-    _bounds_s: Mapping[signal.Signals, float]
-    """Seconds that requests in flight get after a signal. A signal that is not listed sets no limit."""
+    _grace_s: Mapping[signal.Signals, float]
+    """Maximum seconds that requests in flight get after a signal; without an entry there is no maximum."""
     _first: tuple[str, int] | None = None
-    """Reason and exit code of the first signal, because a blocked loop does not pass them to `_control`."""
+    """Reason and exit code of the first signal, because a blocked event loop does not pass them to
+    `_control`."""
     _stops_at_once: bool = False
+    """Whether `_stop_at_once` was called."""
     _timers: list[threading.Timer] = field(default_factory=list)
+    """Timers that stop the run or end the process."""
 
     def came(self, number: signal.Signals) -> None:
-        """Handle a signal; see `SignalWatch`."""
+        """Handle a signal, in the thread of `SignalWatch`."""
         if number not in SIGNALS:
             return
         reason, exit_code = SIGNALS[number]
-        again = self._first is not None or self._control.reason is not None
+        must_stop_already = self._first is not None or self._control.reason is not None
         self._on_loop(self._control.drain, reason, exit_code)
-        if number == signal.SIGINT and again:
+        if number == signal.SIGINT and must_stop_already:
             self._stop_at_once(reason)
-        elif number in self._bounds_s:
-            self._after(self._bounds_s[number], self._stop_at_once, reason)
-        if again:
-            return
-        self._first = reason, exit_code
+        elif number in self._grace_s:
+            self._after(self._grace_s[number], self._stop_at_once, reason)
+        if not must_stop_already:
+            self._first = reason, exit_code
+            self._begin_to_stop(reason, self._grace_s.get(number))
+
+    def _begin_to_stop(self, reason: str, grace_s: float | None) -> None:
+        """Log that the run waits for the rows in flight; without such rows, limit the time until its end."""
         if self._control.stage == "sending":
-            bound_s = self._bounds_s.get(number)
             limit = "; a second Ctrl-C stops now, and the next start sends them again"
-            if bound_s is not None:
-                limit = f", for {bound_s:g} s at most"
+            if grace_s is not None:
+                limit = f", for {grace_s:g} s at most"
             log.warning("%s: waiting for the rows in flight%s", reason, limit)
-        else:
-            self._after(TIMING.stop_start, self._end_in, "starting")
-            self._after(TIMING.stop_at_once, self._end_in, "starting", "ending")
+            return
+        # A start can be abandoned soon. The end of a run gets more time, for its report and its engine.
+        self._after(TIMING.stop_start, self._end_in, "starting")
+        self._after(TIMING.stop_at_once, self._end_in, "starting", "ending")
 
     def close(self) -> None:
         """Cancel the timers that would end the process, because the run has ended."""
@@ -175,7 +191,7 @@ class RunSignals:
             timer.cancel()
 
     def _stop_at_once(self, reason: str) -> None:
-        """Cancel the rows in flight. At a second call, or if the run sends no rows, end the process."""
+        """Cancel the rows in flight. At a second call, or if no rows are in flight, end the process."""
         if self._stops_at_once or self._control.stage != "sending":
             self._end_process()
         self._stops_at_once = True
@@ -183,26 +199,30 @@ class RunSignals:
         self._after(TIMING.stop_at_once, self._end_process)
 
     def _end_in(self, *stages: str) -> None:
+        """End the process if the run is still in one of these stages."""
         if self._control.stage in stages:
             self._end_process()
 
     def _end_process(self) -> None:
-        """End the process even if threads still run. Journals need not be closed."""
+        """Print the error and end the process even if threads still run. Journals need not be closed."""
+        # A new Control, because the event loop may be blocked and not have told `_control` of the signal.
         stopped = Control()
         stopped.drain(*self._first or (self._control.reason or "", self._control.exit_code))
         if self._control.stage == "starting":
             ended = stopped.interrupted("before the first row was sent")
         else:
-            ended = BatchrunError("interrupted: ended without waiting for its threads")
+            ended = BatchrunError("interrupted: the process ended without waiting for its threads")
             ended.exit_code = stopped.exit_code
         os._exit(tell_failure(ended, as_json=wants_json(sys.argv[1:])))
 
     def _after(self, seconds: float, act: Callable[..., None], *arguments: str) -> None:
+        """Call `act` in a thread after some seconds, unless the run has ended by then."""
         timer = threading.Timer(seconds, act, arguments)
         timer.daemon = True
         self._timers.append(timer)
         timer.start()
 
     def _on_loop(self, act: Callable[..., None], *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        """Call `act` in the event loop of the run, as soon as the loop is free."""
+        with contextlib.suppress(RuntimeError):  # The loop is closed, because the run has ended.
             self._loop.call_soon_threadsafe(act, *arguments)

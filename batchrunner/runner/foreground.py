@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TERM_DRAIN_S = 15.0
-"""Seconds that requests in flight get after SIGTERM. By default Slurm and Kubernetes send SIGKILL 30 s after
-SIGTERM, and the engine needs time to shut down before that."""
+"""Maximum seconds that requests in flight get after SIGTERM. By default, Slurm and Kubernetes send SIGKILL 30
+s after SIGTERM, and the engine needs time to shut down before that."""
 
 
 def run_in_foreground(
@@ -54,10 +54,10 @@ def run_in_foreground(
 
 def under_signals(work: Coroutine[Any, Any, T], control: Control, limits: LimitsSpec) -> T:
     """Run `work` on a new event loop. A signal drains the run, and a second SIGINT stops it at once."""
-    bounds_s = {signal.SIGTERM: TERM_DRAIN_S, signal.SIGUSR1: limits.drain}
+    grace_s = {signal.SIGTERM: TERM_DRAIN_S, signal.SIGUSR1: limits.drain}
 
     async def supervised() -> T:
-        signals = RunSignals(control, asyncio.get_running_loop(), bounds_s)
+        signals = RunSignals(control, asyncio.get_running_loop(), grace_s)
         with SignalWatch(signals.came, SIGNALS), contextlib.closing(signals):
             return await work
 
@@ -65,14 +65,19 @@ def under_signals(work: Coroutine[Any, Any, T], control: Control, limits: Limits
     try:
         return runner.run(supervised())
     finally:
-        if control.reason is not None:  # so `close` does not wait for threads; a read from a mount may hang
+        # `close` waits for the threads of the default executor, and a read from a mount may hang for ever. So
+        # a run that was stopped gets a new executor, which has no threads.
+        if control.reason is not None:
             runner.get_loop().set_default_executor(ThreadPoolExecutor(1))
-        if not control.at_once:
+        if not control.at_once:  # The command ends now, so nothing needs to be closed.
             runner.close()
 
 
 def log_to_stderr(*, quiet: bool = False, verbose: bool = False) -> None:
-    """Print batchrunner's log, but no other: only errors if `quiet`, debug lines too if `verbose`."""
+    """Print the log lines of batchrunner on standard error, but not those of other libraries.
+
+    With `quiet`, print only errors. With `verbose`, print debug lines too.
+    """
     level = logging.DEBUG if verbose else logging.INFO
     ours = logging.getLogger("batchrunner")
     ours.setLevel(logging.ERROR if quiet else level)
@@ -86,6 +91,6 @@ def _log_above(displays: Sequence[Display]) -> contextlib.AbstractContextManager
     """Print log lines above the progress bar, so that they do not break it."""
     if not any(isinstance(display, ProgressBar) for display in displays):
         return contextlib.nullcontext()
-    from tqdm.contrib.logging import logging_redirect_tqdm  # noqa: PLC0415 - only where there is a terminal
+    from tqdm.contrib.logging import logging_redirect_tqdm  # noqa: PLC0415 - only for a terminal
 
     return logging_redirect_tqdm([logging.getLogger("batchrunner")])

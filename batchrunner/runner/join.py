@@ -1,4 +1,8 @@
-"""Workers that share a run. The first worker plans the run. Each takes leases, also those of dead workers."""
+"""Workers that share a run with `--join`.
+
+The first worker plans the run: it divides the rows into leases. Each worker takes one lease after another,
+also leases that dead workers held.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +29,17 @@ from batchrunner.input.job_input import cut_into_leases
 from batchrunner.input.order import OrderDecision
 from batchrunner.input.sorted_copy import SortedCopy, prepare_order, remove_sorted_copies
 from batchrunner.output.away import AwayWait
+from batchrunner.output.beacons import Beacon, BeaconWatch
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.discard import discard_failed_rows
 from batchrunner.output.events import EventLog
 from batchrunner.output.files import writing
-from batchrunner.output.liveness import POLL_S, SHORT_POLL_S, LivenessMonitor, monitor_of
+from batchrunner.output.liveness import POLL_S, SHORT_POLL_S
 from batchrunner.output.parts import recover
 from batchrunner.output.resume import DoneRows, done_by_all, read_done
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import check_same_run, raise_total
-from batchrunner.output.task_lock import hold_task
+from batchrunner.output.task_lock import TaskLock, hold_task
 from batchrunner.runner.control import Control
 from batchrunner.runner.leases import LeasePlan, Leases, next_lease
 from batchrunner.runner.plan import RunState, StartOptions, check_retry, has_grown, plan_run
@@ -49,13 +54,18 @@ log = logging.getLogger(__name__)
 
 
 REFRESH_S = 3.0
-"""Seconds between two reads of the lease files, while this worker knows of free leases."""
+"""Minimum seconds between two listings of the lease files, while this worker knows of free leases."""
+WORKERS_PER_LISTING = 10.0
+"""The pause between two listings grows by a second for each of this many workers. So up to 200 workers list
+the files ten times a second in all."""
+LONGEST_PAUSE_S = 20.0
+"""Maximum seconds between two listings. With 1,000 workers, a server has 50 listings a second."""
 
 
 class LeasedRows(TaskRows):
-    """Rows that a worker takes lease by lease.
+    """Rows that a worker of a shared run takes lease by lease.
 
-    The worker ends when its own rows are done and living workers hold all other unfinished rows.
+    The worker ends when its own rows are done and other living workers hold all unfinished rows.
     """
 
     is_shared = True
@@ -65,29 +75,39 @@ class LeasedRows(TaskRows):
         prepared: PreparedJob,
         leases: Leases,
         *,
+        lock: TaskLock,
         counts: RowCounts,
         events: EventLog,
         turns: TurnStore | None = None,
     ) -> None:
-        """Set up, without taking a lease. `counts` has the rows that this worker has finished."""
+        """Take no lease yet.
+
+        `lock` is that of this worker. `counts` are the counts of the rows that this worker has finished.
+        """
         super().__init__(prepared, turns)
         self._leases = leases
         self._events = events
         self._uncommitted: dict[int, tuple[Lease, BitMap64]] = {}
-        """The leases that this worker holds, with their uncommitted rows."""
-        self._lock = (
-            threading.Lock()
-        )  # the reader, the writer of parts and the end of the run use `_uncommitted` in different threads
-        self._watches: dict[str, LivenessMonitor] = {}
-        """Monitors of the other workers that held leases at the last look."""
-        self._lives: dict[str, bool | None] = {}
-        """Whether each worker of `_watches` was alive at the last look; None if that was unknown."""
+        """The leases that this worker holds, by number, each with its rows that are in no part file (a
+        Parquet file of results) yet."""
+        # The reader, the writer of part files and the end of the run use `_uncommitted` in different threads.
+        self._lock = threading.Lock()
+        self._beacon = Beacon(leases.directory, prepared.run_dir.task, lock.token, leases.store)
+        """Shows other workers that this worker holds leases."""
+        lock.beacon = self._beacon
+        self._others = BeaconWatch(prepared.run_dir)
+        """Watches the other workers that hold leases."""
         self._counts = counts
         self._refreshed_at = -REFRESH_S
-        self._first: Lease | None = None
-        self._last: int | None = None
+        """Time of the last look at the lease files, on the monotonic clock."""
+        self._first_lease: Lease | None = None
+        """Lease that `take_first` took and that the next call of `take` returns."""
+        self._last_number: int | None = None
+        """Number of the lease that this worker took last."""
         self._taken = 0
+        """Number of rows in all leases that this worker has taken."""
         self._rows_free = 0
+        """Number of rows in free leases at the last look."""
 
     @property
     def total(self) -> int:
@@ -100,35 +120,38 @@ class LeasedRows(TaskRows):
         return self._to_read + self._share_of_free()
 
     def take_first(self, sleep: Callable[[float], object]) -> bool:
-        """Take the first lease; tell whether there was one. `sleep` raises if the run is stopped."""
-        self._first = self._wait_for_lease(sleep)
-        return self._first is not None
+        """Take the first lease, and return whether there was one. `sleep` raises if the run is stopped."""
+        self._first_lease = self._wait_for_lease(sleep)
+        return self._first_lease is not None
 
     def take(self, *, wait: bool) -> Lease | None:
-        """Take the next lease; None if there is none. With `wait`, wait for one."""
-        if self._first is not None:
-            lease, self._first = self._first, None
+        """Take the next lease; return None if no lease is free. With `wait`, wait until a lease is free."""
+        if self._first_lease is not None:
+            lease, self._first_lease = self._first_lease, None
             return lease
         if wait:
             return self._wait_for_lease(self._stopped.wait)
+        if self._stopped.is_set():
+            return None
         try:
-            return None if self._stopped.is_set() else self._try_take()
-        except (OSError, OutputError):  # a later call with `wait` waits for the disk
+            return self._try_take()
+        except (OSError, OutputError):  # A later call with `wait` waits until the disk is available.
             return None
 
     def committed(self, rows: BitMap64) -> None:
-        """End the leases whose last rows are in parts now."""
+        """End the leases whose last rows are in part files now; `rows` are those of a new part file."""
         super().committed(rows)
         with self._lock:
             for number, (lease, uncommitted) in list(self._uncommitted.items()):
-                self._uncommitted[number] = lease, uncommitted - rows
-                if not uncommitted - rows:
+                remaining = uncommitted - rows
+                self._uncommitted[number] = lease, remaining
+                if not remaining:
                     self._end(number)
 
     def give_back(self) -> None:
-        """End all leases of this worker; other workers can take their uncommitted rows.
+        """End all leases of this worker, so that other workers can take their unfinished rows.
 
-        Delete the sorted copies once no lease is free or held.
+        Delete the sorted copies of the input if no lease of the run is free or held any more.
         """
         self.stop()
         with self._lock:
@@ -145,148 +168,165 @@ class LeasedRows(TaskRows):
         return self._look().plan
 
     def held_elsewhere(self) -> tuple[int, int]:
-        """Return how many remaining rows living workers will do, and how many rows nobody will do.
+        """Return the number of remaining rows that living workers will do, and of rows that nobody will do.
 
         One of the two is 0. A living worker that holds a lease of any plan does all remaining rows, because
         it takes over from dead workers.
         """
-        now = self._look()
-        self._look_at_others(now)
-        now.refresh()  # a worker that exited during the look ended its leases before it exited
-        workers = set(now.held().values()) - {self._prepared.run_dir.task, *self._dead()}
-        return (now.rows_left(), 0) if workers else (0, now.rows_left())
+        leases = self._look()
+        self._look_at_others(leases)
+        leases.refresh()  # A worker that exited during the look has ended its leases before.
+        remaining = leases.rows_left()
+        return (remaining, 0) if self._workers() > 1 else (0, remaining)
 
     def _look(self) -> Leases:
-        """Read the leases of all plans; `self._leases` lacks plans that were added later."""
-        now = Leases(self._leases.directory, store=self._leases.store)
-        now.refresh()
-        return now
+        """Read the leases of all plans.
+
+        `self._leases` lacks plans that were added after this worker joined.
+        """
+        leases = Leases(self._leases.directory, store=self._leases.store)
+        leases.refresh()
+        return leases
 
     def _wait_for_lease(self, sleep: Callable[[float], object]) -> Lease | None:
-        """Wait for a lease and take it; return None once no lease will come, or the run stops."""
+        """Wait for a lease and take it. Return None once no lease will become free, or if the run stops."""
         wait = AwayWait(self._prepared.job.limits.disk_wait)
         while not self._stopped.is_set():
             try:
                 with writing(self._leases.directory):
                     lease, is_over = self._look_for_lease()
-            except (OutputError, StorageError) as failure:  # the disk may come back
+            except (OutputError, StorageError) as failure:  # the disk or store may be available again soon
                 if not wait.may_go_on(f"{failure}: waiting for the disk (limits.disk_wait)"):
                     raise
             else:
                 wait.end()
                 if lease is not None or is_over:
                     return lease
-            sleep(SHORT_POLL_S if self._rows_free else POLL_S)
+            sleep(SHORT_POLL_S if self._rows_free else self._pause_s())
         return None
 
     def _look_for_lease(self) -> tuple[Lease | None, bool]:
-        """Take a lease, if need be from a dead worker; also return whether no lease will come."""
+        """Take a lease, if need be from a dead worker. Also return whether no lease will become free."""
         lease = self._try_take()
         if lease is not None or self._has_its_share():
             return lease, False
         self._refresh()
-        if not self._rows_free and (dead := self._dead()):
-            for task in dead:
+        if not self._rows_free and self._others.dead:
+            for task in self._others.dead:
                 self._take_over(task)
             self._refresh()
         lease = self._try_take()
-        is_over = not self._rows_free and all(self._lives.values()) and not self._unfinished()
+        # While a holder may be dead, its lease may become free. While this worker has unfinished rows, it
+        # stays anyway, and can take over from a worker that dies later.
+        is_over = not self._rows_free and self._others.all_run and not self._unfinished()
         return lease, is_over
 
     def _try_take(self) -> Lease | None:
-        """Take a lease that was free at the last look."""
-        if time.monotonic() - self._refreshed_at > REFRESH_S:
+        """Take a lease that was free at the last look; None if none was, or if this worker has its share."""
+        if time.monotonic() - self._refreshed_at > max(REFRESH_S, self._pause_s()):
             self._refresh()
         if self._has_its_share():
             return None
-        while (number := next_lease(self._leases.free(), self._last)) is not None:
-            lease = self._leases.take(number)
+        while (number := next_lease(self._leases.free(), self._last_number)) is not None:
+            with self._lock:  # Otherwise the end of another lease could put the beacon out meanwhile.
+                self._beacon.light()
+                lease = self._leases.take(number)
+                if lease is not None:
+                    self._uncommitted[lease.number] = lease, lease.rows
+                self._put_out_if_idle()
             if lease is not None:
                 return self._hold(lease)
         return None
 
     def _hold(self, lease: Lease) -> Lease | None:
-        with self._lock:
-            self._uncommitted[lease.number] = lease, lease.rows
+        """Record a lease that was just taken, and return it. If the run has stopped, end the lease again."""
         self._events.write("lease", lease=lease.number, turn=lease.turn, rows=len(lease.rows))
         if self._stopped.is_set():
             with self._lock:
                 self._end(lease.number)
             return None
-        self._last = lease.number
+        self._last_number = lease.number
         self._taken += len(lease.rows)
         self._to_read += len(lease.rows)
         self._rows_free -= len(lease.rows)
         return lease
 
     def _end(self, number: int) -> None:
-        """End a lease; its uncommitted rows become free. The caller holds `_lock`."""
+        """End a lease, so that its uncommitted rows become free. The caller holds `_lock`."""
         lease, uncommitted = self._uncommitted[number]
         self._leases.end(lease, uncommitted)
         del self._uncommitted[number]
         self._events.write("lease_end", lease=number, rows_left=len(uncommitted))
+        self._put_out_if_idle()
+
+    def _put_out_if_idle(self) -> None:
+        """Delete this worker's beacon if it holds no lease. The caller holds `_lock`."""
+        if not self._uncommitted:
+            self._beacon.put_out()
 
     def _refresh(self) -> None:
-        """Find out which leases are free, and which workers hold the others."""
-        self._leases.refresh()
+        """Read which leases are free, which workers hold the others, and whether these workers live."""
         self._look_at_others(self._leases)
         self._rows_free = self._leases.rows_free()
         self._refreshed_at = time.monotonic()
 
     def _look_at_others(self, leases: Leases) -> None:
-        """Find out which other workers hold leases, and whether they live."""
-        run_dir, before = self._prepared.run_dir, self._watches
-        other_tasks = set(leases.held().values()) - {run_dir.task}
-        self._watches = {task: before.get(task) or monitor_of(run_dir.of_task(task)) for task in other_tasks}
-        self._lives = {task: watch.poll() for task, watch in self._watches.items()}
+        """Read the lease files, and find out which other workers hold leases and whether they live."""
+        self._others.look(leases.refresh())
+        if not self._others and leases.held_count() > len(self._uncommitted):
+            self._others.look_without_beacons(set(leases.held().values()) - {self._prepared.run_dir.task})
 
-    def _dead(self) -> list[str]:
-        """Return the other workers that held leases at the last look and are dead for sure."""
-        return sorted(task for task, lives in self._lives.items() if lives is False)
+    def _pause_s(self) -> float:
+        """Return the seconds between two listings of the lease files, which grow with the workers."""
+        return min(max(POLL_S, len(self._others) / WORKERS_PER_LISTING), LONGEST_PAUSE_S)
 
     def _take_over(self, task: str) -> None:
         """Recover the journals of a dead worker, and end its leases. Raises OSError or OutputError."""
         dead = self._prepared.run_dir.of_task(task)
         try:
-            with hold_task(dead, _at_once, dead_owner=self._watches[task].owner_content) as lock:
+            with hold_task(dead, _refuse_to_wait, dead_owner=self._others.owner_content(task)) as lock:
                 recover(dead, lock, self._prepared.results_schema)
-                self._leases.refresh()  # the dead worker or one that took over may have ended leases
+                # The dead worker, or another one that took over from it, may have ended some of the leases.
+                self._leases.refresh()
                 stored = read_done(dead).rows
                 unfinished = [(lease, lease.rows - stored) for lease in self._leases.held_by(task)]
                 lock.verify()
                 for lease, rows in unfinished:
                     self._leases.end(lease, rows)
-        except (TaskHeldError, TaskLockLostError):  # another worker takes over
+                self._others.remove(task)
+        except (TaskHeldError, TaskLockLostError):  # another worker is taking over
             return
         dead.store.discard_copy(task)
         if unfinished:
             rows_left = sum(len(rows) for _, rows in unfinished)
-            log.warning("took over from %s, which died: %d rows were left", task, rows_left)
+            log.warning("took over from %s, which died: %d rows were unfinished", task, rows_left)
             numbers = [lease.number for lease, _ in unfinished]
             self._events.write("takeover", task=task, leases=numbers, rows_left=rows_left)
 
     def _has_its_share(self) -> bool:
-        """Tell whether this worker has more than an equal share of its unfinished rows and the free rows.
+        """Return whether this worker has more than an equal share of its unfinished rows and the free rows.
 
-        Without this limit, one worker could take the last rows, and the other workers would be idle.
+        Without this limit, one worker could take all of the last rows, and the other workers would be idle.
         """
         unfinished = self._unfinished()
         return unfinished * self._workers() > self._rows_free + unfinished
 
     def _unfinished(self) -> int:
+        """Return the number of rows that this worker has taken and not finished."""
         return self._taken - self._counts.done
 
     def _share_of_free(self) -> int:
+        """Return the number of free rows per worker, rounded up."""
         return -(-self._rows_free // self._workers())
 
     def _workers(self) -> int:
-        """Return the number of workers that share the rows: this one, and all that are not dead for sure."""
-        return 1 + len(self._lives) - len(self._dead())
+        """Return the number of workers that share the rows: this worker, and others that may be alive."""
+        return 1 + len(self._others) - len(self._others.dead)
 
 
-def _at_once(_: float) -> None:
-    """Raise instead of sleeping until the lock is free. What its holder does is seen at the next refresh."""
-    raise TaskHeldError("not waited for")
+def _refuse_to_wait(_: float) -> None:
+    """Raise TaskHeldError instead of sleeping, because another worker may take over just as well."""
+    raise TaskHeldError("the lock of a dead worker is not waited for")
 
 
 def join(
@@ -294,6 +334,7 @@ def join(
     start: StartOptions,
     control: Control,
     *,
+    lock: TaskLock,
     counts: RowCounts,
     events: EventLog,
     turns: TurnStore | None = None,
@@ -302,10 +343,10 @@ def join(
 
     The first worker makes the plan. A worker that finds new files or a larger limit adds a plan of the new
     rows, whether or not the other plans have ended. Once all plans have ended, the next worker plans the
-    failed rows to retry, and the rows whose part was moved away. While another worker makes a plan, this
-    function waits, unless `control` stops the run. `counts` has the rows that this worker has finished, and
-    `turns` stores the turns of rollouts.
-    Raises InputError, OutputError or ResumeError.
+    failed rows to retry, and the rows whose part file was moved away. While another worker makes a plan, this
+    function waits, unless `control` stops the run. `lock` is that of this worker, `counts` are the counts of
+    the rows that it has finished, and `turns` stores the answers of rollouts. Raises InputError, OutputError
+    or ResumeError.
     """
     run_dir = prepared.run_dir
     leases = Leases(run_dir.leases, run_dir.task, run_dir.store)
@@ -319,32 +360,31 @@ def join(
                     stack.enter_context(hold_task(run_dir, control.sleep, directory=leases.directory))
                 except TaskHeldError:
                     if not is_logged:
-                        log.info("waiting for another worker, which makes the plan")
+                        log.info("waiting for another worker, which is planning the run")
                     is_logged = True
                     control.sleep(POLL_S)
                     leases.refresh()
                     continue
-                leases.refresh()
+                leases.refresh()  # Another worker may have made a plan before the lock was free.
                 plans_before = len(leases.plans)
                 _plan(prepared, start, leases, control)
-                if len(leases.plans) == plans_before:  # nothing to add, or another worker was faster
+                if len(leases.plans) == plans_before:  # No row needs a plan.
                     break
     assert leases.plan is not None
     _check_plan(leases, prepared)
     leases.join()
-    rows = LeasedRows(prepared, leases, counts=counts, events=events, turns=turns)
+    rows = LeasedRows(prepared, leases, lock=lock, counts=counts, events=events, turns=turns)
     return rows, leases.plan.rows_total, OrderDecision(**leases.plan.choice)
 
 
 def _check_plan(leases: Leases, prepared: PreparedJob) -> None:
     """Raise ResumeError if the newest plan belongs to another run."""
     if leases.plan is not None:
-        new = prepared.fingerprint("")
-        check_same_run(leases.plan.fingerprint, new, prepared.run_dir.name)
+        check_same_run(leases.plan.fingerprint, prepared.fingerprint(""), prepared.run_dir.name)
 
 
 def _is_behind(leases: Leases, prepared: PreparedJob) -> bool:
-    """Tell whether there is no plan, or this worker's input or limit goes beyond the newest plan.
+    """Return whether there is no plan, or the newest plan lacks rows that this worker's input has.
 
     Raises ResumeError if the newest plan belongs to another run.
     """
@@ -359,19 +399,22 @@ def _is_behind(leases: Leases, prepared: PreparedJob) -> bool:
 
 
 def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: Control) -> None:
-    """Plan the rows that no plan has. Once all plans have ended, plan all rows without a result."""
+    """Plan the rows that are in no plan. Once all plans have ended, plan all rows without a result.
+
+    The caller holds the lock of the leases' directory.
+    """
     is_done = leases.is_done()
-    if not (is_done or _is_behind(leases, prepared)):  # another worker was faster
+    if not (is_done or _is_behind(leases, prepared)):  # another worker has just planned these rows
         return
-    # Another worker may have planned since the first look.
+    # The check is repeated, because another worker may have made a plan since the caller's check.
     check_retry(start, prepared.run_dir.name, is_leased=not is_done)
     main = prepared.run_dir.of_task()
-    with hold_task(main, control.sleep) as lock:  # an attempt without --join must not run meanwhile
+    with hold_task(main, control.sleep) as lock:  # No attempt without --join may run at the same time.
         recover(main, lock, prepared.results_schema)
-        stored = _stored_by_all(main, leases.plan.rows_total if leases.plan and is_done else 0, control)
+        expected_rows = leases.plan.rows_total if leases.plan and is_done else 0
+        stored = _stored_by_all(main, expected_rows, control)
         leased = None if is_done else leases.rows()
-        state = RunState.of(prepared.selected(control.check), stored, leased)
-        plan = plan_run(start, state)
+        plan = plan_run(start, RunState.of(prepared.selected(control.check), stored, leased))
         if plan.discard == "failed rows":
             for task in main.all_tasks():
                 discard_failed_rows(task, lock)
@@ -379,8 +422,9 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
             reuse = Reuse(prepared, control, model_of(prepared.job.engine))
             plan = plan.with_reused(reuse.take(main, lock, plan.selected, plan.missing))
         rows = plan.rows
+        # A plan without rows is needed too if it records a larger limit or more files.
         is_needed = rows or _is_behind(leases, prepared)
-        lock.verify()
+        lock.verify()  # Another process may have taken over, so nothing may be deleted or written then.
         if is_done:
             leases.remove_copies()
         if not is_needed:
@@ -394,7 +438,7 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
             check_stop=control.check,
             replace=False,
         )
-        if path:
+        if path:  # the rows are sent in the order of a sorted copy of the input
             leases.store.publish(path)
             cuts, name = SortedCopy(path).group_starts, path.name
         else:
@@ -414,7 +458,10 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
 
 
 def _stored_by_all(run_dir: RunDir, expected: int, control: Control) -> DoneRows:
-    """Return the rows in all parts. Wait while fewer than `expected` are visible: NFS may show parts late."""
+    """Return the rows in the part files of all workers.
+
+    Wait while fewer than `expected` rows are visible, because NFS may show files of another host late.
+    """
     waited_s = 0.0
     while True:
         stored = done_by_all(run_dir)
@@ -422,7 +469,7 @@ def _stored_by_all(run_dir: RunDir, expected: int, control: Control) -> DoneRows
             return stored
         if not waited_s:
             log.warning(
-                "%s: %d finished rows are in no part file: waiting %.0f s for the part files of another host",
+                "%s: %d finished rows are in no part file: waiting %.0f s for the files of another host",
                 run_dir.parts, expected - len(stored), TIMING.parts_appear,
             )  # fmt: skip
         control.sleep(POLL_S)

@@ -1,13 +1,15 @@
-"""Files that record leases: which worker took a lease, which leases have ended, and the plans of the run.
+"""Files that record the leases of a shared run: the plans, the holder of each lease, and its end.
 
-Each file is created once (`Store.claim`) and never changed. So two workers never get the same rows, even if a
-directory listing is old or a file server's reply is lost. The files are:
+A lease is a number of rows that one worker does. Each file is created once (`Store.claim`) and never changed.
+So two workers never get the same rows, even if a directory listing is old or a file server's reply is lost.
+The files are:
 
     plan-000000      the rows of the run and where its leases begin; plan-000001 has rows added later
     order-….parquet  the rows in the order in which they are sent, if it is not the input's
-    000012.0         lease 12 was taken by the worker named in it
-    000012.0.end     lease 12 has ended; the file holds the remaining rows, and is empty if there are none
-    000012.1         lease 12 was taken again, with these remaining rows
+    000012.0         lease 12 was taken by the worker that the file names
+    000012.0.end     lease 12 has ended, and all its rows are done; the file is empty
+    000012.0.left    lease 12 has ended before all its rows were done; the file has the remaining rows
+    000012.1         lease 12 was taken a second time, with the remaining rows of 000012.0.left
 """
 
 import re
@@ -25,68 +27,82 @@ from batchrunner.input.sorted_copy import SortedCopy, remove_sorted_copies
 from batchrunner.output.files import create_file, make_directory
 from batchrunner.output.store import LOCAL, Store
 
-_NAME = re.compile(r"(\d{6,})\.(\d+)(\.end)?")
+_NAME = re.compile(r"(\d{6,})\.(\d+)(\.end|\.left)?")
 _PLAN = re.compile(r"plan-(\d{6})")
 _UNTAKEN = (-1, True)
-"""Entry of `Leases._turns` for a lease that nobody has taken: no last turn (-1), which counts as ended."""
+"""Entry of `Leases._turns` for a lease that nobody has taken yet: turn -1, which has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeasePlan:
-    """Rows that the workers do together, and how these rows are cut into leases."""
+    """Rows that the workers of a shared run do together, and the division of these rows into leases."""
 
     rows: BitMap64
     cuts: list[int]
-    """Sorted positions at which leases begin, followed by the end of the last lease."""
+    """Position of the first row of each lease in the order of sending, ascending, and then the end of the
+    last lease."""
     rows_total: int
     """Number of rows of the whole run, including rows that were done before this plan."""
     fingerprint: dict[str, Any]
+    """Properties that the jobs of all workers must have in common (`PreparedJob.fingerprint`)."""
     order: str | None
     """Name of the sorted copy in whose order the rows are sent; None for input order."""
     choice: dict[str, Any]
-    """The order decision, as a mapping."""
+    """The fields of the OrderDecision, which says in what order the rows are sent, and why."""
 
 
 SORTED = re.compile(r"leases/order-.*")
-"""Names of sorted copies in a run's store."""
+"""Names of the sorted copies of the input, below the run's URI in an object store."""
 
 
 class Leases:
-    """Leases of a run, as one worker takes and sees them. Methods block, and may raise OSError."""
+    """Leases of a run, as one worker sees and takes them. Methods block, and may raise OSError."""
 
     def __init__(self, directory: Path, task: str = "", store: Store = LOCAL) -> None:
         self.directory = directory
         self.store = store
         self.plans: list[LeasePlan] = []
-        """The plans that were read, in order."""
+        """The plans that were read, in the order of their numbers."""
         self._task = task
         self._joined = False
+        """Whether later plans are ignored."""
         self._places: list[tuple[LeasePlan, range]] = []
-        """The plan of each lease, and the positions of the lease in this plan."""
+        """The plan of each lease, and the positions of the lease in the plan. The index is the lease's
+        number."""
         self._turns: dict[int, tuple[int, bool]] = {}
-        """The last turn of each taken lease, and whether this turn has ended."""
+        """The last turn of each lease that was taken, and whether that turn has ended. The first worker that
+        takes a lease has turn 0."""
         self._contents: dict[str, dict[str, Any]] = {}
-        """Contents of the files that were read, by name. They stay valid, because files never change."""
+        """Contents of the files that were read, by name. A content stays valid, because files never
+        change."""
+        self._names: set[str] = set()
+        """Names of the files that this worker has listed or created."""
         self._copies: dict[str, SortedCopy] = {}
+        """The sorted copies of the input that were opened, by file name."""
 
     def __len__(self) -> int:
         """Return the number of leases, free, held and done."""
         return len(self._places)
 
-    def refresh(self) -> None:
-        """Read which leases other workers have taken and ended since the last call."""
+    def refresh(self) -> list[str]:
+        """Read which leases other workers have taken and ended since the last call.
+
+        Return the names of all files in the directory.
+        """
         names = self.store.names(self.directory)
         if not self._joined:
             for plan in filter(None, map(_PLAN.fullmatch, names)):
                 self._read_plan(int(plan[1]))
-        for match in filter(None, map(_NAME.fullmatch, names)):
+        for match in filter(None, map(_NAME.fullmatch, set(names) - self._names)):
             number, turn, end = match.groups()
-            if int(number) < len(self):
+            if int(number) < len(self):  # Leases of later plans are ignored like these plans.
+                self._names.add(match[0])
                 self._note(int(number), int(turn), ended=end is not None)
+        return names
 
     @property
     def plan(self) -> LeasePlan | None:
-        """The newest plan; None before there is one."""
+        """The newest plan; None if no plan was read yet."""
         return self.plans[-1] if self.plans else None
 
     def join(self) -> None:
@@ -94,37 +110,45 @@ class Leases:
         self._joined = True
 
     def make_plan(self, plan: LeasePlan) -> None:
-        """Write a plan, unless another worker has just written one."""
+        """Write a plan, unless another worker has just written a plan with the same number.
+
+        Read that plan.
+        """
         number = len(self.plans)
         make_directory(self.directory)
         self._create(f"plan-{number:06d}", orjson.dumps({**asdict(plan), "rows": rows_to_text(plan.rows)}))
-        self._read_plan(number)  # `refresh` may miss another worker's plan in an old listing
+        self._read_plan(number)  # not by `refresh`, because an old listing may lack another worker's plan
 
     def rows(self) -> BitMap64:
-        """Return the rows of all plans, done or not."""
+        """Return the rows of all plans, including rows that are done."""
         return BitMap64().union(*(plan.rows for plan in self.plans))
 
     def copies(self) -> list[Path]:
-        """Return the sorted copies in whose orders the rows are sent."""
+        """Return the paths of the sorted copies of the input that the plans use."""
         return [self.directory / plan.order for plan in self.plans if plan.order]
 
     def remove_copies(self) -> None:
-        """Delete the sorted copies of all plans, finished or not."""
+        """Delete the sorted copies of all plans, also copies whose sort was interrupted."""
         if self.directory.exists():
             remove_sorted_copies(self.directory)
         self.store.clear(SORTED)
 
     def is_done(self) -> bool:
         """Tell whether no lease is free or held."""
-        return not self.free() and not self.held()
+        return not self.free() and not self.held_count()
+
+    def held_count(self) -> int:
+        """Return the number of leases that are held; reads no files."""
+        return sum(not ended for _, ended in self._turns.values())
 
     def free(self) -> list[int]:
         """Return the numbers of the leases that nobody holds and that have remaining rows."""
-        return [
-            number
-            for number in range(len(self))
-            if self._turns.get(number, _UNTAKEN)[1] and self._count(number)
-        ]
+        numbers = []
+        for number in range(len(self)):
+            _, has_ended = self._turns.get(number, _UNTAKEN)
+            if has_ended and self._count(number):
+                numbers.append(number)
+        return numbers
 
     def rows_free(self) -> int:
         """Return the number of rows in free leases."""
@@ -135,7 +159,7 @@ class Leases:
         return sum(map(self._count, range(len(self))))
 
     def held(self) -> dict[int, str]:
-        """Return the names of the workers that hold leases, by the leases' numbers."""
+        """Return the name of the worker that holds each held lease, by the number of the lease."""
         return {
             number: self._holder(number, turn) for number, (turn, ended) in self._turns.items() if not ended
         }
@@ -145,37 +169,38 @@ class Leases:
         return [self._lease(number) for number, holder in self.held().items() if holder == task]
 
     def take(self, number: int) -> Lease | None:
-        """Take a free lease; None if another worker was faster."""
+        """Take a free lease and return it; return None if another worker was faster."""
         turn = self._turn(number)
-        is_new = self._create(_name(number, turn), orjson.dumps({"task": self._task}))
+        is_created = self._create(_name(number, turn), orjson.dumps({"task": self._task}))
         # An earlier call by this worker may have created the file and then failed.
-        is_ours = is_new or self._holder(number, turn) == self._task
+        is_ours = is_created or self._holder(number, turn) == self._task
         self._note(number, turn, ended=False)
         return self._lease(number) if is_ours else None
 
     def end(self, lease: Lease, remaining: BitMap64) -> None:
-        """End a lease of this worker, or of a dead one; the `remaining` rows are still to be done."""
-        content = orjson.dumps({"left": rows_to_text(remaining)}) if remaining else b""
-        self._create(f"{_name(lease.number, lease.turn)}.end", content)
+        """End a lease of this worker or of a dead worker. The `remaining` rows can then be taken again."""
+        name = _name(lease.number, lease.turn)
+        if remaining:
+            self._create(f"{name}.left", orjson.dumps({"left": rows_to_text(remaining)}))
+            self._names.add(f"{name}.left")
+        else:
+            self._create(f"{name}.end", b"")
         self._note(lease.number, lease.turn, ended=True)
 
     def _create(self, name: str, content: bytes) -> bool:
-        """Make a file, unless there is one; tell whether it was made."""
+        """Create a file unless it exists; return whether this call created it."""
         return create_file(self.directory / name, content, self._task, self.store.claim)
 
     def _read(self, name: str) -> dict[str, Any]:
-        """Return the content of a file. An empty file is not opened, because opening takes time on NFS."""
+        """Return the content of a file."""
         if name not in self._contents:
             path = self.directory / name
-            content = {}
-            if not name.endswith(".end") or self.store.size(path):
-                self.store.bring(path)
-                content = orjson.loads(path.read_bytes())
-            self._contents[name] = content
+            self.store.bring(path)
+            self._contents[name] = orjson.loads(path.read_bytes())
         return self._contents[name]
 
     def _read_plan(self, number: int) -> None:
-        """Read a plan, unless it was read before; plans are read in the order of their numbers."""
+        """Read a plan unless it was read before. Plans must be read in the order of their numbers."""
         if number >= len(self.plans):
             content = self._read(f"plan-{number:06d}")
             plan = LeasePlan(**{**content, "rows": rows_from_text(content["rows"])})
@@ -183,6 +208,7 @@ class Leases:
             self._places += [(plan, range(start, stop)) for start, stop in pairwise(plan.cuts)]
 
     def _holder(self, number: int, turn: int) -> str:
+        """Return the name of the worker that took a lease at a turn."""
         return str(self._read(_name(number, turn))["task"])
 
     def _lease(self, number: int) -> Lease:
@@ -193,50 +219,58 @@ class Leases:
         return Lease(number=number, turn=turn, rows=self._rows(number, turn), positions=positions, copy=copy)
 
     def _copy(self, name: str) -> Path:
-        """Return the path of a sorted copy, which exists unless nobody has it any more."""
+        """Fetch a sorted copy if this machine lacks it, and return its path.
+
+        The copy may have been deleted.
+        """
         self.store.bring(self.directory / name)
         return self.directory / name
 
     def _count(self, number: int) -> int:
-        """Return the remaining rows of a lease, by its last turn: an earlier holder may have ended it."""
+        """Return the number of rows of a lease that its present or next holder gets."""
         plan, positions = self._places[number]
-        if turn := self._turn(number):
+        turn = self._turn(number)
+        if turn:
             return len(self._rows(number, turn))
-        if plan.order:  # every position of a sorted copy has a row
+        if plan.order:  # each position of a sorted copy has one row, so the copy need not be read
             return len(positions)
         return plan.rows.range_cardinality(positions.start, positions.stop)
 
     def _rows(self, number: int, turn: int) -> BitMap64:
-        """Return the rows of a lease at a turn: the plan's rows, or later those that the turn before left."""
+        """Return the rows of a lease at a turn: all rows at turn 0, later the rows that remained before."""
         if turn:
-            remaining = self._read(f"{_name(number, turn - 1)}.end").get("left")
-            return rows_from_text(remaining) if remaining else BitMap64()
+            name = f"{_name(number, turn - 1)}.left"
+            return rows_from_text(self._read(name)["left"]) if name in self._names else BitMap64()
         plan, positions = self._places[number]
-        if plan.order is None:
+        if plan.order is None:  # In input order, positions are the ordinals of rows.
             return plan.rows & BitMap64(positions)
         if plan.order not in self._copies:
             self._copies[plan.order] = SortedCopy(self._copy(plan.order))
         return self._copies[plan.order].rows(positions)
 
     def _turn(self, number: int) -> int:
-        """Return the turn at which a lease is held, or at which it will be taken."""
-        turn, ended = self._turns.get(number, _UNTAKEN)
-        return turn + ended
+        """Return the turn at which a lease is held, or at which it will be taken next."""
+        turn, has_ended = self._turns.get(number, _UNTAKEN)
+        return turn + 1 if has_ended else turn
 
     def _note(self, number: int, turn: int, *, ended: bool) -> None:
+        """Record that a lease was taken at a turn or that the turn has ended; ignore older facts."""
         self._turns[number] = max(self._turns.get(number, _UNTAKEN), (turn, ended))
 
 
 def _name(number: int, turn: int) -> str:
+    """Return the name of the file with the holder of a lease at a turn."""
     return f"{number:06d}.{turn}"
 
 
 def next_lease(free: Sequence[int], last: int | None) -> int | None:
-    """Choose one of the sorted free leases; `last` is the lease that this worker had before.
+    """Choose a lease from the sorted numbers of the free leases; return None if no lease is free.
 
-    If the lease after `last` is free, it is chosen, so that the worker reads on in the same file. Otherwise
-    the lease comes from the longest stretch of free leases: lease 0 if the stretch begins with it, else the
-    lease in its middle. So workers reach each other's leases as late as possible.
+    `last` is the number of the lease that this worker took before. If the lease after `last` is free, it is
+    chosen, so that the worker reads on in the same file. Otherwise the lease comes from the longest stretch
+    of consecutive free leases: lease 0 if the stretch begins with it, else the lease in the middle of the
+    stretch. So workers, each of which goes on with the next lease, reach each other's leases as late as
+    possible.
     """
     if not free:
         return None
@@ -250,8 +284,8 @@ def _stretches(numbers: Sequence[int]) -> list[tuple[int, int]]:
     """Return begin and length of each stretch of consecutive numbers."""
     stretches: list[tuple[int, int]] = []
     for number in numbers:
-        if stretches and sum(stretches[-1]) == number:
-            begin, length = stretches[-1]
+        begin, length = stretches[-1] if stretches else (0, 0)
+        if stretches and begin + length == number:
             stretches[-1] = (begin, length + 1)
         else:
             stretches.append((number, 1))

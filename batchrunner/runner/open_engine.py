@@ -19,10 +19,11 @@ T = TypeVar("T")
 
 
 class OpenEngine:
-    """An engine that is ready and serves run after run; made by `open_engine`.
+    """An engine that is ready and serves several runs, one after another or at once; see `open_engine`.
 
-    The engine runs on an event loop of its own, in a thread, so that runs from any thread or loop can use it.
-    `spec` is the job's `engine` section from which it was made; `info` is what the engine reports of itself.
+    The engine is used on an event loop of its own, in a thread, so that runs from any thread or event loop
+    can share it. `spec` is the section `engine` of the job, and `info` is what the engine reports about
+    itself.
     """
 
     def __init__(
@@ -42,16 +43,17 @@ class OpenEngine:
         """Task of the jobs that the engine can run."""
 
     def start(self, work: Callable[..., Coroutine[Any, Any, T]]) -> LoopWork[T]:
-        """Start `work` with the open engine as its argument `engine`; cancel it when the engine closes.
+        """Start `work` with the open engine as its argument `engine`.
 
-        Raises BatchrunError if the engine is closed.
+        If the engine closes, `work` is cancelled. Raises BatchrunError if the engine is closed already.
         """
         return self.loop.start(functools.partial(work, engine=self.shared))
 
     def start_run(self, job: Job, **options: Any) -> LoopWork[Report]:
-        """Start a run of a job on this engine; `options` are those of `execute`.
+        """Start a run of a job on this engine; `options` are the options of `execute`.
 
-        Raises JobError for a job of another task. Requests of a batch file name their tasks themselves.
+        Raises JobError for a job of another task than the engine's. The requests of a batch file are not
+        checked here, because each names its own task.
         """
         if not job.prompt.is_batch:
             self.refuse_other_task(job.task)
@@ -61,6 +63,6 @@ class OpenEngine:
         """Raise JobError if the engine was opened for another task. A simulated engine does all tasks."""
         if task != self.task and not self.info.simulated:
             raise JobError(
-                f"engine: it was opened for task {self.task}, and the job's is {task}",
-                hint=f'open it with open_engine(…, task="{task}")',
+                f"engine: the engine was opened for task {self.task}, but the job's task is {task}",
+                hint=f'open the engine with open_engine(…, task="{task}")',
             )

@@ -16,12 +16,12 @@ from batchrunner.core.errors import JobError, ResumeError
 from batchrunner.output.resume import DoneRows
 
 Discard: TypeAlias = Literal["run", "failed rows", "nothing"]
-"""Results that a start deletes before it writes its first result."""
+"""Results that a start of a run deletes before it writes its first result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOptions:
-    """Options of one start. Raises JobError if they contradict each other."""
+    """Options with which a run is started. Raises JobError if two options contradict each other."""
 
     fresh: bool = False
     """Discard the run and begin again."""
@@ -34,7 +34,10 @@ class StartOptions:
 
     @property
     def discards(self) -> bool:
-        """Whether this start discards results itself; in a joined run, the maker of a plan does it."""
+        """Whether this start discards results itself.
+
+        In a shared run, the worker that makes a plan does so.
+        """
         return (self.fresh or self.retry_failed) and not self.join
 
     def __post_init__(self) -> None:
@@ -55,7 +58,7 @@ class RunState:
     failed: BitMap64 = field(default_factory=BitMap64)
     """Rows with a stored error, and without a stored answer."""
     leased: BitMap64 = field(default_factory=BitMap64)
-    """Rows of all plans of a joined run, which its workers do; empty once all leases have ended."""
+    """Rows of all plans of a shared run, which its workers are doing; empty once all leases have ended."""
 
     @classmethod
     def of(cls, selected: BitMap64, stored: DoneRows, leased: BitMap64 | None = None) -> RunState:
@@ -94,9 +97,9 @@ class RunPlan:
         return len(self.selected | self.kept)
 
     def with_reused(self, reused: BitMap64) -> RunPlan:
-        """Return the plan without the rows that got their answers from another run.
+        """Return the plan without the rows that got their answers from another run (`output.reuse`).
 
-        These rows are not added to `kept`: the start counts them as its own.
+        The rows are not added to `kept`, because the start counts them as finished by itself.
         """
         return replace(self, missing=self.missing - reused)
 
@@ -119,20 +122,26 @@ def plan_run(start: StartOptions, state: RunState) -> RunPlan:
 
 
 def check_retry(start: StartOptions, run: str, *, is_leased: bool) -> None:
-    """Raise ResumeError for `--retry-failed` if not all leases have ended; `run` names the run."""
+    """Raise ResumeError for `--retry-failed` while leases of a shared run are free or held.
+
+    `run` is the name of the run.
+    """
     if start.retry_failed and is_leased:
         raise ResumeError(
             f"{run}: --retry-failed: other workers are still retrying failed rows, or died while retrying",
-            hint="wait for their end, or run --join without --retry-failed first",
+            hint="wait until they end, or run --join without --retry-failed first",
         )
 
 
 def has_grown(planned: Mapping[str, Any], *, rows_of_files: int, limit: int | None) -> bool:
-    """Tell whether the input has more rows than the plan's fingerprint `planned`, or the limit differs."""
+    """Return whether the input files have more rows than those of a plan, or `input.limit` differs.
+
+    `planned` is the fingerprint of the plan.
+    """
     planned_rows = sum(file["rows"] for file in planned["files"])
     return bool(rows_of_files > planned_rows or planned["limit"] != limit)
 
 
 def may_grow(*, rows_of_run: int, limit: int | None) -> bool:
-    """Tell whether rows that are added to the input would belong to the run."""
+    """Return whether rows that are added to the input would belong to the run, as `input.limit` permits."""
     return limit is None or rows_of_run < limit

@@ -1,4 +1,4 @@
-"""Checks of a job without an engine: the input, the templates, the output directory, earlier attempts."""
+"""Checks a job without an engine: the input, the templates, the output directory, earlier attempts."""
 
 from __future__ import annotations
 
@@ -49,25 +49,25 @@ log = logging.getLogger(__name__)
 
 
 def new_task() -> str:
-    """Return a worker's new name: host, Slurm's job, array task and restart (if any), random digits."""
+    """Return a new name for a worker: host, Slurm's job, array task and restart (if any), random digits."""
     job = os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID")
     index = os.environ.get("SLURM_ARRAY_TASK_ID")
     restart = os.environ.get("SLURM_RESTART_COUNT")
-    parts = ["join", socket.gethostname(), job, index and f"t{index}", restart and f"r{restart}"]
-    parts.append(secrets.token_hex(3))
-    return "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part) for part in parts if part)
+    words = ["join", socket.gethostname(), job, index and f"t{index}", restart and f"r{restart}"]
+    words.append(secrets.token_hex(3))
+    return "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", word) for word in words if word)
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedJob(JobInput):
-    """A job whose input, templates and output directory were checked; nothing was sent or written."""
+    """A job whose input, templates and output directory were checked, before anything is sent or written."""
 
     run_dir: RunDir
     answers: AnswerPlan
 
     @property
     def joins(self) -> bool:
-        """Whether this worker takes leases of a run that it shares with others (`--join`)."""
+        """Whether this worker shares the run with other workers (`--join`)."""
         return self.run_dir.task != MAIN_TASK
 
     @property
@@ -83,15 +83,16 @@ class PreparedJob(JobInput):
 
     @property
     def results_schema(self) -> pa.Schema:
-        """Schema of the parts: the columns of the results, and the digests of requests."""
+        """Schema of the part files (Parquet files of results), with the digests of requests."""
         schema = schema_of_run(self.renderer.carried_schema, self.answers)
         return schema.append(pa.field(REQUEST_DIGEST, pa.binary()))
 
     def fingerprint(self, model: str) -> dict[str, Any]:
         """Return the facts that all attempts at a run must have in common.
 
-        The types of columns are among them, because a merge cannot unite columns of two types. The type of a
-        carried column is the common type over all input files. `model` is "" if it must not be compared.
+        The types of the result columns are among them, because a merge cannot unite columns of two types. A
+        column that is copied from the input has the common type over all input files. `model` is "" if it
+        must not be compared.
         """
         functions = self.functions.facts.values() if self.functions is not None else ()
         computed = {name: type_name(arrow_type(kind)) for facts in functions for name, kind in facts.columns}
@@ -111,7 +112,7 @@ class PreparedJob(JobInput):
 
 
 RESULT_DIRECTORIES = {"parts", "merged"}
-"""Directories of a run that may be the input of another run."""
+"""Names of the directories of a run that may be the input of another run."""
 
 
 def prepare(
@@ -127,14 +128,15 @@ def prepare(
     run_dir = open_run(job.output.path, task, job.storage)
     try:
         run = run_dir.store.input_place or run_dir.path.resolve()
-    except (OSError, RuntimeError, ValueError) as failure:  # links in a circle; a null byte
+    except (OSError, RuntimeError, ValueError) as failure:  # such as links in a circle, or a null byte
         raise OutputError(f"output.path {str(run_dir.path)!r}: {failure}") from None
     run_dir.check_writable()
-    around = () if run_dir.store.uri else run.parents
-    other = next((place for place in around if holds_run(place)), None)
-    if other and run.relative_to(other).parts[0] != TUNE:
+    parents = () if run_dir.store.uri else run.parents
+    other_run = next((directory for directory in parents if holds_run(directory)), None)
+    # The trials of `batchrun tune` are runs in the directory of the tuned run.
+    if other_run and run.relative_to(other_run).parts[0] != TUNE:
         raise OutputError(
-            f"output.path {run_dir.path}: lies in the run {other}", hint="give another directory"
+            f"output.path {run_dir.path}: lies in the run {other_run}", hint="give another directory"
         )
     if task != MAIN_TASK:
         run_dir.store.check_sharing()
@@ -143,23 +145,23 @@ def prepare(
         dataset = _open_dataset(job, run_dir, run, run_dir.copies if keeps_copies else None)
         functions = open_functions(job)
         answers = plan_answers(job, functions)
-        faults = Faults()
+        faults = Faults()  # The faults of checks and templates are shown together, in one message.
         if answers.checks:
             from batchrunner.dispatch.checks import AnswerConditions  # noqa: PLC0415 - only for such jobs
 
-            with faults.collect():
-                AnswerConditions(job, answers, dataset.schema.names)  # raises the errors of the checks
+            with faults.collect():  # The object is made only for the errors that its constructor raises.
+                AnswerConditions(job, answers, dataset.schema.names)
         with faults.collect():
             renderer = Renderer(job, dataset, answers, functions)
         faults.raise_all()
         dataset.log_notes(renderer.columns)
         before = None if fresh else _fingerprint_of(run_dir)
-        if before is not None:
+        if before is not None:  # Files to which rows were appended are recognized as those of the run.
             dataset.recognize(before["files"])
-        elif job.output.reuse is not None:  # so that prompts equal those of the other run
+        elif job.output.reuse is not None:  # The fields of the prompts must be in the other run's order.
             before = _fingerprint_of(look_at_run(job.output.reuse, job.storage))
         job, renderer = _with_field_order(job, renderer, dataset, answers, before=before)
-    except BaseException:
+    except BaseException:  # A job that is refused leaves no copies and no processes behind.
         drop_copies(run_dir)
         if functions is not None:
             functions.close()
@@ -182,7 +184,7 @@ def _with_field_order(
     *,
     before: Mapping[str, Any] | None,
 ) -> tuple[Job, Renderer]:
-    """Return the job with the fields of its prompts in the order of the run, and its renderer.
+    """Return the job with `prompt.fields` in the order in which the run writes them, and the job's renderer.
 
     The order is that of the earlier start whose fingerprint is `before`. Without an earlier start, a sample
     of the input decides. Raises InputError.
@@ -202,7 +204,10 @@ def _with_field_order(
 
 
 def _fingerprint_of(run_dir: RunDir) -> Mapping[str, Any] | None:
-    """Return the fingerprint in run.json, or in the newest plan while engines start; None without either."""
+    """Return the fingerprint of a run from run.json, or else from the newest plan of its workers.
+
+    While engines start, a shared run has a plan but no run.json. Return None if it has neither.
+    """
     if run_dir.is_being_discarded():
         return None
     old = read_run_json(run_dir)
@@ -218,41 +223,45 @@ def _fingerprint_of(run_dir: RunDir) -> Mapping[str, Any] | None:
 
 
 def drop_copies(run_dir: RunDir, *, is_done: bool = False) -> None:
-    """Delete the Parquet copies of the input if the run is done, or if no worker has begun it.
+    """Delete the Parquet copies of the input if the run is done, or if no worker has begun the run.
 
-    The copies stay while another worker runs. A worker that starts meanwhile makes missing copies again.
+    The copies stay while another worker is running. A worker that starts later makes missing copies again.
+    Errors are ignored, because copies that stay do no harm.
     """
-    with contextlib.suppress(OSError, BatchrunError):  # the directory is not empty; the store is away
+    with contextlib.suppress(OSError, BatchrunError):
         if run_dir.run_json.exists() and not is_done:
             return
-        if run_dir.copies.exists() and _is_held(run_dir.other_tasks() if is_done else run_dir.all_tasks()):
-            return
+        if run_dir.copies.exists():
+            possible_users = run_dir.other_tasks() if is_done else run_dir.all_tasks()
+            if _is_held(possible_users):
+                return
         shutil.rmtree(run_dir.copies, ignore_errors=True)
-        run_dir.path.rmdir()
+        run_dir.path.rmdir()  # succeeds only for a run that has not begun, whose directory is empty
 
 
 def leave(prepared: PreparedJob) -> None:
-    """Close the job. Delete copies of the input and of a joined run if no later start needs them."""
+    """Close the job. Delete copies of the input and working copies that no later start needs."""
     run_dir = prepared.run_dir
     is_done = read_json(run_dir.report_json).get("rows_left") == 0
     drop_copies(run_dir, is_done=is_done)
     if is_done:
-        with contextlib.suppress(OSError):  # files that stay do no harm
+        with contextlib.suppress(OSError):  # Files that stay do no harm.
             remove_sorted_copies(run_dir.task_directory)
-            for path in run_dir.tasks.glob(f"*/{SEGMENT}*"):  # turns that a dead worker left
+            for path in run_dir.tasks.glob(f"*/{SEGMENT}*"):  # answers of rollouts that a dead worker stored
                 path.unlink(missing_ok=True)
     prepared.close()
+    # A worker with --join gets a new name at each start. Its working copy is needed only for its journals.
     if prepared.joins and not any(run_dir.task_directory.glob("journal-*")):
         run_dir.store.discard_copy(run_dir.task)
 
 
 def _is_held(tasks: list[RunDir]) -> bool:
-    """Tell whether a process runs as one of these workers, even if its engine is still starting."""
+    """Return whether a process is running as one of these workers, even if its engine is still starting."""
     return any(holders_of([(task, None) for task in tasks], watch=False))
 
 
 def _open_dataset(job: Job, run_dir: RunDir, run: Path, copies: Path | None) -> Dataset:
-    """Open the input. It must not contain the run's own results, because the next attempt would read them."""
+    """Open the input. Raises OutputError if it contains results of the run `run`, which would grow it."""
     paths = with_merged_results(job.input.path, run=run, storage=job.storage)
     dataset = Dataset(job.input, run, job.storage, copies, paths=paths, is_batch=job.prompt.is_batch)
     if not dataset.total_rows:
@@ -262,7 +271,7 @@ def _open_dataset(job: Job, run_dir: RunDir, run: Path, copies: Path | None) -> 
         real = Path(file.path) if run_dir.store.input_place else Path(file.path).resolve()
         if run in real.parents:
             raise OutputError(
-                f"output.path {run_dir.name}: the input file {file.path} lies in it",
+                f"output.path {run_dir.name}: the input file {file.path} lies in this directory",
                 hint="give another directory",
             )
     return dataset
@@ -271,17 +280,17 @@ def _open_dataset(job: Job, run_dir: RunDir, run: Path, copies: Path | None) -> 
 def with_merged_results(
     paths: str | Sequence[str], *, run: Path | None = None, storage: StorageSpec | None = None
 ) -> list[str]:
-    """Return paths of input files, with the merged results of a run in place of its directory.
+    """Return the paths of input files, with the merged results of a run in place of its directory.
 
     `run` is the run that reads the input; its own directory is not replaced. Raises InputError if a run in
     `paths` is not done, and the errors of merging.
     """
     storage = storage or StorageSpec()
-    paths = [paths] if isinstance(paths, str) else paths
-    return [
-        _merged_directory(path, storage) if run != Path(path).resolve() and names_run(path, storage) else path
-        for path in paths
-    ]
+    input_paths = []
+    for path in [paths] if isinstance(paths, str) else paths:
+        is_other_run = run != Path(path).resolve() and names_run(path, storage)
+        input_paths.append(_merged_directory(path, storage) if is_other_run else path)
+    return input_paths
 
 
 def _merged_directory(path: str, storage: StorageSpec) -> str:
@@ -293,32 +302,33 @@ def _merged_directory(path: str, storage: StorageSpec) -> str:
 
 
 def _refuse_results(path: str | list[str], dataset: Dataset) -> None:
-    """Refuse results of other runs that a directory or a pattern names by accident.
+    """Raise InputError if a directory or a pattern matches results of other runs by accident.
 
-    They are allowed if a path itself names a result directory: `out/run/parts`, `out/*/merged/*.parquet`.
+    Results are allowed if a path itself names a result directory: `out/run/parts`, `out/*/merged/*.parquet`.
     """
     paths = [path] if isinstance(path, str) else path
     if any({*Path(text).absolute().parts} & RESULT_DIRECTORIES for text in paths):
         return
-    for place in sorted({Path(file.path).parent for file in dataset.files}):
-        if place.parent in map(Path, paths):  # the path of a run means its merged results
+    for directory in sorted({Path(file.path).parent for file in dataset.files}):
+        run = directory.parent
+        if run in map(Path, paths):  # The path of a run stands for its merged results.
             continue
-        if place.name in RESULT_DIRECTORIES and holds_run(place.parent):
+        if directory.name in RESULT_DIRECTORIES and holds_run(run):
             raise InputError(
-                f"{join_paths(path)}: also names files of the run {place.parent}, those in {place}",
-                hint=f"name the input more closely, or {place.parent} if its results are meant",
+                f"{join_paths(path)}: also matches files of the run {run}, in {directory}",
+                hint=f"give a path that does not match them, or {run} to use its results",
             )
 
 
 def check_resumes(prepared: PreparedJob, model: str | None, weights: str | None = None) -> None:
-    """Raise ResumeError if the output path holds another run, or parts without a run.json.
+    """Raise ResumeError if the output path holds another run, or results without a run.json.
 
-    The model and its weights' version are compared if they are known.
+    The `model` and the version of its `weights` are compared if they are known.
     """
     run_dir = prepared.run_dir
     old = read_run_json(run_dir)
-    # A run of one worker may go on with --join, because the plan leaves out the rows that are done. The
-    # reverse is refused.
+    # A run of one worker may go on with --join, because a plan leaves out the rows that are done. A run that
+    # was begun with --join must go on with --join, because other workers may hold leases.
     if not prepared.joins and run_dir.store.names(run_dir.leases):
         raise ResumeError(
             f"{run_dir.name}: this run was started with --join: add --join, or use another output.path"

@@ -24,10 +24,14 @@ log = logging.getLogger(__name__)
 BAR_FORMAT = "{percentage:3.0f}%|{bar:10}| {elapsed} {desc}"
 """Format of tqdm's bar. The bar is short, because the state of the run must fit into the same line."""
 LINE_EVERY_S = 5.0
+"""Seconds between two lines of `ProgressLines`."""
 
 
 def sample_line(sample: RunSample) -> str:
-    """Return the state of a run in one line, the most important first, because a terminal may cut the end."""
+    """Return the state of a run as one line, the most important facts first.
+
+    A terminal may cut the end off.
+    """
     total = sample.rows_total
     parts = [f"{sample.rows_done:,}{f'/{total:,}' if total else ''} rows"]
     if sample.stopping:
@@ -59,10 +63,10 @@ def sample_line(sample: RunSample) -> str:
 
 
 def _load_parts(sample: RunSample) -> list[str]:
-    """Return the load of the engine and the load states of its schedulers.
+    """Return the load of the engine and the load states of its schedulers, for the line of a run's state.
 
-    `#running-req` and `#queue-req` are sums over the schedulers. The band behind `#queue-req` is the healthy
-    range of each scheduler's queue.
+    `#running-req` and `#queue-req` are sums over the schedulers. The range in brackets is the healthy length
+    of a scheduler's queue.
     """
     loads = sample.signals
     if not loads:
@@ -77,7 +81,7 @@ def _load_parts(sample: RunSample) -> list[str]:
         f"#queue-req {sum(load.queue for load in loads):,}{healthy}",
         f"usage {'-'.join(dict.fromkeys((usages[0], usages[-1])))}",
     ]
-    # A log of another version may have states that this one does not know.
+    # The event log of another version of batchrunner may have states that are not in `Corner`.
     corners = Counter(load.corner for load in loads if load.corner in set(Corner))
     for corner, count in corners.most_common():
         words = Corner(corner).words
@@ -86,9 +90,10 @@ def _load_parts(sample: RunSample) -> list[str]:
 
 
 def _rollout_parts(rollouts: RolloutSample) -> list[str]:
+    """Return the state of the multi-turn rollouts, for the line of a run's state."""
     waiting = f"{rollouts.waiting_for_tools:,} wait for tools"
     if rollouts.blocked:
-        waiting = f"{rollouts.blocked:,} wait as one blocks their process"
+        waiting = f"{rollouts.blocked:,} wait because one blocks their process"
     return [f"{rollouts.open:,} rows open ({waiting})", f"{rollouts.turns:,} turns"]
 
 
@@ -97,19 +102,19 @@ class Display(ABC):
 
     @abstractmethod
     def show(self, sample: RunSample) -> None:
-        """Show the present state; called a few times a second."""
+        """Show the present state of the run. Called a few times a second."""
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to do
-        """Finish the output."""
+    def close(self) -> None:  # noqa: B027 - a display of lines has nothing to close
+        """Finish the output after the last state."""
 
 
 class ProgressLines(Display):
-    """Prints a line on standard error every 5 s, and when the run begins to stop, for batch systems' logs."""
+    """Prints a line on standard error every 5 s and when the run begins to stop, for logs of batch jobs."""
 
     _shown: tuple[float, bool] | None = None
 
     def show(self, sample: RunSample) -> None:
-        """Print a line if the last one is old enough, or if the run has begun to stop."""
+        """Print a line if the last line is old enough, or if the run has begun to stop."""
         now = time.monotonic() // LINE_EVERY_S, sample.stopping
         if now != self._shown:
             self._shown = now
@@ -117,19 +122,20 @@ class ProgressLines(Display):
 
 
 class ProgressBar(Display):
-    """tqdm's bar with the line of progress: a widget in a notebook, else a line on standard error."""
+    """Shows a progress bar of tqdm: a widget in a notebook, otherwise a line on standard error."""
 
     _bar: Any = None
 
     def show(self, sample: RunSample) -> None:
-        """Move the bar."""
+        """Move the bar, and show the state of the run next to it."""
         if self._bar is None:
             from tqdm.auto import tqdm  # noqa: PLC0415 - only where a bar is asked for
 
             bar = BAR_FORMAT if sample.rows_total else "{elapsed} {desc}"
-            self._bar = tqdm(dynamic_ncols=True, bar_format=bar, delay=1e-9)  # hidden until its line is set
-        self._bar.n, self._bar.total = sample.rows_done, sample.rows_total  # other workers may add rows
-        with contextlib.suppress(OSError):  # the terminal was closed
+            # With a delay, tqdm does not print a bar before its description is set.
+            self._bar = tqdm(dynamic_ncols=True, bar_format=bar, delay=1e-9)
+        self._bar.n, self._bar.total = sample.rows_done, sample.rows_total  # Other workers may add rows.
+        with contextlib.suppress(OSError):  # The terminal may have been closed.
             self._bar.set_description_str(sample_line(sample))
 
     def close(self) -> None:
@@ -144,11 +150,11 @@ class Progress:
     """The state of a run at one moment, for `on_progress`."""
 
     rows_done: int
-    """Rows that have ended, including failed rows and rows of earlier starts."""
+    """Number of rows that have ended, including failed rows and rows of earlier starts."""
     rows_total: int | None
-    """Rows of the run; None where `stream` reads an iterator."""
+    """Number of rows of the run; None if `stream` reads an iterator."""
     rows_failed: int
-    """Rows of `rows_done` that ended with an error."""
+    """Number of rows in `rows_done` that ended with an error."""
     rows_per_s: float
     """Rows that ended per second, over the last 30 s."""
     eta_s: float | None
@@ -156,9 +162,9 @@ class Progress:
     output_tokens_per_s: float
     """Output tokens per second, over the last 30 s."""
     rows_in_flight: int
-    """Rows that were sent to the engine and have not ended."""
+    """Number of rows that were sent to the engine and have not ended."""
     simulated: bool
-    """Whether the answers are made up."""
+    """Whether the engine is simulated, so that the answers are made up."""
 
 
 ProgressListener = Callable[[Progress], object]
@@ -170,22 +176,26 @@ class ProgressCalls(Display):
     """Calls the program's function at most once a second, and once at the end, in the thread of the run."""
 
     _listener: ProgressListener | None
-    _untold: RunSample | None = None
-    _next: float = 0.0
+    """The program's function; None once it has raised an exception."""
+    _pending: RunSample | None = None
+    """The newest state, if the function was not called with it yet."""
+    _next_at: float = 0.0
+    """Time of the next call, on the monotonic clock."""
 
     def show(self, sample: RunSample) -> None:
-        """Call the program with the present state, if the last call is old enough."""
-        self._untold = sample
-        if time.monotonic() >= self._next:
-            self._tell()
-            self._next = time.monotonic() + TIMING.progress
+        """Call the function with the present state, if the last call is old enough."""
+        self._pending = sample
+        if time.monotonic() >= self._next_at:
+            self._call()
+            self._next_at = time.monotonic() + TIMING.progress
 
     def close(self) -> None:
-        """Call the program with the last state."""
-        self._tell()
+        """Call the function with the last state."""
+        self._call()
 
-    def _tell(self) -> None:
-        sample, self._untold = self._untold, None
+    def _call(self) -> None:
+        """Call the function with the newest state, unless it was called with that state before."""
+        sample, self._pending = self._pending, None
         if sample is None or self._listener is None:
             return
         try:
@@ -201,17 +211,20 @@ class ProgressCalls(Display):
                     simulated=sample.simulated,
                 )
             )
-        except Exception:  # the rows of a long run matter more than its display
-            log.exception("on_progress failed: it is not called any more")
+        except Exception:  # An error of a display must not end a long run.
+            log.exception("on_progress raised an exception: the function is not called any more")
             self._listener = None
 
 
 def make_displays(*, progress: bool, on_progress: ProgressListener | None) -> list[Display]:
     """Return the displays that a program asks for: a bar, calls, both or neither.
 
-    Raises JobError for an asynchronous listener, which nothing would await.
+    Raises JobError for an asynchronous function `on_progress`, because nothing would await its calls.
     """
     if inspect.iscoroutinefunction(on_progress):
-        raise JobError("on_progress: is `async def`", hint="give a plain function: nothing awaits it")
+        raise JobError(
+            "on_progress: is an `async def` function, whose calls nothing would await",
+            hint="give a plain function",
+        )
     displays: list[Display] = [ProgressBar()] if progress else []
     return displays if on_progress is None else [*displays, ProgressCalls(on_progress)]

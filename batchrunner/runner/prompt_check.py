@@ -1,4 +1,4 @@
-"""Checks prompts with a model's own files: its chat template may fail, or its first token may come twice."""
+"""Checks prompts with a model's own files: the chat template may fail, or the first token may come twice."""
 
 import contextlib
 from collections import Counter
@@ -23,27 +23,27 @@ from batchrunner.sglang.flags import name_in
 from batchrunner.sglang.model_files import model_directory, read_config
 
 CHAT_ARGUMENTS = ("chat-template", "hf-chat-template-name", "default-chat-template-kwargs", "tokenizer-path")
-"""Server arguments that change how the server makes prompts of chats."""
+"""Arguments of a server that change how it converts a chat to a prompt."""
 _OWN_RULES = ("DeepseekV4", "KimiK3", "Inkling")
 """Prefixes of architectures whose chats SGLang 0.5.23 encodes by its own rules, without a chat template
 (`resolve_chat_encoding_spec`)."""
 
 
 class PromptCheck:
-    """Checks a job's prompts with the model's files, if the run starts the server."""
+    """Checks a job's prompts with the model's files. Without files on this machine, it checks little."""
 
     def __init__(self, job: Job) -> None:
-        """Find the model's files."""
+        """Find the model's files, if the job starts the server itself."""
         self.engine = job.engine.kind
         """Kind of the engine."""
         self.unknown: str | None = None
-        """What only a start of the run can check; None if there is nothing."""
+        """Part of the job that only a start of the run can check, in words; None if there is none."""
         self._directory: Path | None = None
         self._chat: ChatTemplate | None = None
         self._chat_problem: str | None = None
         """Why the chat template cannot be loaded; None if it can."""
         self._begins_twice = Counter[str]()
-        """Number of prompts that begin with a token that the tokenizer adds too, by token."""
+        """Number of prompts that begin with a token that the tokenizer adds as well, by token."""
         if isinstance(job.engine, ServerEngine):
             has_chats = job.prompt.is_batch or (job.prompt.is_chat and job.prompt.rollout is None)
             self._find_files(job.engine, has_chats=has_chats)
@@ -51,6 +51,7 @@ class PromptCheck:
             self.unknown = "the servers"
 
     def _find_files(self, engine: ServerEngine, *, has_chats: bool) -> None:
+        """Find the model's directory; for a job with chats, load the chat template too."""
         directory = model_directory(engine.model, engine.args.get("revision"))
         if not directory.exists():
             self.unknown = f"engine.model {engine.model}: its files are not on this machine"
@@ -81,10 +82,12 @@ class PromptCheck:
             raise RowRefusedError(self._chat_problem)
         if self._chat is not None:
             with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
-                self._chat.refuse_failing(body)  # the server refuses a body that is no chat
+                # The errors that are ignored are those of a body that is not a valid chat. The server's own
+                # message for such a body is better.
+                self._chat.refuse_failing(body)
 
     def look_at_text(self, prompt: object) -> None:
-        """Count a prompt that begins with a token which the tokenizer adds too."""
+        """Count the prompt if it begins with a token that the tokenizer adds as well."""
         if isinstance(prompt, str) and self._tokenizer is not None:
             token = added_twice(self._tokenizer, prompt)
             if token is not None:
@@ -93,8 +96,8 @@ class PromptCheck:
     def warnings(self) -> list[str]:
         """Return warnings about prompts that can be sent, but may give worse answers."""
         return [
-            f"{counted(count, 'prompt')} begin with {token}, which the tokenizer adds too, so that the model "
-            "gets it twice: leave it out of the prompt"
+            f"{counted(count, 'prompt')} begin with {token}, which the tokenizer adds as well, so that the "
+            "model gets this token twice: leave the token out of the prompt"
             for token, count in self._begins_twice.items()
         ]
 
@@ -103,11 +106,11 @@ def _why_unknown(engine: ServerEngine, directory: Path) -> str | None:
     """Return why the model's own chat template does not determine the prompts of chats; None if it does."""
     for name in CHAT_ARGUMENTS:
         if name_in(engine.args, name) in engine.args:
-            return f"how engine.args.{name} makes prompts of chats"
+            return f"the prompts of chats, which engine.args.{name} changes"
     config = read_config(engine.model, engine.args.get("revision"))
     kind, architectures = config.get("model_type"), config.get("architectures") or ()
     if kind in OWN_CHAT_MODELS or any(str(name).startswith(_OWN_RULES) for name in architectures):
-        return f"prompts of chats, for which SGLang has rules of its own for {kind}"
+        return f"the prompts of chats, for which SGLang has rules of its own for {kind}"
     if not has_chat_template(directory):
-        return f"prompts of chats: there is no chat template among the files of {engine.model}"
+        return f"the prompts of chats: there is no chat template among the files of {engine.model}"
     return None

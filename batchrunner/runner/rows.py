@@ -1,4 +1,7 @@
-"""The rows of a run's files, in one or several leases, read and rendered while earlier rows are sent."""
+"""The rows of a run's input files, which are read and rendered while earlier rows are sent.
+
+A worker gets its rows in leases: all rows of a run as one lease, or several leases of a run that it shares.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,13 @@ log = logging.getLogger(__name__)
 
 
 class TaskRows(ABC):
-    """The rows that a worker does, in one lease or in several; the dispatcher's `RowSource`."""
+    """The rows that a worker does, in one lease or in several. They are the dispatcher's `RowSource`."""
 
     is_shared: bool
     """Whether other workers may do some of the run's rows, now or later."""
 
     def __init__(self, prepared: PreparedJob, turns: TurnStore | None = None) -> None:
-        """Read the rows from the input of `prepared`; `turns` stores the turns of rollouts."""
+        """Read the rows from the input of `prepared`. `turns` stores the answers of rollouts."""
         self._prepared = prepared
         self._turns = turns
         self._stopped = threading.Event()
@@ -49,49 +52,55 @@ class TaskRows(ABC):
     @property
     @abstractmethod
     def total(self) -> int:
-        """Number of rows, including those that earlier attempts finished; an estimate if there are leases."""
+        """Number of rows of this worker, including rows that earlier attempts finished.
+
+        An estimate if workers share the run.
+        """
 
     @property
     @abstractmethod
     def unread(self) -> int:
-        """Number of rows that have not been read yet; an estimate if there are leases."""
+        """Number of rows that have not been read yet; an estimate if workers share the run."""
 
     @abstractmethod
     def take(self, *, wait: bool) -> Lease | None:
-        """Take the next lease; None if there is none. Without `wait`, do not wait for one. Blocks."""
+        """Take the next lease; return None if there is none.
+
+        With `wait`, wait until a lease is free. Blocks.
+        """
 
     @abstractmethod
     def give_back(self) -> None:
-        """Leave the unfinished rows to other workers. Blocks, and may raise OSError."""
+        """Leave the unfinished rows of this worker to other workers. Blocks, and may raise OSError."""
 
     def committed(self, rows: BitMap64) -> None:
-        """Note that rows are in a part, so that their journal and input are not needed any more.
+        """Record that rows are in a part file, so that their stored answers of rollouts can be deleted.
 
-        Called in a thread; it may block and raise OSError.
+        Called in a thread. May block and raise OSError.
         """
         if self._turns is not None:
             self._turns.ended(rows)
 
     def newest_plan(self) -> LeasePlan | None:
-        """Return the newest plan of a run that workers share; None if this worker does the run alone."""
+        """Return the newest plan of a shared run; None if this worker does the run alone."""
         return None
 
     def held_elsewhere(self) -> tuple[int, int]:
-        """Return how many rows other living workers will do, and how many rows nobody will do."""
+        """Return the number of rows that other living workers will do, and of rows that nobody will do."""
         return 0, 0
 
     def stop(self) -> None:
-        """End `batches` soon, also while it waits."""
+        """Make `batches` end soon, even while it waits for a lease."""
         self._stopped.set()
 
     def batches(self) -> Iterator[list[Request | Outcome]]:
-        """Read and render rows, a bounded batch at a time. Blocks.
+        """Read and render rows, and yield a bounded batch at a time. Blocks.
 
         An empty batch means that the next rows may take a while, so the rows read so far should be sent now.
         Raises InputLostError, InputChangedError or StorageError.
         """
         lease = self.take(wait=True)
-        if lease is None:  # nothing to read, and the sorted copy may be deleted
+        if lease is None:
             return
         try:
             while lease is not None:
@@ -103,20 +112,23 @@ class TaskRows(ABC):
                     self._to_read -= len(batch.rows)
                 lease = self.take(wait=False)
                 if lease is None:
-                    yield []
+                    yield []  # The rows read so far are sent before the wait.
                     lease = self.take(wait=True)
         finally:
             self._close()
 
     def _read(self, lease: Lease) -> Iterator[RowBatch]:
-        """Yield the rows of a lease until the run stops. A read that fails is tried again a few times.
+        """Yield the rows of a lease until the run stops.
+
+        Repeat a read that fails, after longer and longer pauses.
 
         Raises InputLostError or InputChangedError.
         """
         if lease.copy != self._read_copy:
             self._close()
         self._read_copy = lease.copy
-        self._reader = self._reader or self._open()  # not tried again: a deleted copy stays away
+        # This open is not repeated after an error, because a sorted copy that was deleted does not come back.
+        self._reader = self._reader or self._open()
         unread = lease.rows.copy()
         batches: Iterator[RowBatch] | None = None
         pauses_s = iter(TIMING.read_retries)
@@ -136,11 +148,12 @@ class TaskRows(ABC):
                 continue
             if batch is None:
                 return
-            pauses_s = iter(TIMING.read_retries)
+            pauses_s = iter(TIMING.read_retries)  # After a success, the next failure has all its retries.
             yield batch
             unread -= BitMap64(batch.rows)
 
     def _open(self) -> DatasetReader | SortedCopy:
+        """Open the sorted copy of the lease, or else the input itself."""
         if self._read_copy is not None:
             return SortedCopy(self._read_copy)
         return DatasetReader(self._prepared.dataset, self._prepared.renderer.columns)
@@ -165,9 +178,10 @@ class FixedRows(TaskRows):
         copy: Path | None = None,
         turns: TurnStore | None = None,
     ) -> None:
-        """Do `rows`. `total` also counts rows that were done before; `turns` stores the turns of rollouts.
+        """Do `rows`. `total` is the number of these rows and of the rows that were done before.
 
-        `copy` is the sorted copy of the input in whose order the rows are sent; None for input order.
+        `copy` is the sorted copy of the input in whose order the rows are sent; None for input order. `turns`
+        stores the answers of rollouts.
         """
         super().__init__(prepared, turns)
         self._lease: Lease | None = Lease(number=0, turn=0, rows=rows, positions=None, copy=copy)
@@ -176,7 +190,7 @@ class FixedRows(TaskRows):
 
     @property
     def total(self) -> int:
-        """Number of rows, including those that earlier attempts finished."""
+        """Number of rows, including rows that earlier attempts finished."""
         return self._total
 
     @property
@@ -185,8 +199,8 @@ class FixedRows(TaskRows):
         return self._to_read
 
     def take(self, *, wait: bool) -> Lease | None:
-        """Take the one lease with all rows; later calls return None."""
-        del wait
+        """Take the lease with all rows. Later calls return None."""
+        del wait  # There is never another lease to wait for.
         lease, self._lease = self._lease, None
         return lease
 

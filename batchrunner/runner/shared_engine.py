@@ -32,14 +32,14 @@ log = logging.getLogger(__name__)
 
 
 class SharedEngine:
-    """An open engine. Runs that use it at the same time share its concurrency limits."""
+    """An open engine. Runs that use the engine at the same time share its concurrency limits."""
 
     def __init__(self, engine: Engine, info: EngineInfo) -> None:
         self.engine = engine
         self.info = info
-        """What the engine reports of itself."""
+        """Facts that the engine reports about itself, such as its model and its limits."""
         self._load_control: LoadControl | None = None
-        """Load control of the runs that use the engine now, or used it last."""
+        """Load control of the runs that are using the engine, or else of the run that used it last."""
 
     async def load_control(
         self,
@@ -51,37 +51,41 @@ class SharedEngine:
         decodes: bool = True,
         prompt_bytes: float | None = None,
     ) -> tuple[LoadControl, str]:
-        """Return the load control for a run of a job, with its first windows, and the reason for them.
+        """Return the load control for a run of a job, and the reason for its first window in words.
 
-        Runs on the engine share one load control, unless their jobs set different windows. `unsent` is the
-        number of rows to send, and `now` the time on the monotonic clock. `decodes` tells whether the model
-        generates text. `prompt_bytes` is the mean size of the prompt text that the engine computes for a row,
-        without cached prefixes; None if unknown.
+        A window is the maximum number of requests in flight to a scheduler. Runs on the engine share one load
+        control, unless their jobs set different windows. `unsent` is the number of rows to send, and `now`
+        the time on the monotonic clock. `decodes` is whether the model generates text. `prompt_bytes` is the
+        mean number of bytes of a row's prompt that the engine computes, without cached prefixes; None if
+        unknown.
         """
         fixed = None if job.window == "auto" else job.window
         prompt_tokens = None if prompt_bytes is None else prompt_bytes / BYTES_PER_TOKEN
         info = self.info
+        # Without decoding, the number of requests follows from the number of rows that fill a forward pass.
+        passes = None if job.forward is None and decodes else ForwardPasses(info.prefill_tokens)
         concurrency = ConcurrencyLimits(
             info,
             QueueBand(),
             tokens_a_row(_most_new_tokens(job), prompt_tokens),
             most=max(1, (info.connections or sys.maxsize) // len(info.routes)),
             fixed=fixed,
-            passes=None if job.forward is None and decodes else ForwardPasses(info.prefill_tokens),
+            passes=passes,
             prompt_tokens=prompt_tokens or TYPICAL_PROMPT_TOKENS,
         )
         loads = await self.engine.loads()
-        current = self._load_control
+        current = self._load_control  # Read after the wait, in which another run may have begun.
         if current is not None and current.in_use and current.concurrency.fixed == fixed:
             return current, "shared with other runs"
         control = self._load_control = LoadControl(self.engine, concurrency)
         if cost := _cost_of_connections(info, fixed):
             log.warning("%s", cost)
-        first = concurrency.begin(loads, now, unsent=unsent)
+        first_windows = concurrency.begin(loads, now, unsent=unsent)
         if fixed is not None:
             return control, "set by the job"
-        write_changes(events, first)
-        return control, first[0].reason + (f"; {len(first)} schedulers" if first[1:] else "")
+        write_changes(events, first_windows)
+        schedulers = f"; {len(first_windows)} schedulers" if len(first_windows) > 1 else ""
+        return control, f"{first_windows[0].reason}{schedulers}"
 
     def check(self, job: Job) -> None:
         """Raise EngineStartError if the engine cannot do a job; otherwise log the engine's notes."""
@@ -92,16 +96,18 @@ class SharedEngine:
                     f"prompt.{name}: {self.info.model} does not accept {kind.field}",
                     hint="use a model that accepts them; if its encoder is off, add --enable-multimodal",
                 )
-        parts = {*(job.output.columns or ())}
+        features = {*(job.output.columns or ())}
         if job.sampling.lora_path is not None:
-            parts.add("sampling.lora_path")
-        for part in sorted(parts.intersection(self.info.unsupported)):
-            raise EngineStartError(f"{part}: the engine cannot do it: {self.info.unsupported[part]}")
+            features.add("sampling.lora_path")
+        for feature in sorted(features.intersection(self.info.unsupported)):
+            raise EngineStartError(
+                f"{feature}: the engine does not support this: {self.info.unsupported[feature]}"
+            )
         if job.sampling.max_thinking_tokens is not None and self.info.no_thinking_budget is not None:
             raise EngineStartError(
                 f"sampling.max_thinking_tokens: {self.info.no_thinking_budget}",
-                hint="start it with --enable-strict-thinking and a --reasoning-parser that obeys, such as "
-                "qwen3, glm45 or deepseek-v3",
+                hint="start the server with --enable-strict-thinking and a --reasoning-parser that supports "
+                "this, such as qwen3, glm45 or deepseek-v3",
             )
         for note in self.info.notes:
             log.info("%s", note)
@@ -110,7 +116,10 @@ class SharedEngine:
 async def open_engine_of(
     job: Job, task: TaskName, *, log_directory: Path, control: Control, stack: contextlib.AsyncExitStack
 ) -> SharedEngine:
-    """Open the engine of a job for a model's task; `stack` closes the engine. Raises BatchrunError."""
+    """Open the engine of a job for a task of the model. `stack` closes the engine. Raises BatchrunError.
+
+    `control` can stop the start.
+    """
     shape = shape_of(job, task)
     making = make_engine(engine_of(job), log_dir=log_directory, limits=job.limits, task=task, shape=shape)
     engine = await control.wait_for(making, "while the engine was starting")
@@ -120,13 +129,17 @@ async def open_engine_of(
 
 
 def shape_of(job: Job, task: TaskName) -> str | None:
-    """Return a digest of prompt, sampling and engine. Jobs with the same digest can use the same tuned flags.
+    """Return a digest of a job's prompt, sampling and engine.
+
+    Jobs with the same digest can share tuned flags.
 
     Return None if the servers' flags must not change for this job.
     """
     engine = job.engine
-    if not isinstance(engine, ServerEngine) or engine.adapt == "off" or "config" in engine.args:
-        return None  # an SGLang config file may set flags that are unknown here
+    if not isinstance(engine, ServerEngine) or engine.adapt == "off":
+        return None
+    if "config" in engine.args:  # an SGLang config file, which may set flags that are unknown here
+        return None
     if task != GENERATE or job.window != "auto":
         return None
     alike = job.model_dump_json(include={"prompt", "sampling", "engine"})
@@ -134,17 +147,17 @@ def shape_of(job: Job, task: TaskName) -> str | None:
 
 
 def _cost_of_connections(info: EngineInfo, fixed: int | None) -> str | None:
-    """Return a warning with advice if there are too few connections; None if there are enough.
+    """Return a warning if the file limit permits too few connections to the engine, else None.
 
-    If the job sets a window, `fixed`, it needs that many connections. Otherwise it needs one for each request
-    that the engine can run.
+    A job that sets a window (`fixed`, the maximum number of requests in flight) needs as many connections.
+    Otherwise a job needs one connection for each request that the engine can run at once.
     """
     needed = fixed or info.max_running or UNKNOWN_ENGINE_WINDOW
     if info.connections is None or info.connections >= needed:
         return None
-    need = f"the job's window is {fixed}" if fixed else f"the engine can run {needed}"
+    reason = f"the job's window is {fixed}" if fixed else f"the engine can run {needed} at once"
     return (
-        f"at most {info.connections} requests can be in flight, but {need}: up to "
+        f"at most {info.connections} requests can be in flight, but {reason}: up to "
         f"{1 - info.connections / needed:.0%} of the speed is lost. The limit is {info.connections_by}: "
         "raise it (ulimit -Hn, LimitNOFILE, or the container's --ulimit nofile)"
     )

@@ -12,9 +12,9 @@ from batchrunner.tuning.rules import apply_all
 from batchrunner.tuning.situation import Situation
 
 EXPECTED = 0.05
-"""Expected gain of an untried step for each doubling of its flag, or of the running requests if the advice
-predicts them. So a step from 4 to 64 running requests promises more than one from 4 to 8. A step is untried
-if no run with this model, machine and kind of job has measured it."""
+"""Expected gain of an untried step for each doubling of its flag, or of the running requests or the speed if
+the advice predicts them. So a step from 4 to 64 running requests promises more than one from 4 to 8. A step
+is untried if no run with this model, machine and kind of job has measured it."""
 CARE = "schedule-conservativeness"
 """Flag that is lowered whenever `max_running_requests` or the state pool is raised. As long as one of these
 limits holds requests back, no load sample shows that the scheduler's reservation for outputs would do so
@@ -23,7 +23,7 @@ WIDER = ("running-capped", "states-full")
 """Rules whose changes let more requests run."""
 ADAPTING_RULES = frozenset({
     "conservative", "running-capped", "memory-left", "cuda-graph", "prefill-full", "running-low",
-    "long-prompts", "retractions", "pool-small", "states-full",
+    "long-prompts", "retractions", "pool-small", "states-full", "answers-repeat",
 })  # fmt: skip
 """Rules of advice whose flags change during a run."""
 
@@ -69,6 +69,8 @@ def steps_for(
         doublings = _doublings(old, args)
         if would_run := advice.evidence.get("would_run"):
             doublings = max(doublings, math.log2(would_run / situation.server.running))
+        if speedup := advice.evidence.get("speedup"):
+            doublings = math.log2(speedup)
         gain = gains.get(name, EXPECTED * doublings)
         if gain > 0:
             steps.append((Step(name, args, advice.sign), gain))

@@ -1,7 +1,8 @@
-"""The table of SGLang's flags: what each needs, which signs call for a change, its next values, their cost.
+"""The table of SGLang's flags: for each flag the signs that call for a change, the next values, and the cost.
 
-Advice names the next value of a flag whose sign it sees. `batchrun tune` tries the values. Recovery takes the
-values that belong to the sign `oom`. A variable of the server's environment counts as a flag.
+A sign is an observation, for example that requests wait although the KV pool has room. Advice names the next
+value of a flag whose sign a server shows. `batchrun tune` measures the values. Recovery from a death takes
+the values for the sign `oom`, out of memory. A variable of the server's environment counts as a flag.
 """
 
 import math
@@ -10,24 +11,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from batchrunner.sglang.flags import CLIP, STATE_RATIO, Flags
+from batchrunner.sglang.flags import CLIP, STATE_RATIO, Flags, number
 from batchrunner.sglang.logs.reader import (
     FP8,
     Architecture,
     Facts,
     prefill_graph_off,
 )
+from batchrunner.sglang.model_files import kv_bytes
+from batchrunner.tuning.ngrams import CORPUS_BUDGET, checking_cost
 from batchrunner.tuning.signals import GUIDES
 
 OF_DECODING = frozenset({
     "held", "retracting", "full", "memory-left", "capped", "graph-off", "evicted", "small-prefills",
     "large-pages", "small-model", "wide-numbers",
 })  # fmt: skip
-"""Signs that have a meaning only for a server whose requests decode."""
+"""Names of signs that only a server whose requests decode can show."""
 
 
 class MemoryBand(NamedTuple):
-    """GPU memory that should be free when the server is ready, in GB."""
+    """Minimum, target and maximum of the GPU memory, in GB, that should be free when a server is ready."""
 
     low: float
     good: float
@@ -36,32 +39,47 @@ class MemoryBand(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server whose flags may change: its facts, and the means of its load."""
+    """A server whose flags may change: facts from its log and arguments, and mean values of its load."""
 
     facts: Facts
     running: float = 0.0
     """Mean number of running requests, or the number just before a death."""
     usage: float = 0.0
-    """Fraction of the KV pool in use."""
+    """Mean token usage: the fraction of the KV pool in use."""
     decodes: bool = True
+    """Whether its requests decode. False for tasks without generated tokens, such as embedding."""
     output_tokens: float = 0.0
     """Mean number of tokens in an output."""
     longest_output: int | None = None
-    """Number of tokens that nearly all outputs stay under."""
+    """99th percentile of the output lengths, in tokens; None if unknown."""
     shared: float | None = None
-    """Share of the prompt tokens that are in the prefix cache, or could be; None if unknown."""
+    """Fraction of the prompt tokens that come from the prefix cache, or could; None if unknown."""
     repeated: float = 1.0
     """Mean number of tokens that a decode step would yield with n-gram speculation from earlier outputs."""
+    speculates_exactly: bool = True
+    """Whether answers keep their distribution with speculation (`ngrams.is_exact`)."""
     most_pool_tokens: float = 0.0
-    """Largest KV pool, in tokens, that a CPU's memory allows."""
+    """Maximum size of the KV pool, in tokens, that the memory of a machine without a GPU allows."""
     media: bool | None = None
     """Whether prompts have images, sounds or videos; None if unknown."""
     why: str = ""
-    """Log line that names the cause of the server's death."""
+    """Log line that names the cause of the server's death; empty if the server did not die."""
 
     def now(self, flag: str) -> float | None:
         """Return the value that a flag has on this server; see `in_effect`."""
         return in_effect(self.facts, flag)
+
+    @property
+    def kv_share(self) -> float:
+        """Size of the KV cache in use divided by the size of the weights, on one GPU; 0 if unknown."""
+        token_bytes = kv_bytes(self.facts.config, BYTES_OF_16_BITS) or 0
+        pool_gb = (self.now("max-total-tokens") or 0) * token_bytes / self.facts.tp / 1e9
+        return self.usage * pool_gb / self.facts.weights_gb if self.facts.weights_gb else 0.0
+
+    @property
+    def ngram_speedup(self) -> float:
+        """Predicted output rate with n-gram speculation, divided by the present one."""
+        return self.repeated / checking_cost(self.running, self.kv_share)
 
     @property
     def spare_gb(self) -> float | None:
@@ -70,56 +88,62 @@ class Server:
 
     @property
     def band(self) -> MemoryBand:
-        """Free memory that the guides advise, scaled to this card and this prefill chunk."""
+        """Free GPU memory that SGLang's tuning guides advise, scaled to this GPU and this prefill chunk."""
         chunk = self.now("chunked-prefill-size") or 0
         scale = min(1.0, (self.facts.card_gb or WHOLE_CARD_GB) / WHOLE_CARD_GB)
-        more = max(0.0, chunk - USUAL_CHUNK) * CHUNK_GB_A_TOKEN
+        chunk_gb = max(0.0, chunk - USUAL_CHUNK) * CHUNK_GB_A_TOKEN
         return MemoryBand(
-            scale * GUIDES.memory_low_gb,
-            scale * GUIDES.memory_good_gb + more,
-            scale * GUIDES.memory_high_gb + more,
+            low=scale * GUIDES.memory_low_gb,
+            good=scale * GUIDES.memory_good_gb + chunk_gb,
+            high=scale * GUIDES.memory_high_gb + chunk_gb,
         )
 
 
 WHOLE_CARD_GB = 40.0
-"""The guides' figures for free memory hold for cards with at least this many GB. A smaller card runs smaller
-batches and needs less free memory."""
+"""Minimum memory of a GPU, in GB, for which the free memory that SGLang's tuning guides advise is right. A
+smaller GPU runs smaller batches and needs less free memory."""
 USUAL_CHUNK = 8192
-"""`--chunked-prefill-size`, in tokens, that the guides assume; a larger chunk needs more free memory."""
+"""`--chunked-prefill-size`, in tokens, that SGLang's tuning guides assume. A larger chunk needs more free
+memory."""
 CHUNK_GB_A_TOKEN = 1.5 / 1024
 """Memory for activations of a prefill chunk, in GB per token (SGLang's memory_hook)."""
 GRAPH_GB_A_REQUEST = 2 / 1024
 """Memory of a decode graph, in GB per request (SGLang's memory_hook)."""
 USUAL_CAPTURED = 160
-"""Assumed largest batch with a CUDA graph if the log lacks it, in requests (the guides: "typically
-160-256")."""
+"""Assumed largest batch with a CUDA graph, in requests, if the server's log does not report it (SGLang's
+tuning guides: "typically 160-256")."""
 LEAST_POOL = 0.05
-"""Minimum fraction of a card's memory that a useful KV pool needs."""
+"""Minimum size of a useful KV pool, as a fraction of the GPU's memory."""
 DP_ATTENTION_CONSERVATIVENESS = 0.3
 """Factor by which SGLang multiplies `--schedule-conservativeness` with DP attention (parallel_hook.py)."""
 _DIVIDED = {"chunked-prefill-size", "max-running-requests", "max-mamba-cache-size"}
 """Flags whose values DP attention divides by the number of its ranks. Each rank logs its own share."""
 _TOTALS = {"max-running-requests", "max-mamba-cache-size"}
-"""Flags of `_DIVIDED` whose argument in the log is the flag's own value, not the share of a rank."""
+"""Flags of `_DIVIDED` for which the logged server arguments have the total of all ranks, not one rank's
+share."""
 _AT_READY = {
     "chunked-prefill-size": "chunked_prefill_size",
     "max-running-requests": "max_running_requests",
     "max-total-tokens": "max_total_num_tokens",
     "context-length": "context_len",
 }
-"""Flags whose value in effect the scheduler logs before it takes requests, with the names in this log
-line."""
+"""Flags whose value in effect the scheduler logs just before it accepts requests. Each flag maps to its name
+in that log line."""
 
 
 def in_effect(facts: Facts, flag: str) -> float | None:
     """Return the value in effect, as one would write it for the flag; None if unknown."""
     if flag.startswith("cuda-graph-max-bs"):
         return facts.graph_max_bs
-    at_ready = getattr(facts.ready, _AT_READY.get(flag, ""), None)
-    value = facts.number(flag.replace("-", "_")) if at_ready is None else at_ready
-    if value is None or (at_ready is None and flag in _TOTALS):
-        return None if value is None else int(value)
-    value = as_flag(facts, flag, value)
+    rank_value = getattr(facts.ready, _AT_READY.get(flag, ""), None)
+    if rank_value is None:
+        argument = facts.number(flag.replace("-", "_"))
+        if argument is None:
+            return None
+        if flag in _TOTALS:
+            return int(argument)
+        rank_value = argument
+    value = as_flag(facts, flag, rank_value)
     return int(value) if value == int(value) else value
 
 
@@ -138,40 +162,47 @@ def least_fraction(facts: Facts) -> float:
     return weights / card + LEAST_POOL if weights and card else 0.0
 
 
-LESS_CONSERVATIVE, NORMAL = 0.3, 1.0
-"""`--schedule-conservativeness`: the guides' value if SGLang admits too few requests, and SGLang's
-default."""
+NORMAL = 1.0
+"""SGLang's default of `--schedule-conservativeness`."""
+LESS_CONSERVATIVE = 0.3
+"""`--schedule-conservativeness` that SGLang's tuning guides advise if it admits too few requests."""
 LEAST_CONSERVATIVE = 0.1
-"""Lower `--schedule-conservativeness` than the guides advise; only trials use it."""
+"""Lower `--schedule-conservativeness` than SGLang's tuning guides advise; only trials use it."""
 MORE_CONSERVATIVE = 1.3
-"""`--schedule-conservativeness` against frequent retractions."""
+"""`--schedule-conservativeness` that SGLang's tuning guides advise against frequent retractions."""
 MOST_CONSERVATIVE = 1 / 0.7
 """From this `--schedule-conservativeness` on, a scheduler reserves memory for all of `max_new_tokens`,
 because it reserves the fraction min(0.7 x conservativeness, 1)."""
-MOST_CLIP, SHORTER = 4096, 0.9
-"""SGLang's default of the clip, in tokens. A lower clip is worth a change if it is below the given fraction
-of the present one."""
+MOST_CLIP = 4096
+"""SGLang's default of the clip: the maximum of an output's length, in tokens, for which it reserves
+memory."""
+SHORTER = 0.9
+"""A lower clip is worth a change only if it is below this fraction of the present one."""
 FEWER = 0.9
-"""`--max-running-requests` is lowered to this fraction of the running requests if the KV pool is too
-small."""
-MOST_RUNNING, MOST_RAISE = 4096, 32
-"""SGLang's largest default of `--max-running-requests`, and the maximum factor by which the flag is
-raised."""
+"""If the KV pool is too small, `--max-running-requests` falls to this fraction of the running requests."""
+MOST_RUNNING = 4096
+"""SGLang's largest default of `--max-running-requests`."""
+MOST_RAISE = 32
+"""Maximum factor by which `--max-running-requests` is raised at once."""
 LEAST_RUNNING = 4
 """Minimum `--max-running-requests` that is tried."""
 MOST_TIMES = 8
 """Factor by which the prefill chunk grows at once if twice the size shows no gain."""
-CHUNKS, LARGEST_CHUNK = (4096, 2048), 16_384
-"""`--chunked-prefill-size` in tokens: the guides' two steps down, and SGLang's largest default."""
+CHUNKS = (4096, 2048)
+"""The two steps down of `--chunked-prefill-size`, in tokens, in SGLang's tuning guides."""
+LARGEST_CHUNK = 16_384
+"""SGLang's largest default of `--chunked-prefill-size`, in tokens."""
 FRACTIONS = (0.8, 0.7, 0.6)
-"""`--mem-fraction-static`: the guides' two steps down, and one more for a card that other programs use
-too."""
-FRACTION_STEP, HIGHEST_FRACTION = 0.01, 0.95
-"""The guides' step up of `--mem-fraction-static`, and its maximum."""
+"""Steps down of `--mem-fraction-static`: two from SGLang's tuning guides, and one more for a GPU that other
+programs use too."""
+FRACTION_STEP = 0.01
+"""Step up of `--mem-fraction-static` in SGLang's tuning guides."""
+HIGHEST_FRACTION = 0.95
+"""Maximum `--mem-fraction-static` that is tried."""
 ROOM_STEP = 0.05
 """Step by which `--mem-fraction-static` rises if the weights leave no room for a KV pool."""
 MOST_POOL = 8
-"""Maximum factor by which a CPU's KV pool grows at once."""
+"""Maximum factor by which the KV pool of a server on a CPU grows at once."""
 LARGER_POOL = 1.1
 """A pool is enlarged only if it grows by at least this factor."""
 MOST_STATES = 0.9
@@ -180,18 +211,28 @@ STATE_STRATEGY = "mamba-radix-cache-strategy"
 LAZY_SLOTS = 4
 """Number of state slots that a request takes with the strategy `extra_buffer_lazy`."""
 GRAPH_SIZES = (256, 512, 1024, 2048, 4096)
-"""Values of `--cuda-graph-max-bs-decode`, in requests."""
-GRAPH, LEAST_GRAPH = 64, 16
-"""First value to try for the largest batch with a CUDA graph if the present one is unknown, and the minimum
-that is tried. SGLang itself proposes 16."""
-REPEATED = 1.3
-"""N-gram speculation is worth a trial if a decode step would yield at least this many tokens. With 1, it
-would lose, because a step that checks guesses takes longer."""
+"""Values of `--cuda-graph-max-bs-decode`, in requests, that are tried."""
+GRAPH = 64
+"""First value to try for the largest batch with a CUDA graph, in requests, if the present one is unknown."""
+LEAST_GRAPH = 16
+"""Minimum of the largest batch with a CUDA graph, in requests, that is tried. SGLang itself proposes it."""
+NGRAM = "speculative-algorithm"
+"""Flag that turns on n-gram speculation (value NGRAM)."""
+CORPUS_FLAG = "speculative-ngram-external-sam-budget"
+"""Flag for the number of drafted tokens that come from an external corpus."""
+LEAST_SPEEDUP = 1.3
+"""N-gram speculation is worth a trial if the output rate would rise by at least this factor. The prediction
+leaves out the time that SGLang takes on the CPU to look up drafts."""
+BYTES_OF_16_BITS = 2
+"""Number of bytes of a number in the KV cache of an unquantised model."""
 TOKENIZERS = 4
-"""`--tokenizer-worker-num` and `--detokenizer-worker-num` if one process is too slow."""
-LOADERS, PROCESSORS = 16, 2
-"""`--mm-io-worker-num` and `--mm-processor-worker-num`, in threads: SGLang's own values for some models with
-many images (multimodal/processors/kimi_k3.py)."""
+"""`--tokenizer-worker-num` and `--detokenizer-worker-num`, in processes, if one process is too slow."""
+LOADERS = 16
+"""`--mm-io-worker-num`, in threads: SGLang's value for a model with many images (kimi_k3.py in
+multimodal/processors)."""
+PROCESSORS = 2
+"""`--mm-processor-worker-num`, in threads: SGLang's value for a model with many images (kimi_k3.py in
+multimodal/processors)."""
 _LANGUAGE_ALONE = (
     "DeepseekV4ForCausalLM", "MuseGlimmerForConditionalGeneration", "Cosmos3ForConditionalGeneration",
     "Cosmos3EdgeForConditionalGeneration",
@@ -203,7 +244,8 @@ _BACKENDS: Mapping[Architecture, tuple[str, str]] = {
     "ada": ("flashinfer", "triton"),
     "ampere": ("flashinfer", "triton"),
 }
-"""For each generation of GPUs, the guides' attention backend and a backend to compare it with."""
+"""For each generation of GPUs, the attention backend of SGLang's tuning guides, then one to compare it
+with."""
 _CHOSEN_FOR = (
     "GptOss", "GraniteSWA", "GraniteMoeSWA", "IQuestQ1", "MiMoV2", "EmbeddingGemma", "Gemma4", "Exaone",
     "Inkling", "MiniCPM", "Llama4",
@@ -212,126 +254,163 @@ _CHOSEN_FOR = (
 Some have attention sinks, for example, which flashinfer does not support."""
 
 NextValues = Callable[[Server], Sequence[Any]]
+"""A function that returns the values of a flag to take next, in order; empty if no value remains."""
 
 
 def _bolder(s: Server) -> list[float]:
+    """Return lower values of `--schedule-conservativeness`, so that SGLang admits more requests."""
     name = "schedule-conservativeness"
-    now, less, least = (
-        s.now(name) or NORMAL,
-        *(as_flag(s.facts, name, value) for value in (LESS_CONSERVATIVE, LEAST_CONSERVATIVE)),
-    )
-    return [value for value in (less if now > less else least, NORMAL) if value < now]
+    present = s.now(name) or NORMAL
+    low = as_flag(s.facts, name, LESS_CONSERVATIVE)
+    if present <= low:
+        low = as_flag(s.facts, name, LEAST_CONSERVATIVE)
+    return [value for value in (low, NORMAL) if value < present]
 
 
 def _calmer(s: Server) -> list[float]:
+    """Return higher values of `--schedule-conservativeness`, so that SGLang retracts fewer requests."""
     name = "schedule-conservativeness"
     most = round(as_flag(s.facts, name, MOST_CONSERVATIVE), 2)
     return [value for value in (MORE_CONSERVATIVE, most) if value > (s.now(name) or NORMAL)]
 
 
 def _clip(s: Server) -> list[int]:
+    """Return the longest output as the clip, if that is clearly lower than the present clip."""
     longest = s.longest_output or MOST_CLIP
     return [longest] if longest < SHORTER * (s.now(CLIP) or MOST_CLIP) else []
 
 
 def _larger_pool(s: Server) -> list[int]:
-    """Return a pool size for all requests that may run, and twice the present size, as memory allows."""
-    now, most = s.now("max-total-tokens") or 0, s.facts.max_running or 0
-    larger = min(now * min(MOST_POOL, most / max(s.running, 1)), s.most_pool_tokens)
-    double = min(2 * now, s.most_pool_tokens)
-    return [int(value) for value in dict.fromkeys((larger, double)) if value >= LARGER_POOL * now > 0]
+    """Return larger sizes of the KV pool in tokens: room for all requests that may run, then twice the size.
+
+    Neither exceeds the memory of the machine.
+    """
+    present = s.now("max-total-tokens") or 0
+    if present <= 0:
+        return []
+    most_running = s.facts.max_running or 0
+    size_for_all = present * min(MOST_POOL, most_running / max(s.running, 1))
+    sizes = [min(size, s.most_pool_tokens) for size in (size_for_all, 2 * present)]
+    return [int(size) for size in dict.fromkeys(sizes) if size >= LARGER_POOL * present]
 
 
 def _half_pool(s: Server) -> list[int]:
-    lower = int(s.now("max-total-tokens") or 0) // 2
-    return [lower] if lower >= (s.now("context-length") or 1) else []
+    """Return half the size of the KV pool in tokens, unless that is too small for the longest request."""
+    half = int(s.now("max-total-tokens") or 0) // 2
+    return [half] if half >= (s.now("context-length") or 1) else []
 
 
 def _good_fraction(s: Server) -> list[float]:
-    """Return the fraction that leaves as much memory free as the guides advise, if a useful pool fits."""
-    now, spare_gb, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb
-    if now is None or spare_gb is None or not card:
+    """Return the `--mem-fraction-static` that leaves as much memory free as SGLang's tuning guides advise.
+
+    It leaves at least the memory for the weights and a useful KV pool.
+    """
+    present, spare_gb, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb
+    if present is None or spare_gb is None or not card:
         return []
-    up = spare_gb > s.band.good
-    steps = math.floor((spare_gb - s.band.good) / card / FRACTION_STEP) or int(up)  # At least one step up.
+    surplus_gb = spare_gb - s.band.good
+    is_raise = surplus_gb > 0
+    steps = math.floor(surplus_gb / card / FRACTION_STEP)  # negative if too little memory is free
+    if is_raise:
+        steps = max(1, steps)
     least = math.ceil(least_fraction(s.facts) / FRACTION_STEP) * FRACTION_STEP
-    target = round(min(HIGHEST_FRACTION, max(least, now + steps * FRACTION_STEP)), 3)
-    return [target] if target != now and (target > now) is up else []
+    target = round(min(HIGHEST_FRACTION, max(least, present + steps * FRACTION_STEP)), 3)
+    # The minimum and the maximum may move the target to the other side of the present value: no remedy.
+    return [target] if target != present and (target > present) is is_raise else []
 
 
 def _higher_fraction(s: Server) -> list[float]:
-    """Return the fraction that leaves as much memory free as the guides advise, then one small step more.
+    """Return the fraction of `_good_fraction`, then the present one plus a small step.
 
-    The guides' minimum of 5 GB must be safe without a trial, whereas a trial may kill its server. So half of
-    it suffices here: servers on an H200 took 2.0 to 2.5 GB more once they were ready (docs/benchmarks.md).
+    Values are for trials, which may kill their server. So half of the 5 GB suffice that SGLang's tuning
+    guides want free at least: servers on an H200 took 2.0 to 2.5 GB more once they were ready
+    (docs/benchmarks.md).
     """
-    now, spare_gb, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb or 0.0
-    if now is None or spare_gb is None or spare_gb - FRACTION_STEP * card < s.band.low / 2:
+    present, spare_gb, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb or 0.0
+    if present is None or spare_gb is None or spare_gb - FRACTION_STEP * card < s.band.low / 2:
         return []
-    good = _good_fraction(s) if spare_gb > s.band.high else []
-    return [v for v in dict.fromkeys([*good, round(now + FRACTION_STEP, 3)]) if v < 1]
+    advised = _good_fraction(s) if spare_gb > s.band.high else []
+    fractions = dict.fromkeys([*advised, round(present + FRACTION_STEP, 3)])
+    return [fraction for fraction in fractions if fraction < 1]
 
 
 def _lower_fraction(s: Server) -> list[float]:
-    now, least = s.now("mem-fraction-static"), least_fraction(s.facts)
-    return [share for share in FRACTIONS if (now is None or share < now) and share > least]
+    """Return the steps down of `--mem-fraction-static` that still leave room for a useful KV pool."""
+    present, least = s.now("mem-fraction-static"), least_fraction(s.facts)
+    return [
+        fraction for fraction in FRACTIONS if least < fraction and (present is None or fraction < present)
+    ]
 
 
 def _fraction_for_pool(s: Server) -> list[float]:
-    """Return a fraction above the minimum that SGLang's error message names."""
-    least = re.search(r"above (0\.\d+)", s.why)
-    now = max(s.now("mem-fraction-static") or FRACTIONS[0], float(least[1]) if least else 0.0)
-    share = round(now + ROOM_STEP, 3)
-    return [share] if share <= HIGHEST_FRACTION else []
+    """Return a `--mem-fraction-static` above the minimum that SGLang's error message names."""
+    minimum = re.search(r"above (0\.\d+)", s.why)
+    base = max(s.now("mem-fraction-static") or FRACTIONS[0], float(minimum[1]) if minimum else 0.0)
+    fraction = round(base + ROOM_STEP, 3)
+    return [fraction] if fraction <= HIGHEST_FRACTION else []
 
 
 def _larger_chunk(s: Server) -> list[int]:
-    now = int(s.now("chunked-prefill-size") or 0)
-    bolder = (max(2 * now, CHUNKS[-1]), MOST_TIMES * now)
-    return [min(value, LARGEST_CHUNK) for value in bolder] if 0 < now < LARGEST_CHUNK else []
+    """Return twice the present prefill chunk in tokens, then MOST_TIMES its size; at most LARGEST_CHUNK."""
+    present = int(s.now("chunked-prefill-size") or 0)
+    if not 0 < present < LARGEST_CHUNK:
+        return []
+    chunks = (max(2 * present, CHUNKS[-1]), MOST_TIMES * present)
+    return [min(chunk, LARGEST_CHUNK) for chunk in chunks]
 
 
 def _smaller_chunk(s: Server) -> list[int]:
-    now = s.now("chunked-prefill-size")
-    return [chunk for chunk in CHUNKS if now is None or now <= 0 or chunk < now]
+    """Return the steps down of the prefill chunk, in tokens."""
+    present = s.now("chunked-prefill-size")
+    if present is None or present <= 0:  # unknown, or prompts are not computed in chunks
+        return [*CHUNKS]
+    return [chunk for chunk in CHUNKS if chunk < present]
 
 
 def _more_running(s: Server) -> list[int]:
-    """Return how many requests the pool holds, rounded up to a power of two: the pool becomes the limit.
+    """Return higher values of `--max-running-requests`, so that the KV pool becomes the limit.
 
-    If memory already allows fewer requests than the flag, return nothing, because a higher value has no
-    effect.
+    The first value is the number of requests that the pool holds, rounded up to a power of two. The second is
+    the geometric mean of the first and the present value. If memory already allows fewer requests than the
+    flag, return nothing, because a higher value would have no effect.
     """
     if s.facts.ready and s.facts.ready.memory_caps_running:
         return []
-    most = int(s.now("max-running-requests") or 0)
-    fits = as_flag(s.facts, "max-running-requests", max(s.running, 1) / max(s.usage, 1 / MOST_RAISE))
-    target = min(2 ** math.ceil(math.log2(fits)), MOST_RAISE * most, max(MOST_RUNNING, most))
-    return [value for value in (target, round(math.sqrt(target * most))) if value > most > 0]
+    name = "max-running-requests"
+    present = int(s.now(name) or 0)
+    fitting = as_flag(s.facts, name, max(s.running, 1) / max(s.usage, 1 / MOST_RAISE))
+    power_of_two = 2 ** math.ceil(math.log2(fitting))
+    target = min(power_of_two, MOST_RAISE * present, max(MOST_RUNNING, present))
+    between = round(math.sqrt(target * present))
+    return [value for value in (target, between) if value > present > 0]
 
 
 def _fewer_running(s: Server) -> list[int]:
-    most, ran = int(s.now("max-running-requests") or 0), int(_running(s))
-    lower = 3 * min(ran or most, most or ran) // 4
+    """Return three quarters of the requests that ran, or of `--max-running-requests` if that is lower."""
+    limits = (int(s.now("max-running-requests") or 0), int(_running(s)))
+    lower = 3 * min((limit for limit in limits if limit), default=0) // 4  # 0 stands for unknown
     return [lower] if lower >= LEAST_RUNNING else []
 
 
 def _running(s: Server) -> float:
+    """Return the number of running requests of all ranks, as `--max-running-requests` counts them."""
     return as_flag(s.facts, "max-running-requests", s.running)
 
 
 def _fewer_retracted(s: Server) -> list[int]:
-    """Return a lower limit, but only if the scheduler already reserves memory for all of `max_new_tokens`."""
+    """Return a lower `--max-running-requests`, once the scheduler reserves all of `max_new_tokens`."""
     fewer = int(FEWER * _running(s))
     return [fewer] if fewer and not _calmer(s) else []
 
 
 def _larger_graphs(s: Server) -> list[int]:
+    """Return the smallest size of GRAPH_SIZES that covers all running requests, if graphs are enabled."""
     size = next((size for size in GRAPH_SIZES if size >= s.running), GRAPH_SIZES[-1])
     return [size] if size > (s.facts.graph_max_bs or 0) and not s.facts.graph_disabled else []
 
 
 def _smaller_graphs(s: Server) -> list[int]:
+    """Return half the largest batch with a CUDA graph, at least LEAST_GRAPH, if graphs are enabled."""
     captured = s.facts.graph_max_bs or 2 * GRAPH
     lower = max(LEAST_GRAPH, captured // 2)
     return [lower] if lower < captured and not s.facts.graph_disabled else []
@@ -340,9 +419,9 @@ def _smaller_graphs(s: Server) -> list[int]:
 def state_slots(s: Server, per_request: int, size: float = 1.0) -> int:
     """Return the number of state slots at which state pool and KV pool hold equally many requests.
 
-    A running request takes `per_request` slots, each `size` times as large as now, and its tokens of the KV
-    pool, which is meant to reach the token usage `usage_good`. The memory of both pools together stays the
-    same. Return 0 if too little is known.
+    A running request takes `per_request` slots, each `size` times as large as a present slot. It also takes
+    tokens of the KV pool, whose token usage may rise to `GUIDES.usage_good`. The memory of both pools
+    together stays the same. Return 0 if too little is known.
     """
     pool, share = s.facts.states, s.facts.state_share
     if pool is None or not share or s.running < 1:
@@ -362,7 +441,7 @@ def state_args(
 
     The flag is `--max-mamba-cache-size` if the arguments set the number of slots, else
     `--mamba-full-memory-ratio`. `without_cache` tells whether the prefix cache is switched off in the same
-    step. Then `--max-running-requests` sets the number of slots, too.
+    step: without it, `--max-running-requests` also sets the number of slots.
     """
     slots, pool = state_slots(s, per_request, size), s.facts.states
     if not slots or pool is None:
@@ -376,7 +455,7 @@ def state_args(
 
 
 def _state_pool(flag: str, *, grows: bool) -> NextValues:
-    """Return the next values of a flag that sizes the state pool, which `grows` or shrinks."""
+    """Return the function for the next value of a flag that enlarges (`grows`) or shrinks the state pool."""
 
     def values(s: Server) -> list[Any]:
         pool = s.facts.states
@@ -391,29 +470,38 @@ def _state_pool(flag: str, *, grows: bool) -> NextValues:
 
 
 def _twice_ratio(s: Server) -> list[float]:
-    ratio = s.now("mamba-full-memory-ratio") or STATE_RATIO
-    most = MOST_STATES / (1 - MOST_STATES)
-    return [] if s.facts.sizes_states or 2 * ratio > most else [2 * ratio]
+    """Return twice the present memory ratio of state pool to KV pool, if it sets the state pool's size."""
+    if s.facts.sizes_states:
+        return []
+    doubled = 2 * (s.now("mamba-full-memory-ratio") or STATE_RATIO)
+    return [doubled] if doubled <= MOST_STATES / (1 - MOST_STATES) else []
 
 
 def _twice_slots(s: Server) -> list[int]:
-    return [int(2 * slots)] if (slots := s.now("max-mamba-cache-size")) else []
+    """Return twice the present number of state slots, if the arguments set it."""
+    slots = s.now("max-mamba-cache-size")
+    return [int(2 * slots)] if slots else []
 
 
 def _lazy_states(s: Server) -> list[str]:
     """Return the strategy with fewer slots per request that still caches prefixes and overlaps passes."""
-    now, pool = s.facts.arguments.get(STATE_STRATEGY.replace("-", "_")), s.facts.states
-    saves = pool is not None and now == "extra_buffer" and pool.per_request > LAZY_SLOTS
-    return ["extra_buffer_lazy"] if saves and not _cache_off(s) else []
+    strategy, pool = s.facts.arguments.get(STATE_STRATEGY.replace("-", "_")), s.facts.states
+    saves_slots = pool is not None and strategy == "extra_buffer" and pool.per_request > LAZY_SLOTS
+    return ["extra_buffer_lazy"] if saves_slots and not _cache_off(s) else []
 
 
 def _cache_off(s: Server) -> list[bool]:
-    """Return True if prompts are known to share no prefixes, because cached states take most of the pool."""
-    is_shared = s.shared is None or s.shared >= GUIDES.shared
-    return [] if is_shared or not s.facts.states or s.facts.states.per_request == 1 else [True]
+    """Return `--disable-radix-cache` true if prompts are known to share no prefixes.
+
+    Cached states take most of the state pool. If a request takes a single slot, the cache is off already.
+    """
+    if s.shared is None or s.shared >= GUIDES.shared:
+        return []
+    return [True] if s.facts.states and s.facts.states.per_request != 1 else []
 
 
 def _shorter_states(s: Server) -> list[str]:
+    """Return the 16-bit number type for the states of a hybrid model if they have 32 bits."""
     dtype = s.facts.arguments.get("mamba_ssm_dtype") or s.facts.config.get("mamba_ssm_dtype") or "float32"
     return ["bfloat16"] if s.facts.states and dtype == "float32" else []
 
@@ -426,7 +514,13 @@ def slots_after(args: Mapping[str, Any], per_request: int) -> int:
 
 
 def beside(name: str, value: Any, s: Server) -> dict[str, Any]:
-    """Return the flags that must change together with a flag, to fit the state pool to changed states."""
+    """Return the flags that must change together with a flag; empty if no other flag must change.
+
+    With NGRAM, these are the limit on running requests and the budget for a corpus. With a flag that changes
+    the size or number of states, they fit the state pool of a hybrid model to the changed states.
+    """
+    if name == NGRAM:
+        return _with_ngrams(s)
     pool = s.facts.states
     if pool is None:
         return {}
@@ -438,7 +532,7 @@ def beside(name: str, value: Any, s: Server) -> dict[str, Any]:
 
 
 def best_backends(facts: Facts) -> Sequence[str]:
-    """Return the guides' attention backend for a card and a model, then a backend to compare it with.
+    """Return the attention backend of SGLang's tuning guides for a GPU and a model, then one to compare.
 
     Empty if SGLang has to choose the backend itself.
     """
@@ -480,40 +574,82 @@ def _for_media(flag: str, least: int) -> NextValues:
 
 
 def _language_alone(s: Server) -> list[bool]:
-    unused = s.media is False and s.facts.model in _LANGUAGE_ALONE
-    return [True] if unused and not s.facts.arguments.get("language_model_only") else []
+    """Return the change that leaves out an unused encoder of images, sounds or videos."""
+    is_unused = s.media is False and s.facts.model in _LANGUAGE_ALONE
+    return [True] if is_unused and not s.facts.arguments.get("language_model_only") else []
 
 
 def _adaptive(s: Server) -> list[bool]:
-    """Return True if SGLang supports adaptive speculation here (`adaptive_unsupported_reason`)."""
+    """Return `--speculative-adaptive` true if SGLang supports it (`adaptive_unsupported_reason` there)."""
     arguments = s.facts.arguments
-    fits = arguments.get("speculative_algorithm") in {"EAGLE", "EAGLE3"} and s.facts.attn_dp == 1
-    one_guess = arguments.get("speculative_eagle_topk") in {None, 1}
-    return [True] if fits and one_guess and not arguments.get("speculative_adaptive") else []
+    is_eagle = arguments.get("speculative_algorithm") in {"EAGLE", "EAGLE3"}
+    has_one_guess = arguments.get("speculative_eagle_topk") in {None, 1}
+    is_supported = is_eagle and has_one_guess and s.facts.attn_dp == 1
+    return [True] if is_supported and not arguments.get("speculative_adaptive") else []
 
 
 def _other_layouts(s: Server) -> list[int]:
     """Return half and twice the number of GPUs per replica, if weights, heads and idle GPUs allow it."""
-    now, heads = s.facts.tp, s.facts.config.get("num_attention_heads") or MOST_RUNNING
-    fits = (
-        now > 1
-        and least_fraction(s.facts) + (s.facts.weights_gb or 0) / (s.facts.card_gb or 1) < HIGHEST_FRACTION
-    )
-    sizes = ([now // 2] if fits else []) + ([2 * now] if s.facts.idle_gpus >= s.facts.gpus else [])
-    return [size for size in sizes if heads % size == 0 and s.facts.attn_dp == 1]
+    facts, sizes = s.facts, []
+    if facts.attn_dp != 1:
+        return []
+    # With half as many GPUs, each of them holds twice its present share of the weights.
+    more_weights = (facts.weights_gb or 0) / (facts.card_gb or 1)
+    if facts.tp > 1 and least_fraction(facts) + more_weights < HIGHEST_FRACTION:
+        sizes.append(facts.tp // 2)
+    if facts.idle_gpus >= facts.gpus:
+        sizes.append(2 * facts.tp)
+    # If the number of heads is unknown, a power of two probably divides it.
+    heads = facts.config.get("num_attention_heads") or MOST_RUNNING
+    return [size for size in sizes if heads % size == 0]
 
 
 def _ngrams(s: Server) -> list[str]:
-    on = s.facts.arguments.get("speculative_algorithm") or s.facts.attn_dp > 1
-    return ["NGRAM"] if s.repeated >= REPEATED and not on else []
+    """Return NGRAM if it promises a clear gain, and this server can use it without a change of answers.
+
+    SGLang refuses DP attention, and most attention backends with pages of several tokens. On other GPUs than
+    NVIDIA's it would decode greedily, whatever the temperature. A mixture of experts reads more experts to
+    check more tokens, a cost that is not known here.
+    """
+    facts, arguments = s.facts, s.facts.arguments
+    pages_fit = arguments.get("page_size") in {None, 1} or arguments.get("attention_backend") == "flashinfer"
+    is_refused = facts.attn_dp > 1 or not pages_fit
+    changes_answers = facts.architecture is None or not s.speculates_exactly
+    if arguments.get("speculative_algorithm") or is_refused or changes_answers or facts.is_moe:
+        return []
+    return ["NGRAM"] if s.ngram_speedup >= LEAST_SPEEDUP else []
+
+
+def takes_corpus(arguments: Mapping[str, Any]) -> bool:
+    """Tell whether a corpus may be loaded, by a server's arguments (with underscores).
+
+    Each rank of tensor parallelism loads the corpus in a thread of its own. Until all have loaded it, their
+    drafts differ, and nothing in SGLang 0.5.23 makes them equal: answers could become wrong.
+    """
+    return all((number(arguments.get(name)) or 1) == 1 for name in ("tp_size", "pp_size"))
+
+
+def _with_ngrams(s: Server) -> dict[str, Any]:
+    """Return the flags beside NGRAM: room for the requests that run now, and drafts from a corpus.
+
+    Without the first, SGLang would run at most 48 requests.
+    """
+    room = 2 ** math.ceil(math.log2(max(s.running, 1)))
+    most = s.now("max-running-requests")
+    budget = {CORPUS_FLAG: CORPUS_BUDGET} if takes_corpus(s.facts.arguments) else {}
+    return {"max-running-requests": min(int(most), room) if most else room, **budget}
 
 
 def _experts_whole(s: Server) -> list[int]:
-    return [s.facts.tp] if s.facts.is_moe and s.facts.tp > 1 >= (s.now("ep-size") or 1) else []
+    """Return the expert parallelism at which each GPU holds whole experts, if experts are split now."""
+    is_split = s.facts.is_moe and s.facts.tp > 1 and (s.now("ep-size") or 1) <= 1
+    return [s.facts.tp] if is_split else []
 
 
 def _kv_once(s: Server) -> list[int]:
-    return [s.facts.tp] if s.facts.is_mla and s.facts.tp > 1 >= s.facts.attn_dp else []
+    """Return the DP attention at which the GPUs no longer hold copies of the same KV cache."""
+    has_copies = s.facts.is_mla and s.facts.tp > 1 and s.facts.attn_dp <= 1
+    return [s.facts.tp] if has_copies else []
 
 
 class Move(NamedTuple):
@@ -524,18 +660,20 @@ class Move(NamedTuple):
     rule: str
     """The change in words."""
     source: str
-    """Where the rule comes from: SGLang itself, or its tuning guides. G1 is the newest guide, G2 SGLang's own
+    """Source of the rule: SGLang itself, or one of its tuning guides. G1 is the newest guide, G2 SGLang's own
     of 2025, G3 the oldest, and G4 is in Chinese."""
     cost: str = ""
+    """Cost of the change in words; empty if there is none."""
 
 
 Need = Literal["a GPU", "a CPU", "FP8"]
+"""Hardware that a flag needs."""
 NEEDS: Mapping[Need, Callable[[Facts], bool]] = {
     "a GPU": lambda facts: not facts.on_cpu,
     "a CPU": lambda facts: facts.on_cpu,
     "FP8": lambda facts: facts.architecture in FP8 and not facts.on_cpu,
 }
-"""Tests whether a server has what a flag needs."""
+"""For each need of a flag, the test of whether a server meets it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -544,16 +682,19 @@ class Flag:
 
     name: str
     moves: Mapping[str, Move]
+    """Changes of the flag, keyed by the sign that calls for the change."""
     needs: Need | None = None
+    """Hardware that the flag needs; None if the flag works on any server."""
     memory: str = ""
     """Memory that a higher value takes, in words."""
     takes_gb: Callable[[Server, Any], float] = lambda _, __: 0.0
     """Returns the GPU memory, in GB, that the new value takes in addition."""
     schedules: bool = False
-    """Whether the flag only changes the schedule of rows."""
+    """Whether the flag changes only the order and the batches in which rows are computed."""
     small_steps: bool = False
     """Whether the gain of one step is smaller than the noise of measured times."""
     changes_answers: bool = False
+    """Whether the model's answers change with the flag."""
 
     def fits(self, sign: str, server: Server) -> bool:
         """Tell whether a server has what the flag needs, and whether the sign has a meaning for it."""
@@ -576,7 +717,8 @@ FLAGS: Mapping[str, Flag] = {
                     rule="halved or doubled, with replicas to match",
                     source="arithmetic; not tried on a GPU",
                     cost=(
-                        "fewer GPUs a replica: less room for its KV pool; more: the GPUs wait for each other"
+                        "with fewer GPUs per replica, its KV pool has less room; with more, GPUs wait for "
+                        "each other"
                     ),
                 )
             },
@@ -595,9 +737,7 @@ FLAGS: Mapping[str, Flag] = {
                     _calmer,
                     rule="up: 1.3, then 1.43 (at 1.43 all of `max_new_tokens` is reserved)",
                     source="G1-G4",
-                    cost=(
-                        "fewer requests run until their output lengths are known: a few per cent, up or down"
-                    ),
+                    cost="fewer requests run at first; throughput changes by a few per cent, up or down",
                 ),
             },
             schedules=True,
@@ -621,7 +761,7 @@ FLAGS: Mapping[str, Flag] = {
                     _larger_pool,
                     rule="up: room for all requests that may run, at most 8 times as large",
                     source="measured",
-                    cost="memory of the machine",
+                    cost="more memory of the machine is in use",
                 ),
                 "oom": Move(_half_pool, rule="down: halved", source="SGLang", cost="a smaller KV pool"),
             },
@@ -634,19 +774,19 @@ FLAGS: Mapping[str, Flag] = {
             moves={
                 "full": Move(
                     _higher_fraction,
-                    rule="up: so that 6.5 GB are left, then 0.01",
+                    rule="up: so that 6.5 GB stay free, then by 0.01",
                     source="G1, G2, G4",
-                    cost="nearer to running out of memory",
+                    cost="the server is nearer to running out of memory",
                 ),
                 "memory-left": Move(
                     _good_fraction,
-                    rule="up: so that 6.5 GB are left",
+                    rule="up: so that 6.5 GB stay free",
                     source="G1, G2, G4",
-                    cost="nearer to running out of memory: lower it by 0.01 if that happens",
+                    cost="the server is nearer to running out of memory; lower the flag by 0.01 if it does",
                 ),
                 "memory-tight": Move(
                     _good_fraction,
-                    rule="down: so that 6.5 GB are left",
+                    rule="down: so that 6.5 GB stay free",
                     source="G1, G2, G4",
                     cost="a smaller KV pool",
                 ),
@@ -654,11 +794,14 @@ FLAGS: Mapping[str, Flag] = {
                     _lower_fraction, rule="down: 0.8, then 0.7, 0.6", source="G1-G4", cost="a smaller KV pool"
                 ),
                 "no-pool": Move(
-                    _fraction_for_pool, rule="up: 0.05 more", source="SGLang", cost="less activation memory"
+                    _fraction_for_pool,
+                    rule="up: by 0.05",
+                    source="SGLang",
+                    cost="less memory for activations",
                 ),
             },
             needs="a GPU",
-            memory="a hundredth of the card for each 0.01",
+            memory="1 % of the GPU's memory for each 0.01",
             schedules=True,
             small_steps=True,
         ),
@@ -669,7 +812,7 @@ FLAGS: Mapping[str, Flag] = {
                     _larger_chunk,
                     rule="up: doubled, from 2048 to 16384, with a lower mem-fraction-static",
                     source="G1, measured",
-                    cost="1.5 MB of memory a token of the chunk; longer pauses in decoding",
+                    cost="1.5 MB of GPU memory per token of the chunk; longer pauses in decoding",
                 ),
                 "oom": Move(
                     _smaller_chunk,
@@ -678,7 +821,7 @@ FLAGS: Mapping[str, Flag] = {
                     cost="slower prefill of long prompts",
                 ),
             },
-            memory="1.5 MB a token",
+            memory="1.5 MB of GPU memory per token",
             takes_gb=lambda s, new: CHUNK_GB_A_TOKEN * (new - (s.now("chunked-prefill-size") or 0)),
         ),
         Flag(
@@ -712,7 +855,7 @@ FLAGS: Mapping[str, Flag] = {
                     _larger_graphs,
                     rule="up: 256, 512, 1024, 2048 or 4096, with a lower mem-fraction-static",
                     source="G1, G2, G4",
-                    cost="about 2 MB for each request, seconds at the start",
+                    cost="about 2 MB of GPU memory per request, and a start that takes seconds longer",
                 ),
                 "oom": Move(
                     _smaller_graphs,
@@ -722,7 +865,7 @@ FLAGS: Mapping[str, Flag] = {
                 ),
             },
             needs="a GPU",
-            memory="2 MB a request",
+            memory="2 MB of GPU memory per request",
             takes_gb=lambda s, new: GRAPH_GB_A_REQUEST * (new - (s.facts.graph_max_bs or USUAL_CAPTURED)),
         ),
         Flag(
@@ -730,13 +873,13 @@ FLAGS: Mapping[str, Flag] = {
             moves={
                 "graph-off": Move(
                     lambda s: ["full"] if s.facts.graph_disabled else [],
-                    rule="on: if they are disabled",
+                    rule="set: full, if decode graphs are disabled",
                     source="G1",
-                    cost="about 2 MB for each request, seconds at the start",
+                    cost="about 2 MB of GPU memory per request, and a start that takes seconds longer",
                 ),
                 "oom": Move(
                     lambda s: [] if s.facts.graph_disabled else ["disabled"],
-                    rule="off: as the last step",
+                    rule="set: disabled, as the last step",
                     source="SGLang",
                     cost="slower decode steps",
                 ),
@@ -748,13 +891,13 @@ FLAGS: Mapping[str, Flag] = {
             moves={
                 "chunk-full": Move(
                     lambda s: ["breakable"] if prefill_graph_off(s.facts.arguments) else [],
-                    rule="on: if they are disabled",
+                    rule="set: breakable, if prefill graphs are disabled",
                     source="G1",
-                    cost="memory, and seconds at the start",
+                    cost="some GPU memory, and a start that takes seconds longer",
                 ),
                 "oom": Move(
                     lambda s: [] if s.facts.graph_disabled else ["disabled"],
-                    rule="off: as the last step",
+                    rule="set: disabled, as the last step",
                     source="SGLang",
                     cost="slower prefill of long prompts",
                 ),
@@ -773,7 +916,7 @@ FLAGS: Mapping[str, Flag] = {
                     _set("schedule-policy", "lpm"),
                     rule="set: lpm, for queues under 128",
                     source="G1-G4",
-                    cost="more scheduling work, and late requests wait",
+                    cost="more scheduling work; requests without a cached prefix wait longer",
                 ),
             },
             schedules=True,
@@ -788,7 +931,7 @@ FLAGS: Mapping[str, Flag] = {
                         "Ada `flashinfer`"
                     ),
                     source="G1",
-                    cost="SGLang, or a person, may have chosen it for a reason",
+                    cost="SGLang or a user may have chosen the present backend for a reason",
                 )
             },
             needs="a GPU",
@@ -800,7 +943,7 @@ FLAGS: Mapping[str, Flag] = {
                     _set("enable-hierarchical-cache", value=True),
                     rule="on",
                     source="G1",
-                    cost="host memory of twice the pool's size, and transfers",
+                    cost="host memory of twice the KV pool's size, and transfers between host and GPU",
                 )
             },
             needs="a GPU",
@@ -885,7 +1028,10 @@ FLAGS: Mapping[str, Flag] = {
                     _adaptive,
                     rule="on, with EAGLE or EAGLE3 and one guess at a time",
                     source="SGLang; not tried on a GPU",
-                    cost="graphs for several numbers of guesses: memory, and seconds at the start",
+                    cost=(
+                        "CUDA graphs for several numbers of guesses: some GPU memory, and a start that takes "
+                        "seconds longer"
+                    ),
                 )
             },
             needs="a GPU",
@@ -897,7 +1043,7 @@ FLAGS: Mapping[str, Flag] = {
                     _experts_whole,
                     rule="up: to the value of `--tp-size`",
                     source="G1, G2, G4",
-                    cost="the load of experts is uneven",
+                    cost="some experts, and so some GPUs, get more tokens than others",
                 )
             },
             needs="a GPU",
@@ -921,9 +1067,7 @@ FLAGS: Mapping[str, Flag] = {
                     _interval,
                     rule="up: √(2 · output tokens)",
                     source="SGLang; not tried on a GPU",
-                    cost=(
-                        "a request that ended leaves its place empty for some steps; not tried on a GPU here"
-                    ),
+                    cost="the slot of a finished request stays empty for some decode steps",
                 )
             },
             schedules=True,
@@ -992,7 +1136,7 @@ FLAGS: Mapping[str, Flag] = {
             {
                 "states": Move(
                     _lazy_states,
-                    rule="set: extra_buffer_lazy instead of extra_buffer, 4 states a request instead of 5",
+                    rule="set: extra_buffer_lazy instead of extra_buffer, 4 states per request instead of 5",
                     source="SGLang; not tried on a GPU",
                 )
             },
@@ -1004,9 +1148,9 @@ FLAGS: Mapping[str, Flag] = {
                 "cache-off": Move(lambda _: [None], rule="off", source="measured"),
                 "states": Move(
                     _cache_off,
-                    rule="on, if prefixes are not shared: 1 state a request instead of 3 to 5",
+                    rule="on, if prefixes are not shared: 1 state per request instead of 3 to 5",
                     source="SGLang; not tried on a GPU",
-                    cost="no prefix is computed only once",
+                    cost="shared prefixes are computed again for each request",
                 ),
             },
             schedules=True,
@@ -1051,12 +1195,12 @@ FLAGS: Mapping[str, Flag] = {
             changes_answers=True,
         ),
         Flag(
-            "speculative-algorithm",
+            NGRAM,
             moves={
                 "repeated": Move(
                     _ngrams,
-                    rule="set: NGRAM, with `--max-running-requests`",
-                    source="SGLang; not tried on a GPU",
+                    rule=f"set: NGRAM, with `--max-running-requests` and `--{CORPUS_FLAG}`",
+                    source="SGLang; arithmetic, not tried on a GPU",
                     cost=(
                         "each step checks 12 tokens a request: a loss if few are right or many requests run"
                     ),
@@ -1071,42 +1215,46 @@ FLAGS: Mapping[str, Flag] = {
                     _set("enable-torch-compile", value=True),
                     rule="on",
                     source="G1, G2, G4",
-                    cost="minutes at the start",
+                    cost="a start that takes minutes longer",
                 )
             },
             needs="a GPU",
         ),
     )
 }
-"""All flags: first those of the guides, in the guides' order, then those that the guides do not mention."""
+"""All flags by their names. Flags of SGLang's tuning guides come first, in the order of the guides."""
 
 
 def next_setting(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
-    """Return the next value that a sign calls for, as `engine.args` of this version; else empty."""
+    """Return the next value of a flag that a sign calls for, as `engine.args`; empty if there is none.
+
+    Empty as well if the version of SGLang, whose `flags` are given, lacks the flag.
+    """
     return next((flags.setting(name, value) for value in FLAGS[name].values(sign, server)), {})
 
 
-def with_state_pool(name: str, server: Server, flags: Flags) -> dict[str, Any]:
-    """Return a flag's next value against a full state pool, with the pool size that fits this value."""
+def with_beside(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
+    """Return a flag's next value that a sign calls for, with the flags that must change together with it."""
     args: dict[str, Any] = {}
-    for value in FLAGS[name].values("states", server):
-        for each, setting in {name: value, **beside(name, value, server)}.items():
-            args |= flags.setting(each, setting)
+    for value in FLAGS[name].values(sign, server):
+        for changed_flag, setting in {name: value, **beside(name, value, server)}.items():
+            args |= flags.setting(changed_flag, setting)
     return args
 
 
 def with_memory(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
-    """Return a flag's next value, with a lower mem-fraction-static if the value needs more than free memory.
+    """Return a flag's next value, and a lower mem-fraction-static if the value needs more than free memory.
 
     Empty if too little memory would remain for the weights and a useful KV pool.
     """
     args = next_setting(sign, name, server, flags)
-    gb = sum(FLAGS[name].takes_gb(server, value) for value in args.values())
+    missing_gb = sum(FLAGS[name].takes_gb(server, value) for value in args.values())
     if server.spare_gb is not None:
-        gb -= max(0.0, server.spare_gb - server.band.low)
-    now, card = server.now("mem-fraction-static"), server.facts.card_gb
-    if server.facts.on_cpu or now is None or not card or gb <= 0:
+        missing_gb -= max(0.0, server.spare_gb - server.band.low)
+    present, card = server.now("mem-fraction-static"), server.facts.card_gb
+    if server.facts.on_cpu or present is None or not card or missing_gb <= 0:
         return args
-    target = round(now - math.ceil(100 * gb / card) / 100, 3)
-    lower = flags.setting("mem-fraction-static", target)
-    return args | lower if args and target > least_fraction(server.facts) else {}
+    target = round(present - math.ceil(100 * missing_gb / card) / 100, 3)
+    if not args or target <= least_fraction(server.facts):
+        return {}
+    return args | flags.setting("mem-fraction-static", target)

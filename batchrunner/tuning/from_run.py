@@ -18,15 +18,19 @@ from batchrunner.output.events import read_events
 from batchrunner.output.run_dir import RunDir, look_at_run
 from batchrunner.output.run_json import require_run_json
 from batchrunner.output.samples import RunSample, sample_of
-from batchrunner.sglang.flags import number
+from batchrunner.sglang.flags import number, of_arguments
 from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import LogReader
 from batchrunner.sglang.logs.series import Prefills, Series, sample_of_load
+from batchrunner.tuning.flags import NGRAM, next_setting
+from batchrunner.tuning.ngrams import CHECKED, MOST_ANSWERS, is_exact, words_a_step
 from batchrunner.tuning.signals import has_enough
-from batchrunner.tuning.situation import ClientActivity, Situation, has_media
+from batchrunner.tuning.situation import ClientActivity, Situation, has_media, sets_sampling
 
 MOST_PARTS = 20
 """Maximum number of parts that are read for the lengths of outputs; the newest are read."""
+MOST_CHARACTERS = 5000
+"""Number of characters of an answer that are kept, about 1,000 words."""
 FEWEST_PASSES = 4
 """Minimum number of logged decode passes in a window of steady work."""
 FULL = 0.9
@@ -65,11 +69,14 @@ def read_run(run: Path | RunDir) -> Situation:
     gpus = facts["engine"].get("gpus")
     if gpus and server.arguments:
         server.idle_gpus = max(0, gpus - server.gpus)
-    return Situation(load, log.series, server, client)
+    situation = Situation(load, log.series, server, client)
+    _replay(run_dir, situation)
+    return replace(situation)  # `Situation.server` is cached, and the replay has changed the client since
 
 
 def _client(facts: Mapping[str, Any]) -> ClientActivity:
     job, sampling = facts["job"], facts["fingerprint"].get("sampling", {})
+    prompt = facts["fingerprint"].get("prompt", {})
     most = sampling.get("max_new_tokens")
     return ClientActivity(
         window=job.get("window", "auto"),
@@ -77,7 +84,8 @@ def _client(facts: Mapping[str, Any]) -> ClientActivity:
         max_new_tokens=most if isinstance(most, int) else None,
         ignore_eos=sampling.get("ignore_eos") is True,
         order=job.get("order", "auto"),
-        media=has_media(facts["fingerprint"].get("prompt", {})),
+        media=has_media(prompt),
+        speculates_exactly=is_exact(sampling) and sets_sampling(prompt),
         simulated=bool(facts["engine"].get("simulated")),
         decodes=job.get("task", GENERATE) == GENERATE,
     )
@@ -210,6 +218,7 @@ class ServerWatch:
                     self._log.take(line.decode(errors="replace"))
         if self.busy_s and not self._reader.client.outputs:
             _lengths(self._run_dir, self._reader.client)
+            _replay(self._run_dir, self.situation)
 
     @property
     def busy_s(self) -> float:
@@ -262,6 +271,34 @@ def _lengths(run_dir: RunDir, client: ClientActivity) -> None:
         client.outputs, client.output_tokens = len(tokens), pc.sum(tokens).as_py() or 0
         if client.outputs:
             client.longest_output = int(pc.quantile(tokens, 0.99)[0].as_py())
+
+
+def _replay(run_dir: RunDir, situation: Situation) -> None:
+    """Set the tokens per decode step that n-gram speculation would yield, if it may gain anything here."""
+    client, flags = situation.client, of_arguments(situation.facts.version, situation.facts.arguments)
+    best_case = replace(situation.server, repeated=float(CHECKED))
+    if client is None or not next_setting("repeated", NGRAM, best_case, flags):
+        return
+    answers = some_answers(run_dir)
+    client.answers, client.repeated = len(answers), words_a_step(answers)
+
+
+def some_answers(run_dir: RunDir) -> list[str]:
+    """Return the beginnings of up to MOST_ANSWERS answers: the first ones of the newest part with texts."""
+    for path in reversed(run_dir.all_parts()[-MOST_PARTS:]):
+        damaged = contextlib.suppress(pa.ArrowException, OSError, KeyError)  # or removed in the meantime
+        with damaged, pq.ParquetFile(path) as part:
+            if has_texts(part.schema_arrow):
+                rows = next(part.iter_batches(MOST_ANSWERS, columns=["output"]), None)
+                texts = texts_of(rows.column(0)) if rows is not None else []
+                return [text[:MOST_CHARACTERS] for text in texts]
+    return []
+
+
+def texts_of(column: pa.Array) -> list[str]:
+    """Return the texts of a column `output`, in which several completions of a row are a list."""
+    texts = column.flatten() if pa.types.is_list(column.type) else column
+    return [text for text in texts.to_pylist() if isinstance(text, str) and text]
 
 
 def _possible_share(event: Mapping[str, Any]) -> float | None:

@@ -10,7 +10,7 @@ from typing import Any
 from batchrunner.sglang.flags import Flags, command_line
 from batchrunner.sglang.logs.lines import Phase
 from batchrunner.tuning import load_rules, memory_rules, setup_rules
-from batchrunner.tuning.flags import FLAGS, Move, next_setting
+from batchrunner.tuning.flags import FLAGS, NGRAM, Move, next_setting
 from batchrunner.tuning.recover import FLAGS_AFTER, Kind
 from batchrunner.tuning.situation import Certainty, Finding, Situation
 
@@ -129,7 +129,7 @@ _LOAD_RULES = (
     "pool-small",
     "pages-large",
 )
-_CARD_RULES = (*_LOAD_RULES, "tensor-parallel", "torch-compile")
+_CARD_RULES = (*_LOAD_RULES, "tensor-parallel", "torch-compile", "answers-repeat")
 SILENCES: dict[str, tuple[str, ...]] = {
     "oom-weights": ("oom-graph", "oom-prefill", "oom-decode", "oom-general", *_CARD_RULES),
     "oom-graph": ("oom-general", *_CARD_RULES),
@@ -138,16 +138,18 @@ SILENCES: dict[str, tuple[str, ...]] = {
     "oom-general": _CARD_RULES,
     "killed": (*_LOAD_RULES, "host-cache"),
     "pages-large": ("pool-small", "conservative", "running-low"),
-    "pool-small": ("conservative", "running-low"),
+    "pool-small": ("conservative", "running-low", "answers-repeat"),
     "queue-deep": ("queue-empty",),
     "retractions": (*_TAKES_MEMORY, "running-capped", "states-full"),
-    "states-full": ("running-capped", "conservative", "running-low"),
-    "running-capped": ("conservative",),
+    "states-full": ("running-capped", "conservative", "running-low", "answers-repeat"),
+    "running-capped": ("conservative", "answers-repeat"),
+    "conservative": ("answers-repeat",),
     "memory-tight": _TAKES_MEMORY,
     "cuda-graph": ("long-prompts", "running-low", "prefill-full", "memory-left"),
     "long-prompts": ("memory-left", "prefill-full"),
-    "running-low": ("memory-left", "prefill-full"),
+    "running-low": ("memory-left", "prefill-full", "answers-repeat"),
     "prefill-full": ("memory-left", "small-prefills"),
+    "memory-left": ("answers-repeat",),
     "cache-off": ("order-of-server", "shared-prefixes", "host-cache"),
     "order-of-server": ("shared-prefixes", "host-cache"),
     "tensor-parallel": ("expert-parallel", "dp-attention"),
@@ -500,6 +502,19 @@ RULES: tuple[Rule, ...] = (
         effect="as many guesses as are accepted",
         flag="speculative-adaptive",
         on="speculates",
+        certainty="low",
+        option=True,
+    ),
+    Rule(
+        name="answers-repeat",
+        sign=(
+            "100 answers or more that repeat each other: by a replay, n-gram speculation yields at least 1.3 "
+            "times the output rate at the batch size that runs"
+        ),
+        judge=load_rules.answers_repeat,
+        effect="several tokens in a decode step",
+        flag=NGRAM,
+        on="repeated",
         certainty="low",
         option=True,
     ),

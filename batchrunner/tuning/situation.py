@@ -71,6 +71,12 @@ class ClientActivity:
     """99th percentile of the outputs' lengths, in tokens."""
     media: bool | None = None
     """Whether prompts have images, sounds or videos; None if unknown."""
+    answers: int = 0
+    """Number of answers on which n-gram speculation was replayed; 0 if it cannot gain anything."""
+    repeated: float = 1.0
+    """Mean number of tokens that a decode step would yield with n-gram speculation, by this replay."""
+    speculates_exactly: bool = False
+    """Whether answers keep their distribution with speculation (`ngrams.is_exact`)."""
     possible_share: float | None = None
     """Share of the prompt tokens that a cache could serve, estimated from the rows sampled to choose the
     order."""
@@ -94,6 +100,15 @@ def has_media(prompt: Mapping[str, Any]) -> bool | None:
         return True
     is_text = any(prompt.get(field) for field in ("user", "text", "input_ids"))
     return False if is_text and not prompt.get("rollout") else None
+
+
+def sets_sampling(prompt: Mapping[str, Any]) -> bool:
+    """Tell whether the section `sampling` holds for all requests, by the section `prompt`.
+
+    Lines of a batch file, and the requests of rollouts, have sampling parameters of their own.
+    """
+    has_template = any(prompt.get(name) for name in ("user", "messages", "text", "input_ids"))
+    return has_template and not prompt.get("rollout")
 
 
 @dataclass
@@ -130,6 +145,8 @@ class Situation:
             output_tokens=self.decoded / max(1, self.log.prefills.prompts),
             longest_output=self.client.longest_output if self.client else None,
             shared=self._shared,
+            repeated=self.client.repeated if self.client else 1.0,
+            speculates_exactly=self.client is not None and self.client.speculates_exactly,
             media=self.client.media if self.client else None,
             most_pool_tokens=self._most_pool_tokens,
         )

@@ -16,8 +16,9 @@ from batchrunner.sglang.flags import CLIP, Flags, installed
 from batchrunner.sglang.model_files import cards_of, read_config
 from batchrunner.tuning.flags import FLAGS, NEEDS, Flag, Server, beside, with_memory
 from batchrunner.tuning.measurement import TrialResult, TrialSigns
+from batchrunner.tuning.ngrams import is_exact
 from batchrunner.tuning.signals import FLAG_SIGNS, GUIDES, admits_too_few, retracts_often
-from batchrunner.tuning.situation import has_media, pool_tokens
+from batchrunner.tuning.situation import has_media, pool_tokens, sets_sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class Machine:
     states."""
     media: bool | None = None
     """Whether prompts have images, sounds or videos; None if unknown."""
+    speculates_exactly: bool = True
+    """Whether answers keep their distribution with speculation (`ngrams.is_exact`)."""
 
     def replicas_of(self, args: Mapping[str, Any]) -> int:
         """Return the number of replicas with these flags that fit on the GPUs; at least 1."""
@@ -61,6 +64,7 @@ def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> M
     count = 0 if cpu else len(gpus(engine.env)) or len(gpu_cards)
     if isinstance(replicas, int) and replicas > 1:
         count = replicas * gpus_a_replica  # the job uses only these, even if the machine has more
+    prompt = job.prompt.model_dump()
     return Machine(
         flags=installed(engine.python, engine.env),
         cpu=cpu,
@@ -73,7 +77,8 @@ def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> M
         replicas=replicas if isinstance(replicas, int) else max(1, count // gpus_a_replica),
         says_tp=getattr(job.engine, "tp", None) is not None,
         allow_fp8=allow_fp8,
-        media=has_media(job.prompt.model_dump()),
+        media=has_media(prompt),
+        speculates_exactly=is_exact(job.sampling.model_dump()) and sets_sampling(prompt),
     )
 
 
@@ -106,6 +111,7 @@ def server_of(result: TrialResult, machine: Machine) -> Server:
         repeated=signs.repeated,
         most_pool_tokens=machine.most_pool_tokens,
         media=machine.media,
+        speculates_exactly=machine.speculates_exactly,
     )
 
 
@@ -168,7 +174,8 @@ def candidates(flag: Flag, best: TrialResult, machine: Machine) -> list[FlagChan
     signs_shown = [sign for sign in calls if SEEN[sign](signs, server)]
     flag_changes: list[FlagChange] = []
     for sign in signs_shown:
-        settings = [args for value in flag.values(sign, server) for args in _with_others(flag, value, server)]
+        values = flag.values(sign, server)
+        settings = [args for value in values for args in _with_others(flag, value, server, machine.flags)]
         if settings and len(more := with_memory(sign, flag.name, server, machine.flags)) > 1:
             settings.append(more)
         warning = "; it changes answers" if flag.changes_answers else ""
@@ -180,15 +187,12 @@ def candidates(flag: Flag, best: TrialResult, machine: Machine) -> list[FlagChan
     return f"not the case: {', '.join(FLAG_SIGNS[sign] for sign in calls)}"
 
 
-def _with_others(flag: Flag, value: Any, server: Server) -> list[Args]:
+def _with_others(flag: Flag, value: Any, server: Server, flags: Flags) -> list[Args]:
     """Return the settings to try for a value of a flag, each with the flags that must change with it."""
     if flag.name == "tp-size" and server.facts.is_moe:  # Experts may be whole, or split over the GPUs.
         return [{flag.name: value, "ep-size": size} for size in dict.fromkeys((value, 1))]
-    most = server.now("max-running-requests")
-    if flag.name == "speculative-algorithm" and most:
-        fits = 2 ** math.ceil(math.log2(max(server.running, 1)))
-        return [{flag.name: value, "max-running-requests": min(int(most), fits)}]
-    return [{flag.name: value} | beside(flag.name, value, server)]
+    others = beside(flag.name, value, server)
+    return [{flag.name: value} | {name: other for name, other in others.items() if flags.spelling(name)}]
 
 
 def together(changes: Collection[FlagChange]) -> FlagChange | None:

@@ -104,7 +104,7 @@ def test_a_damaged_part(tmp_path: Path, server: FakeSGLang) -> None:
     part.write_bytes(part.read_bytes()[:-20])
     with pytest.raises(ResumeError) as caught:
         batchrunner.run(job)
-    assert f"{part}: is damaged: move it away, and its rows will be done again" in str(caught.value)
+    assert f"{part}: is damaged: move the file away, and its rows will be sent again" in str(caught.value)
     part.rename(tmp_path / "damaged")
     assert batchrunner.run(job).rows_ok == 10
     assert rows_sent(server) == list(range(10))
@@ -123,7 +123,7 @@ def test_a_part_that_the_disk_does_not_read_for_a_while(
         for command in ([write_job(job, tmp_path), "-q"], ["merge", tmp_path / "run"]):
             failed = batchrun(*command)
             assert failed.exit_code == 1
-            told(failed.stderr, f"{part}: cannot be read: Input/output error: it is kept; run the same")
+            told(failed.stderr, f"{part}: cannot be read: Input/output error: the file is kept; run the same")
     assert batchrunner.run(job).rows_ok == 10
     assert not set(rows_sent(server)) & set(pq.read_table(part)["row"].to_pylist())
 
@@ -231,7 +231,7 @@ def test_a_file_that_changes_after_it_was_read(
     rows = ROWS if order == "prefix" else 10
     job = job_while(change, tmp_path, server, rows=rows, order=order)
     result = run_job(job, tmp_path, *join)
-    assert "changed during the run, after it was read: the results are those of the old" in result.stderr
+    assert "changed during the run, after it was read: the results are from the old" in result.stderr
     assert carried_right(job) == list(range(rows))
 
 
@@ -320,8 +320,8 @@ def test_a_run_s_results_are_the_next_one_s_input(tmp_path: Path, server: FakeSG
     second = {**first, "input": {"path": path}, "prompt": prompt, "output": {"path": f"{path}-2"}}
     told(
         refusal(second, tmp_path),
-        f"{path}: this run is not done: 10 of 20 rows: "
-        f"run it again, or use the finished rows in {path}/parts",
+        f"{path}: this run is not done: 10 of 20 rows are done: "
+        f"run its job again, or use the finished rows in {path}/parts",
     )
     server.script = lambda _: "answer"
     of_parts = {**second, "input": {"path": f"{path}/parts"}, "output": {"path": f"{path}-3"}}
@@ -376,7 +376,7 @@ def test_rows_that_were_appended(
         server.forget()
         grown(path, range(known, rows))
         result = run_job(job, tmp_path, *options)
-        assert f"{path} grew: its first {known} rows are those of this run" in result.stderr
+        assert f"{path} has grown: the first {known} rows are those of this run" in result.stderr
         assert rows_sent(server) == [*range(known, rows)]
         assert done(job, rows)
     assert batchrun("merge", tmp_path / "run").exit_code == 0

@@ -85,7 +85,7 @@ def test_a_request_that_ends_without_an_answer(
     result = run_job(job, tmp_path, code=3)
     assert computed_on == []
     assert len(rows_sent(server)) <= 4 * 4 + proxies.REQUESTS - 1
-    lines = [line for line in result.stderr.splitlines() if "a proxy on the way ends requests" in line]
+    lines = [line for line in result.stderr.splitlines() if "a proxy between this machine and" in line]
     assert len(lines) == (what != "hold")
     word = "no answer within 0.3 s" if what == "hold" else "the limit of a proxy"
     assert all(word in row["error"] for row in results_of(job))
@@ -168,7 +168,7 @@ def test_one_of_several_that_is_not_there(tmp_path: Path, server: FakeSGLang) ->
         stderr = run_job(job, tmp_path).stderr
         assert len(late.sent) >= 10
     assert f"no connection to {absent}" in stderr
-    assert "the run goes on without it until it answers" in stderr
+    assert "the run goes on without this server until the server answers" in stderr
     rows_once(job, 100)
 
 

@@ -157,7 +157,10 @@ ANSWERS: dict[str, tuple[Any, dict[str, str | None]]] = {
     "list": (LIST, {'{"v": 1, "next": {"v": 2, "next": null}}': None, '{"v": 1, "next": 2}': "is not valid"}),
     "number": (
         {"type": "number"},
-        {"1e400": "the answer is not JSON: Number out of range", "9" * 400: "more than 1.8e308 is too large"},
+        {
+            "1e400": "the answer is not JSON: Number out of range",
+            "9" * 400: "too large for a float (limit 1.8e308)",
+        },
     ),
     "integer": ({"type": "integer"}, {"9" * 30: f"{'9' * 30} has more than 64 bits"}),
     "half a letter": ({"type": "string"}, {'"\\ud800"': "the answer is not JSON: "}),
@@ -186,7 +189,7 @@ def test_odd_schemas_and_answers(tmp_path: Path, server: FakeSGLang, name: str) 
 ASKED: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "fence": (
         {"json": True}, '```json\n{"a": 1}\n```', '{"a": 1}',
-        "the answer is not JSON: it has a code fence (```) around it",
+        "the answer is not JSON: a code fence (```) surrounds it",
     ),
     "schema": ({"json": SCHEMA}, "{}", '{"kind": "a"}', "the answer does not satisfy its schema"),
     "regex": ({"regex": r"^\d+$"}, "no 5", "55", r"the answer has no match of accept.regex '^\\d+$'"),
@@ -369,7 +372,7 @@ def test_an_answer_follows_its_regular_expression(
     batchrunner.run(job)
     (row,) = results_of(job)
     assert (row["output"], len(server.sent)) == (text, 1)
-    wrong = f"the answer does not match sampling.regex {pattern!r}: the server ignores it, it seems"
+    wrong = f"the answer does not match sampling.regex {pattern!r}: the server seems to ignore it"
     assert row["error"] == (wrong if fails else None)
 
 

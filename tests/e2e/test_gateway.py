@@ -148,7 +148,7 @@ def test_what_stands_in_the_way(
     monkeypatch.setenv(KEY_VARIABLE, gateway.key)
     assert "no worker of the gateway answers" in said(gateway.url)
     direct = job_of(tmp_path, {"kind": "gateway", "url": gateway.url, "route": "workers"})
-    assert "make them reachable from this machine" in run_job(direct, tmp_path, code=2).stderr
+    assert "make the workers reachable from this machine" in run_job(direct, tmp_path, code=2).stderr
     job = job_of(tmp_path, {"kind": "attach", "urls": [gateway.url, "http://127.0.0.1:9"]})
     told = run_job(job, tmp_path, code=2).stderr
     assert f"is a Model Gateway, not a server: write `engine: {{kind: gateway, url: {gateway.url}}}`" in told

@@ -138,7 +138,7 @@ def test_answers_that_cannot_be_watched(tmp_path: Path, server: FakeSGLang, why:
     job = watching_job(tmp_path, server, **changes)
     outcome = run_job(job, tmp_path)
     text = outcome.stderr
-    assert text.count("on_repetition: answers go on to max_new_tokens, however they repeat") == 1
+    assert text.count("on_repetition has no effect, so answers that repeat themselves go on to") == 1
     assert ("renders the chats" if why == "chats" else "--incremental-streaming-output") in text
     assert not any("stream" in sent.body for sent in server.sent)
 

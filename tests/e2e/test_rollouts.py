@@ -139,7 +139,7 @@ def test_rows_by_values(tmp_path: Path, server: FakeSGLang) -> None:
     again = batchrunner.generate(str(tmp_path / "run"), prompt={"text": "{{ row }}"}, engine="simulated")
     assert again.num_rows == 7
     next((tmp_path / "run" / "merged").iterdir()).write_bytes(b"cut")
-    with pytest.raises(BatchrunError, match="is damaged: move it away"):
+    with pytest.raises(BatchrunError, match="is damaged: move the file away"):
         batchrunner.generate(str(tmp_path / "run"), prompt={"text": "{{ row }}"}, engine="simulated")
     streamed = list(
         batchrunner.stream(
@@ -670,12 +670,12 @@ REFUSED = [
     (
         TURNS,
         {"sampling": {"n": 2}},
-        "prompt.rollout goes without sampling.n, parse and output.reuse",
+        "prompt.rollout does not go with sampling.n, parse and output.reuse",
     ),
     (
         TYPED + "async def solve(r, g) -> list[A]: pass",
         {},
-        "prompt.rollout: a result has a column 'error' already",
+        "prompt.rollout: the results already have a column 'error'",
     ),
     (
         "from __future__ import annotations\nasync def solve(r: dict, g) -> Unknown: pass",

@@ -313,15 +313,15 @@ def submit(slurm: SlurmCluster, job: dict[str, Any], directory: Path, *options: 
 @story
 def a_time_limit(slurm: SlurmCluster, here: Path) -> None:
     """A task drains before its time is up and queues itself again, until nothing is left."""
-    # its time is nearly up after 45 s, in which a slow machine has begun
+    # its the time limit is near after 45 s, in which a slow machine has begun
     limit = ("--array", "0", "--grace", "75", "--", "--time=2")
     with gated_job(here, 1) as (gate, plan):
         job = submit(slurm, plan, here, *limit)
-        slurm.wait_until(lambda: "time is nearly up" in job.log(0))
+        slurm.wait_until(lambda: "the time limit is near" in job.log(0))
         gate.open()
         job.wait()
     job.check_rows()
-    assert "time is nearly up: waiting for the rows in flight, for 55 s at most" in job.log(0)
+    assert "the time limit is near: waiting for the rows in flight, for 55 s at most" in job.log(0)
     assert job.restarted()
 
 

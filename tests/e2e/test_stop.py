@@ -65,7 +65,7 @@ def test_a_drain_has_an_end(tmp_path: Path, server: FakeSGLang) -> None:
         process.process.send_signal(signal.SIGUSR1)
         assert process.end() == 138
     assert rows_in(job) == list(range(10))
-    assert report_of(job)["reason"] == "time is nearly up"
+    assert report_of(job)["reason"] == "the time limit is near"
 
 
 def test_a_second_sigterm_changes_nothing(tmp_path: Path, server: FakeSGLang) -> None:
@@ -129,7 +129,7 @@ def blocking_job(tmp_path: Path, mark: Path) -> Path:
     [
         (signal.SIGINT, 130, "interrupted"),
         (signal.SIGTERM, 143, "interrupted"),
-        (signal.SIGUSR1, 1, "time is nearly up"),
+        (signal.SIGUSR1, 1, "the time limit is near"),
     ],
 )
 @pytest.mark.parametrize("waits_for", ["input", "version"])

@@ -300,15 +300,15 @@ def test_vectors_without_use(tmp_path: Path, embedder: FakeSGLang, as_floats: bo
         1: "the vector has numbers that are NaN or infinite",
         2: "the vector has numbers that are NaN or infinite",
         3: "the vector is empty",
-        5: "the vector is zero",
-        6: "output.dtype: the vector has numbers too large for float16",
+        5: "all numbers of the vector are zero",
+        6: "the vector has numbers that are too large for output.dtype: float16",
         7: "the vector has 7 numbers, but output.dimensions is 8",
     }
     assert column_type(job) == pa.list_(pa.float16())
 
 
 BAD_VECTORS: dict[str, tuple[str, str]] = {
-    "zeros": ("[0, 0, 0.0, -0.0, 0, 0, 0, 0]", "the vector is zero"),
+    "zeros": ("[0, 0, 0.0, -0.0, 0, 0, 0, 0]", "all numbers of the vector are zero"),
     "of another length": ("[1, 2, 3]", "the vector has 3 numbers, but earlier vectors have 8"),
     "nulls": ("[null, null, null, null, null, null, null, null]", "numbers that are NaN or infinite"),
     "NaN": ("[NaN, 1, 1, 1, 1, 1, 1, 1]", "numbers that are NaN or infinite"),
@@ -356,7 +356,7 @@ def test_an_engine_opened_for_another_task(embedder: FakeSGLang) -> None:
     """An open engine takes jobs of its task only."""
     with batchrunner.open_engine(embedder.url, task="embed") as engine:
         assert batchrunner.embed(["x"], engine=engine).column("embedding").to_pylist() == [vector_for("x")]
-        with pytest.raises(batchrunner.JobError, match="was opened for task embed, and the"):
+        with pytest.raises(batchrunner.JobError, match="was opened for task embed, but the job"):
             batchrunner.generate(["x"], engine=engine)
 
 
@@ -384,7 +384,10 @@ def scorer() -> Iterator[FakeSGLang]:
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (["perhaps"], "labels: 'perhaps' is 2 tokens of the model (7, 8): a label must be a single token"),
+        (
+            ["perhaps"],
+            "labels: the model splits 'perhaps' into 2 tokens (7, 8): a label must be a single token",
+        ),
         ([" yes", "yes"], "labels: ' yes' and 'yes' are the same token, 11"),
         ([" yes", 11], "labels: ' yes' and 11 are the same token, 11"),
         (["??"], "labels: the engine's tokenizer refuses '??'"),
@@ -438,7 +441,10 @@ def test_bad_documents_and_scores(tmp_path: Path, reranker: FakeSGLang) -> None:
     run_job(job, tmp_path)
     rows = results_of(job)
     assert rows[0]["scores"] == [pytest.approx(pair("row 0", "a"))]
-    assert rows[1]["error"] == "prompt.documents: column 'documents' is null or empty, or has such an item"
+    assert (
+        rows[1]["error"]
+        == "prompt.documents: column 'documents' is null or empty, or has a null or empty item"
+    )
     assert rows[2]["error"]
 
 
@@ -574,7 +580,7 @@ def test_lists_of_rows_and_bad_ones(tmp_path: Path, chooser: FakeSGLang) -> None
     run_job(job, tmp_path)
     rows = results_of(job)
     assert [row["scores"] and len(row["scores"]) for row in rows] == [1, 2, None, None, None]
-    why = "prompt.choices: column 'mine' is null or empty, or has such an item"
+    why = "prompt.choices: column 'mine' is null or empty, or has a null or empty item"
     assert [row["error"] for row in rows[2:]] == [why] * 3
 
 

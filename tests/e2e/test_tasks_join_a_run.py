@@ -239,7 +239,7 @@ def test_a_discard_that_did_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         run_job(job, tmp_path, "--fresh", code=1)
     assert "--fresh was stopped while it discarded this run" in batchrun("merge", tmp_path / "run").stderr
     result = run_job(job, tmp_path, "--join")
-    assert "an earlier --fresh was stopped: discarding the remaining files" in result.stderr
+    assert "an earlier start with --fresh was stopped: discarding the remaining files" in result.stderr
     rows_once(job, 300)
 
 

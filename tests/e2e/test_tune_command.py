@@ -111,7 +111,7 @@ def test_rows_that_all_fail(tmp_path: Path, rows: int) -> None:
     job = job_of(tmp_path, engine, rows=rows, accept={"regex": "x"}, sampling={"temperature": 0.25})
     result = batchrun("tune", write_job(job, tmp_path))
     assert result.exit_code == 2, result.stdout
-    assert "the job's own flags cannot be measured: all rows failed, such as with: " in result.stderr
+    assert "the job's own flags cannot be measured: all rows failed, for example: " in result.stderr
     assert "temperature 0.25" in result.stderr
     assert "Traceback" not in result.stderr
 
@@ -143,7 +143,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     with hold_task(RunDir(job["output"]["path"]), directory=tmp_path / "run" / "tune"):
         second = batchrun("tune", file, "--budget", "1m")
     assert second.exit_code == 2
-    assert "is writing this run: wait for it or use another path" in second.stderr
+    assert "is writing this run: wait until that process ends, or use another path" in second.stderr
     assert not (tmp_path / "run" / "tune").exists()
 
 

@@ -20,7 +20,7 @@ from batchrunner.engines.simulated import (
     answer,
 )
 from batchrunner.job.engine import SimulatedEngine
-from tests.conftest import INSTANT, batchrun, examples
+from tests.conftest import INSTANT, batchrun, examples, results_of, write_rows
 
 REF = RowRef(0, pa.record_batch([pa.array([0])], names=["id"]), 0)
 NO_TIME_S = 1e-9
@@ -137,6 +137,34 @@ def test_an_answer_by_a_regular_expression_is_cut() -> None:
         assert (len(row["output"]), row["completion_tokens"], row["finish_reason"]) == (20, 5, "length")
 
 
+def test_thinking_obeys_its_budget(tmp_path: Path) -> None:
+    """Answers think for at most the budget; rows that used all of it are counted."""
+    budgets = [40, 40, 0, None, 100_000] * 8
+    write_rows(tmp_path / "input.parquet", len(budgets), budget=budgets)
+    job = {
+        "input": {"path": str(tmp_path / "input.parquet")},
+        "prompt": {"text": "text"},
+        "sampling": {"max_new_tokens": 4096, "max_thinking_tokens": {"column": "budget"}},
+        "output": {"path": str(tmp_path / "run"), "columns": ["reasoning"]},
+        "engine": INSTANT,
+    }
+    report = batchrunner.run(job)
+    rows = results_of(job)
+    words = [len(row["reasoning"].split()) - 1 if row["reasoning"] else 0 for row in rows]
+    assert all(count <= min(budget or 0, 200) for count, budget in zip(words, budgets, strict=True))
+    assert all((count > 0) == bool(budget) for count, budget in zip(words, budgets, strict=True))
+    assert all(row["output"].startswith("[simulated] ") for row in rows)
+    assert report.rows_thinking_cut == sum(count == 40 for count in words) > 0
+
+
+def test_thinking_may_take_the_whole_limit() -> None:
+    """An answer whose thinking reaches max_new_tokens has no text, and its limit cuts it."""
+    sampling = {"max_new_tokens": 3, "max_thinking_tokens": 8}
+    for row in rows_of(["a", "b"], sampling=sampling, answers=["reasoning"]):
+        assert (row["output"], row["completion_tokens"], row["finish_reason"]) == ("", 3, "length")
+        assert len(row["reasoning"].split()) == 1 + 3
+
+
 def tool_of(name: str) -> dict[str, Any]:
     """Return a tool with two arguments."""
     parameters = {
@@ -208,6 +236,7 @@ BODIES: list[tuple[str, int, dict[str, Any]]] = [
     ("chat", 1, {**MESSAGES, "response_format": FORMAT}),
     ("chat", 1, {**MESSAGES, "response_format": FORMAT, "max_completion_tokens": 6}),
     ("chat", 1, {**MESSAGES, "regex": "(yes|no)"}),
+    ("chat", 1, {**MESSAGES, "reasoning": {"max_tokens": 4}}),
     ("text", 1, {"prompt": "Why?"}),
     ("text", 4, {"prompt": ["Why?", "How?"], "n": 2, "max_tokens": 300}),
     ("text", 1, {"prompt": [1, 2, 3]}),
@@ -250,9 +279,10 @@ def test_whole_requests_are_followed(tmp_path: Path) -> None:
     found = [json.loads(line)["response"]["body"] for line in results.read_text().splitlines()]
     choices = [body["choices"][0] for body in found]
     assert [choice["finish_reason"] for choice in choices[1:]] == [
-        "length", "tool_calls", "stop", "length", "stop",
+        "length", "tool_calls", "stop", "length", "stop", "stop",
     ]  # fmt: skip
-    _, _, calls, whole, cut, expression = (choice["message"] for choice in choices)
+    _, _, calls, whole, cut, expression, thinking = (choice["message"] for choice in choices)
+    assert len(thinking["reasoning_content"].split()) == 1 + 4
     assert (calls["content"], len(calls["tool_calls"])) == (None, 1)
     assert json.loads(whole["content"]).keys() == {"name", "grade"}
     assert whole["content"].startswith(cut["content"])

@@ -169,7 +169,7 @@ def test_an_existing_file_is_kept(run: Path) -> None:
     file.write_text("mine")
     result = batchrun("merge", run, file)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "answers.csv: exists: use another name, or --force to replace it" in result.stderr
+    assert "answers.csv: already exists: use another name, or --force to replace it" in result.stderr
     assert file.read_text() == "mine"
     assert written(run, "answers.csv", "--force").count(b"\n") > ROWS
     assert run.stat().st_mtime_ns == written_at
@@ -182,8 +182,11 @@ def test_an_existing_file_is_kept(run: Path) -> None:
 
 
 REFUSALS: list[tuple[list[Any], str]] = [
-    (["answers.txt"], "its ending names no format: give one of .parquet, .csv"),
-    (["answers.parquet.gz"], "its ending names no format"),
+    (["answers.txt"], "is not that of a known format: use one of .parquet, .csv"),
+    (
+        ["answers.parquet.gz"],
+        "answers.parquet.gz: the ending of the file's name is not that of a known format",
+    ),
     (["nowhere/answers.csv"], "there is no directory"),
     (["in.csv"], "is a directory: give a file"),
 ]

@@ -70,8 +70,8 @@ def add_a_part_of_others(run: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [
-        (cut_a_part, "is damaged: move it away"),
-        (lose_a_part, ".parquet: is missing: run the job again, which sends its rows again"),
+        (cut_a_part, "is damaged: move the file away"),
+        (lose_a_part, ".parquet: is missing: run the job again, which sends the rows of this file again"),
         (add_a_part_of_others, "parts: cannot be merged"),
         (lambda run: (run / "merged").write_text(""), "merged: cannot be written"),
     ],

@@ -278,7 +278,7 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.Mon
     job = job_of(tmp_path, engine, rows=500, output={"durable": 0.05})
     result = batchrun(write_job(job, tmp_path))
     assert result.exit_code == 0
-    assert "No space left on device: the run pauses until it can be written" in result.stderr
+    assert "No space left on device: the run pauses until the file can be written" in result.stderr
     assert report_of(job)["rows_ok"] == 500
     rows_once(job, 500)
 

@@ -16,7 +16,7 @@ from batchrunner.sglang.logs.reader import Facts
 from batchrunner.sglang.logs.series import LoadSample, Prefills, Series
 from batchrunner.tuning.adapt import EXPECTED
 from batchrunner.tuning.memory import FlagMemory, Memory
-from batchrunner.tuning.situation import Situation
+from batchrunner.tuning.situation import ClientActivity, Situation
 
 TICK_S = 2.0
 START_S = 10.0
@@ -243,3 +243,55 @@ def test_a_loss_is_taken_back(tmp_path: Path) -> None:
     server = Server(LOSES)
     run(adaptation(tmp_path, server), 100, 1e6)
     assert server.starts == [16, 4]
+
+
+@dataclass(eq=False)
+class Drafting(Server):
+    """A server whose answers repeat each other, on a card whose pool of 16 requests is all that it needs."""
+
+    repeated: float = 3.0
+
+    @property
+    def drafts(self) -> bool:
+        return self.adapted.get("speculative-algorithm") == "NGRAM"
+
+    @property
+    def speed(self) -> float:
+        return self.rate[self.drafts]
+
+    @property
+    def situation(self) -> Situation:
+        load = Series()
+        for at in range(40):
+            load.add("one", LoadSample(float(at), 12, 0, 0.4, 16))
+        arguments = {
+            "speculative_algorithm": "NGRAM" if self.drafts else None, "max_running_requests": 16,
+            "speculative_ngram_external_sam_budget": 0,
+        }  # fmt: skip
+        facts = Facts(
+            arguments=arguments, ready=ServerReady(9000, 8192, 16, 99), card="NVIDIA H100", weights_gb=16.0
+        )
+        client = ClientActivity(answers=400, repeated=self.repeated, speculates_exactly=True)
+        return Situation(load, Series(), facts, client)
+
+
+NGRAMS = {
+    "speculative-algorithm": "NGRAM", "max-running-requests": 16, "speculative-ngram-external-sam-budget": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("repeated", "rate", "adapted", "starts"),
+    [
+        (3.0, {False: 40.0, True: 90.0}, NGRAMS, 1),
+        (3.0, {False: 40.0, True: 30.0}, {}, 2),
+        (1.1, {False: 40.0, True: 90.0}, {}, 0),
+    ],
+)
+def test_drafts_from_earlier_answers_are_tried(
+    repeated: float, rate: Mapping[int, float], adapted: dict[str, Any], starts: int, tmp_path: Path
+) -> None:
+    """If the replay promises a gain; they stay only if the server puts out more with them."""
+    server = Drafting(rate, repeated=repeated)
+    run(adaptation(tmp_path, server), 200, 1e6)
+    assert (server.adapted, len(server.starts)) == (adapted, starts)

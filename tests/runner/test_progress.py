@@ -89,7 +89,7 @@ def test_calls_are_a_second_apart(tmp_path: Path, server: FakeSGLang) -> None:
 
 def test_a_listener_that_has_to_be_awaited_is_refused(tmp_path: Path) -> None:
     """Nothing would await it, so that it would show nothing."""
-    with pytest.raises(JobError, match="on_progress: is `async def`"):
+    with pytest.raises(JobError, match="on_progress: is an `async def` function"):
         batchrunner.run(job_of(tmp_path), on_progress=asyncio.Queue[Any]().put)
 
 
@@ -101,7 +101,7 @@ def test_a_listener_that_fails_ends_no_run(tmp_path: Path, caplog: pytest.LogCap
 
     with caplog.at_level(logging.ERROR, logger="batchrunner"):
         assert batchrunner.run(job_of(tmp_path), on_progress=listen).exit_code == 0
-    assert caplog.text.count("on_progress failed") == 1
+    assert caplog.text.count("on_progress raised an exception") == 1
 
 
 @pytest.mark.parametrize("progress", [True, False])

@@ -71,11 +71,11 @@ def test_a_chat_template_that_takes_the_rows(tmp_path: Path, template: str, prom
 
 OWN_RULES = {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"]}
 UNKNOWN = [
-    (None, {}, "prompts of chats: there is no chat template among the files of"),
+    (None, {}, "the prompts of chats: there is no chat template among the files of"),
     (
         "{{ 1 / 0 }}",
         {"args": {"chat-template": "other.jinja"}},
-        "how engine.args.chat-template makes prompts",
+        "the prompts of chats, which engine.args.chat-template changes",
     ),
 ]
 
@@ -88,7 +88,7 @@ def test_a_chat_template_that_is_not_known(
     done = batchrun("check", job_on(tmp_path, template, CHAT, engine=engine))
     assert done.exit_code == 0
     assert f"not checked: {says}" in done.stdout
-    assert "all else is fine; nothing was sent" in done.stdout
+    assert "everything else is fine; nothing was sent" in done.stdout
 
 
 def test_a_model_whose_chats_sglang_writes_itself(tmp_path: Path) -> None:
@@ -98,7 +98,8 @@ def test_a_model_whose_chats_sglang_writes_itself(tmp_path: Path) -> None:
     done = batchrun("check", file)
     assert done.exit_code == 0
     assert (
-        "not checked: prompts of chats, for which SGLang has rules of its own for deepseek_v4" in done.stdout
+        "not checked: the prompts of chats, for which SGLang has rules of its own for deepseek_v4"
+        in done.stdout
     )
 
 
@@ -129,7 +130,7 @@ def test_a_token_that_begins_prompts_twice(tmp_path: Path, prompt: str, begins_t
     """A text that begins with the token that the tokenizer adds is a warning; in a chat nothing is added."""
     file = job_on(tmp_path, "<s>" + CHATML, {"text": prompt})
     found = printed("check", file)
-    told = f"{begins_twice} prompts begin with <s>, which the tokenizer adds too"
+    told = f"{begins_twice} prompts begin with <s>, which the tokenizer adds as well"
     assert [warning.startswith(told) for warning in found["warnings"]] == [True] * (begins_twice > 0)
     verdict = "the rows can be sent, with a warning" if begins_twice else "the job is fine"
     assert f"{verdict}; nothing was sent" in batchrun("check", file).stdout

@@ -113,8 +113,11 @@ def _has_lines(path: Path, number: int) -> bool:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--array", "0-3", "--grace", "20"], "--grace 20: 20 s of it are needed for closing"),
-        (["--array", "0-3", "--set", "output.path=/proc/x/y"], "/proc/x/y.slurm: cannot be made"),
+        (
+            ["--array", "0-3", "--grace", "20"],
+            "--grace 20: too short, because a task needs 20 s to write its last results",
+        ),
+        (["--array", "0-3", "--set", "output.path=/proc/x/y"], "/proc/x/y.slurm: cannot be created"),
         (["--array", "0-3", "--set", "prompt.text={{ '' }}"], "none of the first 10 rows can be sent"),
     ],
 )

@@ -139,5 +139,5 @@ def test_check_says_what_it_does_not_know(tmp_path: Path) -> None:
         shown = batchrun("check", file, "--set", f"engine={engine}")
         assert shown.exit_code == 0
         assert f"not checked: {unknown}" in shown.stdout
-        assert "all else is fine; nothing was sent" in shown.stdout
+        assert "everything else is fine; nothing was sent" in shown.stdout
     assert "the job is fine; nothing was sent" in batchrun("check", file).stdout

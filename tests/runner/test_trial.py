@@ -11,7 +11,6 @@ from batchrunner.runner.trial import (
     output_rate,
     server_facts,
     signs_of_passes,
-    words_a_step,
 )
 from batchrunner.runner.tune import engine_to_tune
 from tests.conftest import job_of
@@ -54,12 +53,3 @@ def test_the_log_tells_the_rest() -> None:
     assert output_rate(logged_passes([idle, *rates])) == 4594.01
     by_time = output_rate(logged_passes([idle, *faster, *rates]))
     assert by_time == pytest.approx(4594.01 * 4 / 3, rel=0.01)
-
-
-def test_words_of_a_step_with_n_grams() -> None:
-    """Outputs that say what others said are foreseen; those that differ are not."""
-    reports = [f"The patient has a stable condition and number {n}." for n in range(50)]
-    assert words_a_step(reports) > 3
-    assert words_a_step([" ".join(f"w{n * 100 + k}" for k in range(40)) for n in range(20)]) < 2.1
-    assert words_a_step([f"{n}{n}x" for n in range(20)]) == 1
-    assert words_a_step([]) == 1

@@ -16,14 +16,15 @@ from batchrunner.runner.advise import advise
 from batchrunner.tuning.advise import advise_run
 from batchrunner.tuning.from_run import ServerWatch
 from tests.conftest import job_of
+from tests.support.answers import Said
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.launchable import launchable
 from tests.support.sglang_logs import LogWriter, changes
 
 
-def a_run(directory: Path, **changes: Any) -> Path:
+def a_run(directory: Path, rows: int = 30, **changes: Any) -> Path:
     """Return a real run's output path; its story is for the tests to rewrite."""
-    job = job_of(directory, rows=30, **changes)
+    job = job_of(directory, rows=rows, **changes)
     run(job)
     return Path(job["output"]["path"])
 
@@ -74,7 +75,7 @@ def change_facts(own: Path, section: str, **values: Any) -> None:
     [
         ({"in_flight": 400}, {"window": 400}, "`window: auto` instead of 400"),
         ({"in_flight": 400}, {}, "`window: 800` in the job"),
-        ({"in_flight": 40}, {}, "more of the machine: cores for rendering"),
+        ({"in_flight": 40}, {}, "more cores for rendering and tokenizing"),
         ({"in_flight": 40, "resting": 300}, {}, "why the engine refuses rows"),
         ({"in_flight": 400, "running": 20}, {}, "--tokenizer-worker-num 4"),
     ],
@@ -105,7 +106,7 @@ def test_an_attached_server_whose_memory_is_the_cap(tmp_path: Path, asked: int, 
     ("arguments", "expected"),
     [
         ({"tokenizer_worker_num": 1}, "--tokenizer-worker-num 4"),
-        ({}, "`engine.replicas`: servers with a front process each"),
+        ({}, "`engine.replicas`: several servers, each with its own front process"),
         ({"tokenizer_worker_num": 1, "device": "cpu"}, "a machine with more cores"),
         (
             {"tokenizer_worker_num": 4, "enable_http_worker_reuseport": False},
@@ -174,7 +175,7 @@ def test_start_drain_and_tail_do_not_count(load: dict[str, Any], values: dict[st
     found = advise(str(own))
     assert found.advice == []
     assert not found.healthy
-    assert "advice needs 8 over 10 s" in found.lines()[0]
+    assert "advice needs 8 samples over 10 s" in found.lines()[0]
 
 
 def test_servers_that_died_fill_up_again(own: Path) -> None:
@@ -334,3 +335,38 @@ def test_each_window_of_a_watch_counts_afresh(own: Path) -> None:
     assert client is not None
     assert client.empty == 40
     assert client.longest_output == 5
+
+
+TEMPLATES = [
+    f"The patient of room {number} is in a stable condition, and the next visit of the doctor will be on day "
+    f"{number * 7 % 31} of the month."
+    for number in range(120)
+]
+
+
+@pytest.mark.parametrize(
+    ("running", "sampling", "card", "advised"),
+    [
+        (16, {}, "NVIDIA H100 80GB HBM3", True),
+        (250, {}, "NVIDIA H100 80GB HBM3", False),
+        (16, {"min_p": 0.1}, "NVIDIA H100 80GB HBM3", False),
+        (16, {}, "AMD Instinct MI300X", False),
+    ],
+)
+def test_answers_that_repeat_each_other_can_be_drafted(
+    running: int, sampling: dict[str, Any], card: str, tmp_path: Path, *, advised: bool
+) -> None:
+    """N-gram speculation is advised for small batches, if it changes no answers on this card."""
+    with FakeSGLang(lambda sent: Said(TEMPLATES[sent.row])) as server:
+        own = a_run(
+            tmp_path, rows=len(TEMPLATES), sampling=sampling, engine={"kind": "attach", "urls": [server.url]}
+        )
+    change_facts(own, "engine", card=card)
+    arguments: dict[str, Any] = {
+        "speculative_algorithm": None,
+        "speculative_ngram_external_sam_budget": 0,
+    }
+    LogWriter().started(most=256, **arguments).decode(30, r=running, u=0.5).write(own, "engine-server.log")
+    tell(own / "events.jsonl", queue=120, running=running, max_running=256, token_usage=0.95)
+    found = changes(advise(str(own))).get("answers-repeat", "")
+    assert found.startswith("--speculative-algorithm NGRAM --max-running-requests 16") == advised

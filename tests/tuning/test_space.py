@@ -95,7 +95,8 @@ TRIED: list[tuple[str, Args, dict[str, Any], list[Args]]] = [
         [{"prefill-decode-interval": 12}],
     ),
     ("speculative-algorithm", {}, {"repeated": 3.0},
-     [{"speculative-algorithm": "NGRAM", "max-running-requests": 32}]),
+     [{"speculative-algorithm": "NGRAM", "max-running-requests": 32,
+       "speculative-ngram-external-sam-budget": 8}]),
     (
         "enable-hierarchical-cache", {}, {"cached_share": 0.5, "usage": 0.98},
         [{"enable-hierarchical-cache": True}],
@@ -120,6 +121,7 @@ LEFT: list[tuple[str, Args, dict[str, Any], str]] = [
     ("chunked-prefill-size", {}, {"prefill_per_pass": 300.0}, "not the case: prefill passes take all"),
     ("cuda-graph-max-bs-decode", {}, {"graph_off_share": 0.02}, "not the case: decode passes run without"),
     ("speculative-algorithm", {}, {"repeated": 1.1}, "no further value"),
+    ("speculative-algorithm", {}, {"repeated": 3.0, "running": 100}, "no further value"),
     ("quantization", {}, {}, "it changes answers: only with --allow fp8"),
     ("tp-size", {}, {}, "no further value"),
     ("enable-hierarchical-cache", {}, {"cached_share": 0.5}, "not the case: prompts share prefixes"),

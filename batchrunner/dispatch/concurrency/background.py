@@ -1,7 +1,7 @@
 """The background law: the window of one scheduler that serves its users first. Pure.
 
-All requests that run or wait at the scheduler, except our rows, belong to its users. A fresh sample sets the
-window W:
+All requests that run or wait at the scheduler belong to its users, except the rows of this run. A fresh load
+sample sets the window W, the maximum number of this run's requests in flight at the scheduler:
 
     W ← 0                       while users wait; and between two rounds of sending while users are there
     W ← slots + ahead           while there are no users, if the server lets users go first
@@ -18,7 +18,7 @@ window W:
   any other server it is 0.75, because a user who finds no room there has to wait for our next sample, which
   is up to 15 forward passes late.
 
-Rows of ours are preempted in three cases:
+Rows of this run are preempted in three cases:
 
 - Rows wait sample after sample although slots are free, because the server's admission accepts no more. The
   waiting rows are preempted, and the server counts as full with the requests that it runs now.
@@ -50,15 +50,17 @@ from batchrunner.dispatch.concurrency.law import (
 )
 
 CAUTIOUS_USAGE = 0.75
-"""Token usage up to which the pool is filled if the server does not let users go first."""
-LEAST_SPARE, MOST_SPARE = 1 / 8, 3 / 8
-"""Minimum fraction of the slots that is kept free on a server that does not let users go first, and maximum
-fraction that is kept free on any server."""
+"""Token usage up to which the KV pool is filled if the server does not let users go first."""
+LEAST_SPARE = 1 / 8
+"""Minimum fraction of the slots that stays free on a server that does not let users go first."""
+MOST_SPARE = 3 / 8
+"""Maximum fraction of the slots that stays free for users on any server."""
 FIRST_SHARE = 0.6
-"""Fraction of the rows that fit the pool that is sent at first. It is below 1, because SGLang's admission
-reserves more room for new rows than for running ones."""
+"""Number of rows sent at first, as a fraction of the rows that fit the KV pool. It is below 1, because
+SGLang's admission reserves more room for new rows than for running ones."""
 PACE_S = 0.25
-"""Seconds between two rounds of sending while users are there: they have to wait for each prefill pass."""
+"""Seconds between two rounds of sending while users are there. Each round costs a prefill pass, for which
+users have to wait."""
 TRUST_S = 30.0
 """Seconds in which the number of rows that the server's admission is expected to accept doubles."""
 PASS_S = 0.05
@@ -68,82 +70,101 @@ MOST_ROUNDS = 10
 
 
 class BackgroundController(Controller):
-    """The window of one scheduler that serves others first."""
+    """The window of one scheduler that serves its users before the rows of this run."""
 
     least = 0
 
     def __init__(
         self, scheduler: str, fits: int, band: QueueBand, *, most: int, now: float, yields: bool
     ) -> None:
-        """`fits` is the number of rows that fit the pool; a server that `yields` lets users go first."""
+        """`fits` is the number of rows that fit the KV pool; a server that `yields` lets users go first."""
         super().__init__(scheduler, 0, band, most=most, now=now)
         self.state = "background"
-        self.users = self.ours = 0
-        """Number of the users' and of our requests at the last sample."""
+        self.users = 0
+        """Number of requests at the last sample that certainly were the users'."""
+        self.ours = 0
+        """Number of this run's requests in flight at the last sample."""
         self.kept: int | None = None
-        """Number of our rows that may stay in flight; None if no row is to be preempted."""
+        """Number of this run's rows that may stay in flight; None if no row is to be preempted."""
         self._yields = yields
         self._full = GOOD_USAGE if yields else CAUTIOUS_USAGE
         self._fits = fits
-        self._admits = FIRST_SHARE * fits  # rows that the server's admission is expected to take
-        self._spare = self._last_queue = self._last_running = 0
+        self._admits = FIRST_SHARE * fits  # requests that the server's admission is expected to accept
+        self._spare = 0  # slots that stay free for users
+        self._last_queue = self._last_running = 0  # gauges at the last sample
         self._rise = 0.0  # largest recent rise of users between two samples
         self._rounds = 0  # consecutive samples in which users wait
-        self._sent_at = now
+        self._sent_at = now  # last round of sending
 
     def sample(
         self,
         now: float,
         reading: Reading,
         *,
-        may_grow: bool = True,  # noqa: ARG002 - the users say it
+        may_grow: bool = True,  # noqa: ARG002 - only the users limit the window
     ) -> list[Decision | CornerChange]:
-        """Process a fresh sample; return the changes."""
+        """Process a fresh load sample; return the changes of the window."""
         gap_s = self._learn(now, reading)
         most_users = self._count_users(gap_s, reading)
         slots = reading.max_running or UNKNOWN_ENGINE_WINDOW
         ahead = math.ceil(self._rate * PASS_S) + 1
         self.kept = self._kept_without_stuck(gap_s, reading, slots, ahead)
-        room = min(self._free_slots(slots, ahead), self._free_pool(now, reading)) - most_users
-        if most_users and reading.queue:  # users may be among those who wait
+        allowed = min(self._allowed_by_slots(slots, ahead), self._allowed_by_pool(now, reading))
+        room = int(allowed - most_users)
+        if most_users and reading.queue:  # Users may be among the waiting requests.
             room = min(room, reading.in_flight - min(reading.queue, most_users))
-        is_calm = now - self._refused_at >= CALM_S
-        self.state = "background" if is_calm else "pressure"
-        if not is_calm:
+        self.state = "background"
+        if now - self._refused_at < CALM_S:
+            self.state = "pressure"
             room = min(room, self.window)
-        why = f"{self.users} requests of users, #queue-req {reading.queue}, token usage {reading.usage:.2f}"
+        reason = (
+            f"{self.users} requests of users, #queue-req {reading.queue}, token usage {reading.usage:.2f}"
+        )
         waiting_users = min(reading.queue, self.users)
         if waiting_users:
-            room, why = 0, f"{why}: {waiting_users} of the users' wait"
+            room = 0
+            reason = f"{reason}: {waiting_users} requests of users wait"
             self._make_room(reading, waiting_users, slots, ahead)
         else:
             self._rounds = 0
-            may_stay = max(0, int(room) + most_users - self.users + self._spare // 2)
-            if self.users and not self._yields and reading.in_flight > may_stay:
-                self.kept = may_stay
-        decisions = self._move(int(room), why)
+            self._keep_spare_slots(reading, room + most_users)
+        decisions = self._move(room, reason)
         if self.users and now - self._sent_at < PACE_S:
-            self.window = 0
+            self.window = 0  # Nothing is sent between two rounds.
         else:
             self._sent_at = now
         return [*decisions]
 
     def _count_users(self, gap_s: float, reading: Reading) -> int:
         """Update the certain number of users, and its recent rise; return their largest possible number."""
-        total, before = reading.running + reading.queue, self.users
-        smaller, larger = sorted((reading.in_flight, self.ours))
-        self.ours, self.users = reading.in_flight, max(0, total - larger)
-        self._rise = max(self.users - before, self._rise * 0.5 ** (gap_s / MINUTE_S))
-        return max(0, total - smaller)
+        total, users_before = reading.running + reading.queue, self.users
+        # When the gauges were taken, the number of our rows was between these two counts.
+        fewest_ours, most_ours = sorted((reading.in_flight, self.ours))
+        self.ours = reading.in_flight
+        self.users = max(0, total - most_ours)
+        self._rise = max(self.users - users_before, self._rise * 0.5 ** (gap_s / MINUTE_S))
+        return max(0, total - fewest_ours)
 
     def _make_room(self, reading: Reading, waiting_users: int, slots: int, ahead: int) -> None:
-        """Choose how many of our rows may stay while users wait."""
+        """Choose how many of our rows may stay in flight while users wait."""
         if self._yields and reading.running >= IN_USE * slots and reading.usage <= GOOD_USAGE:
-            self._rounds = 0  # SGLang preempts rows of ours, and the waiting requests may be these
+            # All slots are taken, so SGLang preempts our rows itself. These rows may be the ones that wait.
+            self._rounds = 0
             return
+        # A server that lets users go first starts a few of them in its next pass, without any preemption.
         if self._rounds or waiting_users > ahead or not self._yields:
             self.kept = max(0, reading.in_flight - waiting_users * 2**self._rounds)
         self._rounds = min(self._rounds + 1, MOST_ROUNDS)
+
+    def _keep_spare_slots(self, reading: Reading, allowed: int) -> None:
+        """Preempt our rows if less than half of the spare slots are free, before any user has to wait.
+
+        `allowed` is the number of requests, of the users and ours, that leaves all spare slots free. A server
+        that lets users go first needs no spare slots.
+        """
+        may_stay = max(0, allowed - self.users + self._spare // 2)
+        if self.users and not self._yields and reading.in_flight > may_stay:
+            self.kept = may_stay
 
     def _kept_without_stuck(self, gap_s: float, reading: Reading, slots: int, ahead: int) -> int | None:
         """Return how many of our rows may stay in flight if waiting requests are stuck; None if none are.
@@ -151,29 +172,32 @@ class BackgroundController(Controller):
         Requests are stuck if they wait from one sample to the next, although slots are free and no request
         starts: the server's admission does not accept them.
         """
-        stuck, self._last_queue = min(reading.queue, self._last_queue), reading.queue
-        starts = reading.running > self._last_running
-        self._last_running = reading.running
+        stuck = min(reading.queue, self._last_queue)
+        has_started = reading.running > self._last_running
+        self._last_queue, self._last_running = reading.queue, reading.running
         self._admits *= 2 ** (gap_s / TRUST_S)
-        # usage 0 marks a task without decoding: its rows use no pool, and are in no gauge while they run
-        if starts or stuck <= ahead or reading.running >= IN_USE * slots or not reading.usage:
+        # Token usage 0 marks a task without decoding: its rows use no pool, and are in no gauge while they
+        # run.
+        if has_started or stuck <= ahead or reading.running >= IN_USE * slots or not reading.usage:
             return None
         self._admits = reading.running
         return max(0, reading.in_flight - stuck)
 
-    def _free_slots(self, slots: int, ahead: int) -> int:
-        """Return how many requests (ours and the users') the slots allow."""
+    def _allowed_by_slots(self, slots: int, ahead: int) -> int:
+        """Return the number of requests, of the users and ours, that the slots allow."""
         if self._yields and not self.users:
             return slots + ahead
         spare = self._rise if self._yields else max(1, LEAST_SPARE * slots, 2 * self._rise)
         self._spare = math.ceil(min(spare, MOST_SPARE * slots))
         return max(1, slots - self._spare)
 
-    def _free_pool(self, now: float, reading: Reading) -> float:
-        """Return how many requests (ours and the users') the KV pool allows."""
+    def _allowed_by_pool(self, now: float, reading: Reading) -> float:
+        """Return the number of requests, of the users and ours, that the KV pool allows."""
         fits = float(self._fits)
-        if self._usage and now - self._began > self._life_s:
+        if self._usage and now - self._began > self._life_s:  # The means have seen whole lives of rows.
             fits = self._running / self._usage
         room = self._full * min(fits, self._admits)
-        over = reading.usage / self._full
-        return max(1.0, room if over < 1 else min(room, (reading.running + reading.queue) / over))
+        overuse = reading.usage / self._full
+        if overuse >= 1:  # The pool is too full now: shrink the present number of requests in proportion.
+            room = min(room, (reading.running + reading.queue) / overuse)
+        return max(1.0, room)

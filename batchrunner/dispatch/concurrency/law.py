@@ -1,8 +1,8 @@
 """Concurrency law: the window of one scheduler, by its token usage, queue and retractions. Pure.
 
-The window W is the number of requests that are kept in flight at a scheduler. Requests that it cannot run
-wait there as `#queue-req`. Each row that ends makes room for one more, so a slower engine gets fewer rows
-without any decision. A fresh sample moves W:
+The window W is the number of requests that are kept in flight at a scheduler. Requests that the scheduler
+cannot run wait there as `#queue-req`. Each row that ends makes room for one more, so a slower engine gets
+fewer rows without any decision. A fresh load sample moves W:
 
     W ← 2·W                 while the queue is empty, the pool is not nearly full, and sent rows have arrived
     W ← W + 0.37·(q* - q)   otherwise, if |q* - q| > q*/4
@@ -31,14 +31,16 @@ The law follows these rules of SGLang's guides:
 - Token usage over 0.9 is good, and about one retraction a minute is fine (nothing is held back before the
   pool is overfull).
 - Token usage is under 0.9, and there is frequently a queue: the server is too conservative, and sending more
-  cannot help (the corner `held`).
+  does not help (the load state `held`).
 
 States: `start` until the queue has reached `low`, then `steady`. `pressure`: a 429, a 503 or a timeout makes
 W 0.7·W, once a second at most, and nothing grows for 5 s. `blind`: no fresh sample for a while; W stays.
 `tail`: no row remains to be sent. `fixed`: the job sets W. `stop_steering` sets the last two.
 
-A full state pool of a hybrid model holds no row back, since a state does not grow with its request. It makes
-the corner `states`: the state pool is the limit, and the scheduler is not too conservative.
+A full state pool of a hybrid model holds no row back, since a state does not grow with its request. The load
+state is then `states`: the state pool is the limit, and the scheduler is not too conservative.
+
+A load state (`Corner`) is the summary of a scheduler's load that users see, for example `held`.
 
 Sources: integral control with dead time, K·τ ≤ 1/e; Past-Future Scheduler (ASPLOS 2025) for the pace.
 """
@@ -58,45 +60,55 @@ from batchrunner.tuning.signals import (
 )
 
 GAIN = 0.37
-"""Fraction of the error that one step corrects: 1/e, the largest that does not overshoot with late gauges."""
+"""Fraction of the queue's error that one step corrects: 1/e, the largest that does not overshoot with late
+gauges."""
 DEAD_BAND = 0.25
-"""Errors up to this fraction of q* are not corrected."""
+"""Errors of the queue's length are not corrected up to this fraction of its wanted length."""
 IN_USE = 0.8
 """The window may grow only if at least this fraction of it is in use. Otherwise the input is too slow."""
 GOOD_USAGE = GUIDES.usage_good
+"""Token usage from which on the KV pool counts as well used."""
 NEAR_USAGE = 0.8
-"""The pool counts as nearly full if token usage is at least this."""
-MOST_COUNTED, MINUTE_S = 12.0, 60.0
-"""Maximum of the count of recent retractions, and the half-life of this count in seconds."""
+"""Token usage from which on the KV pool counts as nearly full."""
+MOST_COUNTED = 12.0
+"""Maximum of the count of recent retractions, so that one burst of them counts for two minutes."""
+MINUTE_S = 60.0
+"""Half-life, in seconds, of the count of recent retractions."""
 HALF_LIFE_S = 4.0
 """Half-life, in seconds, of the mean number of requests that run or are on their way."""
-LEAST_LIFE_S, LONGEST_LIFE_S = 30.0, 600.0
-"""Minimum and maximum, in seconds, of the mean time that a row runs (its life). It is the half-life of moving
-averages."""
-BACK_OFF, BACK_OFF_EVERY_S, CALM_S = 0.7, 1.0, 5.0
-"""At a refusal or a timeout the window is multiplied by BACK_OFF, at most once in BACK_OFF_EVERY_S seconds.
-Then it does not grow for CALM_S seconds."""
+LEAST_LIFE_S = 30.0
+"""Minimum, in seconds, of a row's mean running time as the half-life of moving averages."""
+LONGEST_LIFE_S = 600.0
+"""Maximum, in seconds, of a row's mean running time as the half-life of moving averages."""
+BACK_OFF = 0.7
+"""Factor by which a refusal or a timeout narrows the window."""
+BACK_OFF_EVERY_S = 1.0
+"""Minimum time, in seconds, between two refusals or timeouts that narrow the window."""
+CALM_S = 5.0
+"""Time, in seconds, in which the window does not grow after a refusal or a timeout."""
 BLIND_AFTER_PERIODS = 4
 """The state becomes `blind` after this many sampling periods without a fresh sample, but not before
 `TIMING.silent_scheduler` seconds."""
 SMALL = 0.05
 """Changes of the window up to this fraction of it are not logged."""
 SHOWN_AFTER_S = 5.0
-"""Seconds that a load state must last before it is shown."""
+"""Seconds that a scheduler's load state must last before users see it."""
 HELD_HALF_LIFE_S = 144.0
-"""Half-life, in seconds, of the share of time in which the server held back. If it holds back for a minute
-without a break, this counts as frequent."""
+"""Half-life, in seconds, of the share of time in which the server holds requests back although it has room.
+With this half-life, a minute without a break counts as frequent."""
 HELD_ENDS = 0.8
-"""The state `held` ends only when that share falls below this fraction of the share at which the state began.
-So the state does not flicker."""
+"""The load state `held` ends only when the share of time in which the server holds requests back falls below
+this fraction of the share at which the state began. So the state does not flicker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One sample of a scheduler: its gauges, and what the client knows at the same moment."""
+    """One sample of a scheduler's load: the server's gauges, and the client's counts at the same moment."""
 
     running: int
+    """Number of requests that run, SGLang's `#running-req`."""
     queue: int
+    """Number of requests that wait, SGLang's `#queue-req`."""
     in_flight: int
     """This run's requests at the scheduler."""
     ended: float
@@ -114,7 +126,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A change of a window, in the form in which the event log has it."""
+    """A change of a scheduler's window, with the fields of the event `window`."""
 
     scheduler: str
     old: int
@@ -125,7 +137,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class CornerChange:
-    """A load state that a scheduler entered, in the form in which the event log has it."""
+    """A load state that a scheduler entered, with the fields of the event `corner`."""
 
     scheduler: str
     corner: str
@@ -141,13 +153,14 @@ class Controller:
     """The smallest window."""
 
     def __init__(self, scheduler: str, window: int, band: QueueBand, *, most: int, now: float) -> None:
-        """`most` is the largest window that the connections allow."""
+        """Begin with a `window`, which never exceeds `most`, the number of connections that are allowed."""
         self.scheduler = scheduler
         self.band = band
         self.window = min(window, most)
         self.state = "start"
+        """Phase of the law: `start`, `steady`, `pressure`, `blind`, `tail` or `fixed`."""
         self.corner: Corner | None = None
-        """Load state shown to users; set or cleared after 5 s (`held` at once)."""
+        """Load state that users see; None if there is none. It changes once a state has lasted for 5 s."""
         self._logged_window = self._first_window = self.window
         self._most = most
         self._began = self._doubled_at = now
@@ -163,44 +176,45 @@ class Controller:
         self._life_s = LONGEST_LIFE_S
         self._start_credit = 0.0  # fraction of a row that may begin, carried over to the next sample
         self._held_share = 0.0  # recent share of time in which the server held back
-        self._corner_now: Corner | None = None  # since `_corner_since`
-        self._logged_corner: Corner | None = None
-        self._corner_since = now
+        self._newest_corner: Corner | None = None  # load state at the last sample
+        self._newest_corner_since = now
+        self._logged_corner: Corner | None = None  # load state in the last event
 
     def sample(self, now: float, reading: Reading, *, may_grow: bool = True) -> list[Decision | CornerChange]:
         """Process a fresh sample; return the changes. `may_grow` is false if the route has a long queue."""
         gap_s = self._learn(now, reading)
         in_use = reading.in_flight >= IN_USE * self.window
-        calm = now - self._refused_at >= CALM_S
+        is_calm = now - self._refused_at >= CALM_S
         is_full = self._is_full(now, reading)
         if self.state != "start" or reading.queue >= self.band.low or is_full:
-            self.state = "steady" if calm else "pressure"
-        steered = self._steer(now, reading, is_full=is_full, may_grow=may_grow and in_use and calm)
-        return [*steered, *self._watch(now, gap_s, reading, in_use=in_use)]
+            self.state = "steady" if is_calm else "pressure"
+        decisions = self._steer(now, reading, is_full=is_full, may_grow=may_grow and in_use and is_calm)
+        return [*decisions, *self._watch(now, gap_s, reading, in_use=in_use)]
 
     def tick(self, now: float) -> list[Decision]:
-        """React to time that passes without a fresh sample."""
+        """Set the state `blind` once there has been no fresh sample for too long."""
         silence_s = now - (now if self._fresh_at is None else self._fresh_at)
         patience_s = max(TIMING.silent_scheduler, BLIND_AFTER_PERIODS * self._period_s)
         if self.state == "blind" or silence_s < patience_s:
             return []
         self.state = "blind"
-        stays = min(self.window, self.least * self._most)
-        return self._move(stays, f"no fresh load for {silence_s:.0f} s", always=True)
+        # The window stays, except that a background run (`least` is 0) sends nothing to unknown users.
+        window = min(self.window, self.least * self._most)
+        return self._move(window, f"no fresh load for {silence_s:.0f} s", always=True)
 
     def stop_steering(self, state: str) -> None:
         """Leave the window as it is; `state` (`tail` or `fixed`) is the reason. `sample` steers it again."""
         self.state = state
         self.corner = None
 
-    def backpressure(self, now: float, what: str) -> list[Decision]:
+    def backpressure(self, now: float, reason: str) -> list[Decision]:
         """Narrow the window after a refusal or a timeout."""
         if now - self._refused_at < BACK_OFF_EVERY_S:
             return []
         self._refused_at = now
         self.state = "pressure"
         least = min(self.window, max(1, self._first_window // 4))
-        return self._move(max(least, round(self.window * BACK_OFF)), what)
+        return self._move(max(least, round(self.window * BACK_OFF)), reason)
 
     @property
     def is_overfull(self) -> bool:
@@ -208,114 +222,140 @@ class Controller:
         return is_overfull(self._recent_retractions)
 
     def _learn(self, now: float, reading: Reading) -> float:
-        """Update the averages with a sample; return the seconds since the last one."""
+        """Update the averages with a load sample; return the seconds since the last sample."""
         at_work = reading.in_flight - reading.queue
-        if self._fresh_at is None:
+        if self._fresh_at is None:  # The first sample sets the totals, so that its differences are 0.
+            self._fresh_at = now
             self._at_work, self._ended, self._retractions = at_work, reading.ended, reading.retractions
-        gap_s = now - (now if self._fresh_at is None else self._fresh_at)
+        gap_s = now - self._fresh_at
         self._fresh_at = now
         if gap_s:
             self._rate = (self._rate + (reading.ended - self._ended) / gap_s) / 2
         self._ended = reading.ended
         self._period_s = (self._period_s + gap_s) / 2 if self._period_s else gap_s
         self._at_work += _weight(gap_s, HALF_LIFE_S) * (at_work - self._at_work)
+        self._learn_means(now, gap_s, reading)
+        # The total is partly an estimate and may fall (see limits.py). A fall counts as no retraction.
+        retracted = max(0.0, reading.retractions - self._retractions)
+        self._retractions += retracted
+        decayed = self._recent_retractions * 0.5 ** (gap_s / MINUTE_S)
+        self._recent_retractions = min(MOST_COUNTED, decayed + retracted)
+        return gap_s
+
+    def _learn_means(self, now: float, gap_s: float, reading: Reading) -> None:
+        """Update the means whose half-life is a row's mean running time, and then that time itself."""
         # At first these are plain means since the beginning: a decaying mean would weigh a sample too little.
-        known_s = max(now - self._began, gap_s) or 1.0
-        weight = max(gap_s / known_s, _weight(gap_s, max(self._life_s, LEAST_LIFE_S)))
+        elapsed_s = max(now - self._began, gap_s) or 1.0
+        weight = max(gap_s / elapsed_s, _weight(gap_s, max(self._life_s, LEAST_LIFE_S)))
         self._running += weight * (reading.running - self._running)
         self._mean_rate += weight * (self._rate - self._mean_rate)
         self._usage += weight * (reading.usage - self._usage)
         if self._mean_rate > 0:
             self._life_s = min(self._running / self._mean_rate, LONGEST_LIFE_S)
-        more = max(0.0, reading.retractions - self._retractions)
-        self._retractions += more
-        self._recent_retractions = min(
-            MOST_COUNTED, self._recent_retractions * 0.5 ** (gap_s / MINUTE_S) + more
-        )
-        return gap_s
 
     def _is_full(self, now: float, reading: Reading) -> bool:
         """Tell whether the KV pool is nearly full, or overfull."""
         is_at_cap = reaches_cap(max(reading.running, self._running), reading.max_running)
         if reading.usage >= NEAR_USAGE and not is_at_cap:
             self._nearly_full_at = now
+        # Rows that began together keep growing, so a nearly full pool matters for as long as a row runs.
         return self.is_overfull or now - self._nearly_full_at < max(self._life_s, self._period_s)
 
     def _steer(self, now: float, reading: Reading, *, is_full: bool, may_grow: bool) -> list[Decision]:
-        low, high = self.band.low, self.band.high
-        if not is_full and (reading.queue == 0 or (self.state == "start" and reading.queue < low)):
-            # Ended rows are counted too: rows in a prefill are in no gauge, and short rows end between
-            # samples.
-            ended = self._mean_rate * (now - self._doubled_at)
-            if not may_grow or max(reading.running + reading.queue, ended) < IN_USE * self.window:
-                return []
-            self._doubled_at = now
-            step = min(self.window, max(1, high // 2))
-            return self._move(self.window + step, f"#queue-req {reading.queue} is under {low}: growing fast")
-        wanted = 0.0 if self.is_overfull else (low + 2 * self._rate * self._period_s) / (1 - DEAD_BAND)
-        target = min(max(wanted, 1.5 * low), 10 * low, high / 2)
-        ours = min(
-            reading.in_flight, self.window
-        )  # requests beyond the window are not replaced when they end
-        queue = ours - self._at_work
+        """Move the window by the law in the module's docstring; return the change if it is large."""
+        is_starting = self.state == "start" and reading.queue < self.band.low
+        if not is_full and (reading.queue == 0 or is_starting):
+            return self._double(now, reading) if may_grow else []
+        target = self._wanted_queue()
+        # Requests beyond the window are not replaced when they end, so they count as gone.
+        in_flight = min(reading.in_flight, self.window)
+        queue = in_flight - self._at_work
         if abs(reading.in_flight - reading.running - reading.queue) <= DEAD_BAND * target:
-            queue = ours - reading.in_flight + reading.queue  # the gauges are newer than W's last move
+            # The gauges account for all requests in flight, so they are newer than the window's last move.
+            queue = in_flight - reading.in_flight + reading.queue
         error = target - queue
         window = float(self.window)
         reason = f"#queue-req {reading.queue} (about {queue:.0f}), wanted {target:.0f}"
         if error < -DEAD_BAND * target:
             # Narrow by at most the rows that end in a half-life: by then the scheduler may run more rows.
             least = reading.in_flight - max(1.0, self._rate * HALF_LIFE_S)
-            window = min(window, max(ours + GAIN * error, least))
+            window = min(window, max(in_flight + GAIN * error, least))
         elif error > DEAD_BAND * target and may_grow:
             window += GAIN * error
-        room = self._room(reading, target) if is_full else window
-        if room < window:
-            window, reason = room, f"token usage {reading.usage:.2f}: rows are sent as the KV pool has room"
+        if is_full:
+            room = self._room(reading, target)
+            if room < window:
+                window = room
+                reason = f"token usage {reading.usage:.2f}: rows are sent only as the KV pool has room"
         return self._move(int(window), reason)
 
+    def _double(self, now: float, reading: Reading) -> list[Decision]:
+        """Double the window, unless the rows of its last doubling have not arrived at the scheduler yet."""
+        # Ended rows show arrival, too: rows in a prefill are in no gauge, and short rows end between samples.
+        ended = self._mean_rate * (now - self._doubled_at)
+        if max(reading.running + reading.queue, ended) < IN_USE * self.window:
+            return []
+        self._doubled_at = now
+        step = min(self.window, max(1, self.band.high // 2))
+        reason = f"#queue-req {reading.queue} is under {self.band.low}: the window grows fast"
+        return self._move(self.window + step, reason)
+
+    def _wanted_queue(self) -> float:
+        """Return the wanted length of the queue, q* in the module's docstring."""
+        low = self.band.low
+        wanted = 0.0 if self.is_overfull else (low + 2 * self._rate * self._period_s) / (1 - DEAD_BAND)
+        return min(max(wanted, 1.5 * low), 10 * low, self.band.high / 2)
+
     def _room(self, reading: Reading, target: float) -> float:
-        """Return how many requests may be in flight while the pool is nearly full."""
-        usage = max(self._usage, NEAR_USAGE / 4)
+        """Return the maximum number of requests in flight while the pool is nearly full or overfull.
+
+        `target` is the wanted length of the queue. Rows may begin only at the pace of a well used pool.
+        """
+        usage = max(self._usage, NEAR_USAGE / 4)  # The mean may still be near 0 at first.
         self._start_credit += self._mean_rate * GOOD_USAGE / usage * self._period_s
-        begin, self._start_credit = divmod(self._start_credit, 1)
+        may_begin, self._start_credit = divmod(self._start_credit, 1)
         if self.is_overfull:
-            return max(1.0, min(reading.running + begin, GOOD_USAGE * self._running / usage))
-        return max(1.0, reading.running + min(reading.queue, (1 - DEAD_BAND) * target) + begin)
+            return max(1.0, min(reading.running + may_begin, GOOD_USAGE * self._running / usage))
+        return max(1.0, reading.running + min(reading.queue, (1 - DEAD_BAND) * target) + may_begin)
 
     def _watch(self, now: float, gap_s: float, reading: Reading, *, in_use: bool) -> list[CornerChange]:
-        """Update the load state that is shown (None while the input is slow); return it if it is new."""
-        corner = self._corner(gap_s, reading, in_use=in_use)
-        if corner is not self._corner_now:
-            self._corner_now, self._corner_since = corner, now
-        if corner is not Corner.HELD and now - self._corner_since < SHOWN_AFTER_S:
+        """Update the load state that users see; return the change if the event log lacks it.
+
+        A state must last for a while, so that it does not flicker. `held` is an average over minutes already.
+        """
+        corner = self._find_corner(gap_s, reading, in_use=in_use)
+        if corner is not self._newest_corner:
+            self._newest_corner, self._newest_corner_since = corner, now
+        if corner is not Corner.HELD and now - self._newest_corner_since < SHOWN_AFTER_S:
             return []
         self.corner = corner
         if corner is None or corner is self._logged_corner:
             return []
         self._logged_corner = corner
-        what = f"#queue-req {reading.queue}, token usage {reading.usage:.2f}{corner.meaning}"
         return [
             CornerChange(
                 scheduler=self.scheduler,
                 corner=corner,
                 queue=reading.queue,
                 token_usage=round(reading.usage, 4),
-                reason=what,
+                reason=f"#queue-req {reading.queue}, token usage {reading.usage:.2f}{corner.meaning}",
             )
         ]
 
-    def _corner(self, gap_s: float, reading: Reading, *, in_use: bool) -> Corner | None:
-        # token usage 0 marks a task without decoding, about which the pool says nothing
+    def _find_corner(self, gap_s: float, reading: Reading, *, in_use: bool) -> Corner | None:
+        """Return the load state of this sample; None if no state fits, or while the input is too slow."""
+        # Token usage 0 marks a task without decoding, about which the pool says nothing.
         is_held = in_use and reading.usage > 0 and holds_back(reading) and not self.is_overfull
         self._held_share += _weight(gap_s, HELD_HALF_LIFE_S) * (is_held - self._held_share)
         if not in_use:
             return None
-        share = self._held_share / HELD_ENDS if self._corner_now is Corner.HELD else self._held_share
+        share = self._held_share
+        if self._newest_corner is Corner.HELD:  # The state ends at a smaller share than that at its begin.
+            share /= HELD_ENDS
         return corner_of(reading, overfull=self.is_overfull, share_held=share)
 
     def _move(self, window: int, reason: str, *, always: bool = False) -> list[Decision]:
-        """Set the window; return the change unless it is small."""
+        """Set the window within its limits; return the change if it is large, or `always`."""
         self.window = max(self.least, min(window, self._most))
         if not always and abs(self.window - self._logged_window) <= SMALL * self._logged_window:
             return []
@@ -324,6 +364,7 @@ class Controller:
 
 
 def _weight(gap_s: float, half_life_s: float) -> float:
+    """Return the weight of a new value in a moving average, `gap_s` seconds after the last value."""
     return 1.0 - math.exp2(-gap_s / half_life_s)
 
 
@@ -356,19 +397,21 @@ def tokens_a_row(max_new_tokens: int | None, prompt_tokens: float | None = None)
 def first_window(
     max_running: int | None, max_total_tokens: int | None, row_tokens: int, low: int, high: int
 ) -> tuple[int, str]:
-    """Return the first window and a sentence with the reason for it; `low` and `high` bound the queue band.
+    """Return the first window of a scheduler, and the reason in words; `low` and `high` bound its queue.
 
-    The window is max_running_requests plus `low`, so that a free slot is filled in the same scheduler step.
-    If the KV pool holds far fewer requests, their number replaces max_running_requests. The window is a
-    guess, since lengths are unknown. If it is too small, it doubles at the next load samples. If it is too
-    large, the extra rows cannot be called back: they begin together and grow together until the pool is full.
+    The window is `max_running` (max_running_requests) plus `low`, so that a free slot is filled in the same
+    scheduler step. If the KV pool holds far fewer requests, their number replaces `max_running`. The window
+    is a guess, since lengths are unknown. If it is too small, it doubles at the next load samples. If it is
+    too large, the extra rows cannot be called back: they begin together and grow together until the pool is
+    full.
     """
     if max_running is None:
         return UNKNOWN_ENGINE_WINDOW, "the engine does not report its max_running_requests"
-    running, why = max_running, f"max_running_requests {max_running}"
+    running, reason = max_running, f"max_running_requests {max_running}"
     if max_total_tokens is not None:
-        fits = max(1, max_total_tokens // row_tokens)
-        if fits + high // 2 < running + low:
-            why = f"the KV pool of {max_total_tokens:,} tokens holds about {fits:,} requests"
-            return fits + low, f"{why}, and {low} waiting"
-    return running + low, f"{why}, and {low} waiting"
+        fitting = max(1, max_total_tokens // row_tokens)
+        # The pool's number is rough, so it counts only if it is lower by half of the longest healthy queue.
+        if fitting + high // 2 < running + low:
+            running = fitting
+            reason = f"the KV pool of {max_total_tokens:,} tokens holds about {fitting:,} requests"
+    return running + low, f"{reason}, and {low} waiting"

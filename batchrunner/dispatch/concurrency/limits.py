@@ -1,8 +1,8 @@
 """Concurrency limits of all routes. Load samples steer one controller for each scheduler. Pure.
 
 The window of a route is the sum of its schedulers' windows. Most routes have one scheduler. A server with
-several DP ranks chooses the rank itself, so its route has several schedulers. While one of their queues
-exceeds the band, none of their windows grows.
+several DP ranks chooses the rank itself, so its route has several schedulers. While the queue of one of them
+exceeds its healthy range (the band), none of their windows grows.
 """
 
 import math
@@ -33,12 +33,13 @@ class SchedulerLimit:
     route: "RouteLimit"
     controller: Controller
     polled_at: float
-    """Time of the last poll that brought its load, in seconds of the monotonic clock."""
+    """Time of the last poll that brought the scheduler's load, in seconds of the monotonic clock."""
     reports_load: bool
+    """Whether the server reports the scheduler's load. If not, the controller gets no samples."""
     last: SchedulerLoad | None = None
-    """Its last sample; None before the first."""
+    """The scheduler's last load sample; None before the first."""
     reported_retractions: int = 0
-    """Retractions that its load has reported since the first sample."""
+    """Number of retractions that the scheduler has reported since its first load sample."""
 
     def is_unreachable(self, now: float) -> bool:
         """Tell whether polls of its load have failed for a while.
@@ -49,11 +50,12 @@ class SchedulerLimit:
         return self.last is not None and now - self.polled_at > TIMING.silent_scheduler
 
     def update(self, load: SchedulerLoad) -> bool:
-        """Store a sample; tell whether it is new. Samples without a time are new if anything has changed."""
+        """Store a sample; tell whether it is new. Samples without a time are new if any value has changed."""
         last, self.last = self.last, load
         if last is None:
             return True
-        if load == last if load.taken_at is None else load.taken_at == last.taken_at:
+        is_repeated = load == last if load.taken_at is None else load.taken_at == last.taken_at
+        if is_repeated:
             return False
         if load.retracted != last.retracted:  # the scheduler repeats the figure until its next report
             self.reported_retractions += load.retracted or 0
@@ -64,8 +66,8 @@ HALF_LIFE_S = 60.0
 """Half-life of the count of recent rows, in seconds. Rows of one length end in waves, which are as far apart
 as one row takes."""
 AHEAD_PASSES = 8
-"""Prefill passes of queued prompts that a replica may always have: two to four seconds of work, enough until
-the next load samples."""
+"""Number of prefill passes for which a replica may always hold queued prompts: two to four seconds of work,
+enough until the next load samples."""
 LEAST_ROWS = 1e-3
 """Minimum of the count of recent rows. After a long silence all routes are at this minimum, and so they get
 equal shares."""
@@ -90,7 +92,7 @@ class RouteLimit:
 
     @property
     def window(self) -> int:
-        """Sum of its schedulers' windows."""
+        """Sum of the windows of the route's schedulers."""
         return sum(scheduler.controller.window for scheduler in self.schedulers)
 
     @property
@@ -99,11 +101,11 @@ class RouteLimit:
         return self.schedulers[0] if len(self.schedulers) == 1 else None
 
     def is_unreachable(self, now: float) -> bool:
-        """Tell whether polls of all its schedulers have failed for a while."""
+        """Tell whether load polls of all the route's schedulers have failed for a while."""
         return bool(self.schedulers) and all(scheduler.is_unreachable(now) for scheduler in self.schedulers)
 
     def count_recent(self, gap_s: float) -> None:
-        """Add the newly ended rows to the recent ones, and let these decay for `gap_s` seconds."""
+        """Add the newly ended rows to the count of recent rows, and let it decay for `gap_s` seconds."""
         recent = self.recent + self.ended.rows - self.counted
         self.recent = max(LEAST_ROWS, recent * 0.5 ** (gap_s / HALF_LIFE_S))
         self.counted = self.ended.rows
@@ -119,9 +121,13 @@ def shares(
     recently; an `unreachable` route gets one row. The shares add up to at least `remaining`, so that no row
     waits for ever. While much input remains, no share is below a window.
     """
-    able = [route for route in routes if route not in unreachable] or routes
-    total = sum(route.recent for route in able)
-    return [max(1, math.ceil(remaining * route.recent / total)) if route in able else 1 for route in routes]
+    reachable = [route for route in routes if route not in unreachable] or routes
+    total = sum(route.recent for route in reachable)
+    shares_of_routes = []
+    for route in routes:
+        share = math.ceil(remaining * route.recent / total) if route in reachable else 1
+        shares_of_routes.append(max(1, share))
+    return shares_of_routes
 
 
 @dataclass(slots=True)
@@ -137,15 +143,15 @@ class ConcurrencyLimits:
     tokens_a_row: int
     """KV tokens that a row is expected to hold on average while it runs."""
     most: int
-    """Maximum window of a route, given by the number of its connections."""
+    """Maximum window of a route: the number of connections that are allowed."""
     fixed: int | None = None
-    """Window that the job sets (`window`), over all routes; it is never changed."""
+    """Window over all routes that the job sets (`window`), which never changes; None if the law sets it."""
     passes: ForwardPasses | None = None
     """Forward passes of a task without decoding, which set the queue band; None for generation."""
     returned_rows: int = 0
-    """Number of rows that were returned to the queue to make room for users of the engine."""
+    """Number of rows that were preempted to make room for users of the engine."""
     tokens_lost: int = 0
-    """Output tokens of these rows, which have to be generated again."""
+    """Output tokens of the preempted rows, which have to be generated again."""
     prompt_tokens: float = TYPICAL_PROMPT_TOKENS
     """Mean number of prompt tokens per row that the engine computes."""
     schedulers: dict[str, SchedulerLimit] = field(default_factory=dict)
@@ -192,11 +198,11 @@ class ConcurrencyLimits:
 
     @property
     def is_background(self) -> bool:
-        """Whether the engine serves others first."""
+        """Whether the engine serves its users before the rows of this run (`engine.background`)."""
         return self.info.yields is not None
 
     def routes_to_relieve(self) -> Iterator[tuple[RouteLimit, int]]:
-        """Yield each route from which rows are to be returned, and how many may stay in flight."""
+        """Yield each route on which rows are to be preempted, and how many rows may stay in flight."""
         for route in self.routes:
             controllers = (scheduler.controller for scheduler in route.schedulers)
             laws = [law for law in controllers if isinstance(law, BackgroundController)]
@@ -204,7 +210,7 @@ class ConcurrencyLimits:
                 yield route, sum(law.ours if law.kept is None else law.kept for law in laws)
 
     def count_returned(self, tokens: int) -> None:
-        """Count a row that was returned after so many output tokens."""
+        """Count a row that was preempted after this number of output tokens."""
         self.returned_rows += 1
         self.tokens_lost += tokens
 
@@ -216,9 +222,9 @@ class ConcurrencyLimits:
     def observe(
         self, loads: Sequence[SchedulerLoad], now: float, *, unsent: int
     ) -> list[Decision | CornerChange]:
-        """Process a poll's samples (none if it failed); return the changes of windows and of load states.
+        """Process a poll's load samples (none if it failed); return the changes of windows and load states.
 
-        `in_flight` of each route must be up to date. `unsent` counts the rows that are still to be sent,
+        `in_flight` of each route must be up to date. `unsent` is the number of rows still to be sent,
         including those that wait for another attempt.
         """
         changes: list[Decision | CornerChange] = [
@@ -230,6 +236,7 @@ class ConcurrencyLimits:
         if not self.is_background and (unsent == 0 or self.fixed is not None):
             for scheduler in self.schedulers.values():
                 scheduler.controller.stop_steering("fixed" if unsent else "tail")
+            # With a fixed window, the first windows of new schedulers have no effect.
             return [] if self.fixed is not None else changes
         changes += self._sample(loads, now)
         changes += self._share_out(unsent + sum(route.in_flight for route in self.routes), now)
@@ -238,7 +245,7 @@ class ConcurrencyLimits:
         return changes
 
     def _forget_absent_schedulers(self, now: float) -> None:
-        """Forget a silent scheduler whose route has others that report: a gateway has lost that worker."""
+        """Forget a silent scheduler if others of its route report: the gateway has lost that worker."""
         for route in self.routes:
             reporting = [scheduler for scheduler in route.schedulers if not scheduler.is_unreachable(now)]
             if reporting and len(reporting) < len(route.schedulers):
@@ -266,7 +273,7 @@ class ConcurrencyLimits:
         return self.routes[-1]
 
     def _assumed_load(self, route: RouteLimit) -> SchedulerLoad:
-        """Return a load for a route that reports none, with an equal part of the engine's reported limits."""
+        """Return an idle load for a route that reports none, with an equal part of the engine's limits."""
         count = len(self.info.routes)
         running, tokens = (
             limit and max(1, limit // count) for limit in (self.info.max_running, self.info.max_total_tokens)
@@ -286,14 +293,15 @@ class ConcurrencyLimits:
         """Add a scheduler by its first load; return its first window."""
         name, max_running, band = load.scheduler, load.max_running, self._band(load)
         if self.passes is not None:
-            rows = self.passes.rows(max_running)
-            window, why = self.passes.first_window(max_running), f"a forward pass takes about {rows} rows"
+            window = self.passes.first_window(max_running)
+            why = f"a forward pass takes about {self.passes.rows(max_running)} rows"
         else:
             window, why = first_window(
                 max_running, load.max_total_tokens, self.tokens_a_row, low=band.low, high=band.high
             )
-        controller = Controller(name, window, band, most=self.most, now=now)
-        if self.info.yields is not None:
+        if self.info.yields is None:
+            controller = Controller(name, window, band, most=self.most, now=now)
+        else:
             fits = window
             if self.passes is None and load.max_total_tokens is not None:
                 fits = max(1, load.max_total_tokens // self.tokens_a_row)
@@ -302,7 +310,13 @@ class ConcurrencyLimits:
             )
             why = "background: spare capacity"
         route = self._route_to(load.route)
-        scheduler = SchedulerLimit(name, route, controller, now, reports_load=load.source != "engine")
+        scheduler = SchedulerLimit(
+            name=name,
+            route=route,
+            controller=controller,
+            polled_at=now,
+            reports_load=load.source != "engine",
+        )
         self.schedulers[name] = scheduler
         route.schedulers.append(scheduler)
         route.recent += controller.window
@@ -310,45 +324,51 @@ class ConcurrencyLimits:
         return Decision(scheduler=name, old=0, new=controller.window, state=controller.state, reason=why)
 
     def _sample(self, loads: Sequence[SchedulerLoad], now: float) -> list[Decision | CornerChange]:
-        """Pass each new sample to its scheduler's controller; return what that changed."""
-        decodes = self.passes is None
-        busy = Counter[RouteLimit]()
-        full = set[RouteLimit]()
+        """Pass each new sample to its scheduler's controller; return the changes of windows and states."""
+        requests = Counter[RouteLimit]()  # that run or wait, over all schedulers of a route
+        full_routes = set[RouteLimit]()
         for load in loads:
             scheduler = self.schedulers[load.scheduler]
-            busy[scheduler.route] += load.running + load.queue
+            requests[scheduler.route] += load.running + load.queue
             if load.queue > scheduler.controller.band.high:
-                full.add(scheduler.route)
+                full_routes.add(scheduler.route)
         changes: list[Decision | CornerChange] = []
         for load in loads:
             scheduler = self.schedulers[load.scheduler]
-            route, count = scheduler.route, len(scheduler.route.schedulers)
+            route, controller = scheduler.route, scheduler.controller
+            # An idle scheduler repeats its last sample. Only the background law needs the repeated sample,
+            # because it says that there are still no users.
             if not scheduler.update(load) and (load.has_work or not self.is_background):
-                continue  # an idle scheduler reports nothing new
-            ours = route.in_flight
-            if count > 1:
-                total = busy[route]
-                ours = round(ours * ((load.running + load.queue) / total if total else 1 / count))
-            scheduler.controller.band = self._band(load)  # a restarted server may have other limits
-            reading = Reading(
-                running=load.running,
-                queue=load.queue,
-                in_flight=ours,
-                ended=route.ended.rows / count,
-                usage=load.token_usage if decodes else 0.0,
-                retractions=self._retractions_of(scheduler),
-                max_running=load.max_running,
-                state_usage=load.state_usage,
-            )
-            may_grow = count == 1 or route not in full
-            changes += scheduler.controller.sample(now, reading, may_grow=may_grow)
+                continue
+            controller.band = self._band(load)  # a restarted server may have other limits
+            may_grow = len(route.schedulers) == 1 or route not in full_routes
+            reading = self._reading(scheduler, load, requests[route])
+            changes += controller.sample(now, reading, may_grow=may_grow)
         return changes
+
+    def _reading(self, scheduler: SchedulerLimit, load: SchedulerLoad, requests: int) -> Reading:
+        """Return a scheduler's load with its part of its route's counts; `requests` run or wait there."""
+        route, count = scheduler.route, len(scheduler.route.schedulers)
+        in_flight = route.in_flight
+        if count > 1:
+            share = (load.running + load.queue) / requests if requests else 1 / count
+            in_flight = round(in_flight * share)
+        return Reading(
+            running=load.running,
+            queue=load.queue,
+            in_flight=in_flight,
+            ended=route.ended.rows / count,
+            usage=load.token_usage if self.passes is None else 0.0,
+            retractions=self._retractions_of(scheduler),
+            max_running=load.max_running,
+            state_usage=load.state_usage,
+        )
 
     def _retractions_of(self, scheduler: SchedulerLimit) -> float:
         """Return how many requests a scheduler has retracted, by its load or by ended rows.
 
-        An ended row does not say which scheduler of its route retracted it. So the schedulers of a route
-        share the rows' count evenly, unless the load of another scheduler there reports retractions.
+        An ended row does not tell which scheduler of its route retracted it. So the schedulers of a route
+        share the rows' count evenly, unless another scheduler of the route reports retractions itself.
         """
         route, reported = scheduler.route, scheduler.reported_retractions
         if any(other.reported_retractions for other in route.schedulers if other is not scheduler):
@@ -364,8 +384,9 @@ class ConcurrencyLimits:
     def _soon_used(self, route: RouteLimit, share: int) -> int:
         """Return the part of its share that a route may hold now; a faster route can take the rest.
 
-        It is half of the share, or the rows that the route can use soon if they are more: those that run,
-        plus some prefill passes of queued prompts. A route that reports no load may hold its whole share.
+        The part is at least half of the share. It is larger if the route can use more rows soon: the running
+        rows, plus queued prompts for AHEAD_PASSES prefill passes. A route that reports no load may hold its
+        whole share.
         """
         if not all(scheduler.reports_load for scheduler in route.schedulers):
             return share
@@ -389,8 +410,9 @@ class ConcurrencyLimits:
         for route, new_share in zip(self.routes, new_shares, strict=True):
             before, window = route.share, self._wanted(route)
             share = route.share = self._soon_used(route, new_share)
-            if share < window and (before is None or window <= before):
-                why = f"its share of the {remaining} remaining rows"
+            is_new_limit = share < window and (before is None or window <= before)
+            if is_new_limit:
+                why = f"the route's share of the {remaining} remaining rows"
                 decisions.append(
                     Decision(scheduler=route.url, old=window, new=share, state="share", reason=why)
                 )

@@ -1,11 +1,12 @@
 """The HTTP client of SGLang servers: sends the rows of a run to replicas of one model and reads the answers.
 
-A row is one POST with one complete reply, and so is a list of rows of a task without decoding. A bundle is a
-list of prompts with `stream: true`. SGLang answers a bundle with events, each with the `index` of its row:
-one when a row ends, and one after its first token if more follow.
+A row is sent as one POST and gets one complete reply. A list of rows of a task without decoding (embeddings,
+scores) is one POST with one reply too. A bundle is a list of prompts with `stream: true`. SGLang answers a
+bundle with server-sent events, each with the `index` of its row: one event when a row ends, and one after the
+row's first token if more tokens follow.
 
 `HttpEngine` is the client. `AttachedServers` is the engine of servers that already run, or of a gateway's
-workers; the run does not restart them. The engine of servers that we start is in `launched/fleet.py`.
+workers; the run does not restart them. The engine of servers that the run starts is in `launched/fleet.py`.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
@@ -46,7 +47,6 @@ from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.connections import open_connections
 from batchrunner.engines.http.guard import GuardedConnector, ModelGuard, common_model, model_in
 from batchrunner.engines.http.proxies import ENDED_BY_PROXY, REQUESTS, by_proxy
-from batchrunner.engines.http.replies import JSON_BEGINS
 from batchrunner.engines.http.server import Endpoint, HangPause, SentRequest
 from batchrunner.engines.http.server_info import (
     NO_SUCH_PATH,
@@ -70,36 +70,39 @@ from batchrunner.sglang.model_files import vocabulary_of
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 30.0
+"""Maximum seconds to open a TCP connection to a server."""
 KEEPALIVE_S = 3.0
-"""Seconds; SGLang (uvicorn) closes an idle connection after 5 s, so the client drops it before that."""
+"""Seconds after which the client closes an idle connection. SGLang (uvicorn) would close it after 5 s, and a
+request sent at that moment would be lost."""
 LONGEST_TICK_S = 1.0
-"""Longest pause between two checks for late requests."""
+"""Maximum seconds between two checks for requests that exceed `limits.request_timeout`."""
 START = "start the server, or correct engine.urls"
-"""What to do where no server answers."""
+"""Advice to a user whose server does not answer."""
 _END = b"[DONE]"
-_OK = HTTPStatus.OK.value  # a lookup in an enumeration takes as long as ten other lines
+"""Data of the event with which SGLang ends every event stream."""
+_OK = HTTPStatus.OK.value  # The lookup in the enumeration is slow, so it is not repeated for each row.
 
 Answer = TypeVar("Answer")
 
 
 class ServerDescription(NamedTuple):
-    """What a server reports of itself at the start of a run."""
+    """A server's replies about itself at the start of a run."""
 
     url: str
     model: dict[str, Any]
-    """Its `/model_info`."""
+    """The server's reply to `/model_info`."""
     arguments: dict[str, Any]
-    """Its `/server_info`: arguments and limits."""
+    """The server's reply to `/server_info`: its arguments and limits."""
 
 
 class HttpEngine(Engine):
-    """Sends requests to replicas of one model, each of whose URLs is a route, and polls their loads.
+    """Sends requests to the replicas of one model, and polls their loads. A replica's URL is its route.
 
     A subclass calls `connect()` once the servers are up.
     """
 
     starts_servers = False
-    """Whether this run starts the servers, and restarts them."""
+    """Whether this run starts the servers, and restarts them if they die."""
 
     def __init__(
         self,
@@ -108,11 +111,11 @@ class HttpEngine(Engine):
         limits: LimitsSpec,
         task: TaskName = GENERATE,
     ) -> None:
-        """Take the `task` that the servers' model must be able to do."""
+        """Connect to no server yet. `task` is the task that the servers' model must be able to do."""
         self.endpoints: dict[str, Endpoint] = {}
-        """Where requests are sent, by route."""
+        """All servers that the run has used, by route."""
         self.serving: list[Endpoint] = []
-        """The servers that get rows; those of a gateway may change."""
+        """The servers that get rows. A gateway may add and remove servers during the run."""
         self.guard = ModelGuard()
         self._incidents: list[Incident] = []
         self._task = task
@@ -125,27 +128,32 @@ class HttpEngine(Engine):
         self._question_session: aiohttp.ClientSession | None = None
         self._server_questions: ServerQuestions | None = None
         self._reports_load = False
-        """Whether servers report their load."""
+        """Whether the servers report their load at `/v1/loads`."""
         self._timeout_loop: asyncio.Task[None] | None = None
         self._rid_prefix = f"batchrunner-{secrets.token_hex(6)}"
         self._rid_numbers = itertools.count()
         self._vocabulary: int | None = None
+        """Number of tokens in the model's vocabulary; None if the model's files are not on this machine."""
         self._vector_length = VectorLength()
         self.model_to_send: str | None = None
-        """Model name that every request must have; None where servers take any."""
+        """Model name that every request must contain; None if the servers accept requests without a name."""
         self._model_names: frozenset[str] = frozenset()
+        """Names of the model that the servers serve."""
         self._names_to_send: dict[str, str] = {}
-        """Model name to send in a whole request, by the name that its row gives."""
+        """Model name that is sent, by the model name in a row of a batch file."""
         self._logged_unwatched = False
+        """Whether the log already says that answers are not watched for repetition."""
         self._no_thinking_budget: str | None = None
+        """Reason why the servers would ignore `max_thinking_tokens`; None if they obey it."""
         self._name_lock = asyncio.Lock()
         self._large_answers = asyncio.Semaphore(replies.LARGE_AT_ONCE)
-        """Permits to read large answers."""
+        """Permits to read an answer of more than `replies.LARGE_BYTES`."""
 
     async def connect(self, urls: Sequence[str], remedy: str = START) -> EngineInfo:
-        """Connect to the replicas, and read the description of each that answers.
+        """Connect to the replicas, and return the description of those that answer.
 
-        Raises EngineStartError if no replica can be reached (with the `remedy`) or one cannot do the task.
+        Raises EngineStartError if no replica answers, with `remedy` as the advice, or if a replica's model
+        cannot do the task.
         """
         self._timeout_loop = asyncio.create_task(self._end_late_requests())
         connections, limited_by = open_connections(len(urls))
@@ -180,42 +188,64 @@ class HttpEngine(Engine):
         )
 
     def _add_endpoints(self, descriptions: Sequence[ServerDescription], urls: Sequence[str]) -> None:
-        """Create the endpoints; those that answer come first, as `tokens_of` asks the first one."""
-        arguments = {description.url: description.arguments for description in descriptions}
-        for url in dict.fromkeys([*arguments, *urls]):
+        """Create an endpoint for each server. Servers that answer come first: `tokens_of` asks the first."""
+        arguments_by_url = {description.url: description.arguments for description in descriptions}
+        for url in dict.fromkeys([*arguments_by_url, *urls]):
             endpoint = self.endpoints[url] = self._new_endpoint(url)
-            endpoint.arguments = arguments.get(url)
+            endpoint.arguments = arguments_by_url.get(url)
         self.serving = [self.endpoints[url] for url in urls]
 
     async def _first_loads(self, descriptions: Sequence[ServerDescription]) -> Sequence[SchedulerLoad]:
-        """Find out whether servers report their load; return the loads if all servers that answer do."""
+        """Find out whether servers report their load, and return the loads.
+
+        Return no load if a server that answers reports none, because the limits in the loads would not be the
+        limits of all replicas.
+        """
+        # The reply of the first replica decides for all of them whether `/v1/loads` exists.
         self._reports_load = await self._loads_of(descriptions[0].url) != []
         loads = await self.loads()
-        servers = {load.server for load in loads}
-        return loads if all(description.url in servers for description in descriptions) else []
+        servers_with_load = {load.server for load in loads}
+        described_servers = {description.url for description in descriptions}
+        return loads if described_servers <= servers_with_load else []
 
     @property
     def replicas(self) -> list[str]:
         """URLs of the servers that get rows."""
         return [endpoint.url for endpoint in self.serving]
 
+    def may_speculate(self) -> bool:
+        """Tell whether a server uses n-gram speculation; see `Engine.may_speculate`."""
+        return any(self.arguments_of(url).get("speculative_algorithm") == "NGRAM" for url in self.endpoints)
+
+    def arguments_of(self, url: str) -> Mapping[str, Any]:
+        """Return a server's arguments, with underscores; empty if the server did not answer at the start."""
+        return self.endpoints[url].arguments or {}
+
+    def start_of(self, url: str) -> int:  # noqa: ARG002 - of servers that we start
+        """Return a number that changes whenever the run starts the server again."""
+        return 0
+
+    def status_of(self, url: str) -> ServerStatus:
+        """Return a client for questions to a server."""
+        assert self._question_session is not None
+        return ServerStatus(self._question_session, url)
+
     def _new_endpoint(self, url: str) -> Endpoint:
         return Endpoint(url, HangDetector(self._limits.hang))
 
     def _watch_model(self, endpoint: Endpoint) -> None:
-        """Let the guard ask a server for its model."""
+        """Let the guard compare a server's model with the run's."""
         assert self._server_questions is not None
-        self.guard.watch(
-            endpoint, functools.partial(self._server_questions.model, endpoint.url, self.guard.model)
-        )
+        ask_model = functools.partial(self._server_questions.model, endpoint.url, self.guard.model)
+        self.guard.watch(endpoint, ask_model)
 
     async def _describe_servers(
         self, questions: ServerQuestions, urls: Sequence[str]
     ) -> list[ServerDescription]:
         """Return the description of each server that answers.
 
-        A server that does not answer gets rows once it answers. Raises EngineAwayError if none answers,
-        EngineStartError if one cannot do the task.
+        A server that does not answer now gets rows once it answers. Raises EngineAwayError if no server
+        answers, EngineStartError if a server's model cannot do the task.
         """
         questions_at_start = [questions.at_start(url, self._task) for url in urls]
         replies_at_start = await asyncio.gather(*questions_at_start, return_exceptions=True)
@@ -232,7 +262,7 @@ class HttpEngine(Engine):
         if not descriptions:
             raise absences[0]
         for absence in absences:
-            log.warning("%s; the run goes on without it until it answers", absence)
+            log.warning("%s; the run goes on without this server until the server answers", absence)
         return descriptions
 
     async def close(self) -> None:
@@ -248,59 +278,66 @@ class HttpEngine(Engine):
         """Send one request once; see `Engine.generate`."""
         self._refuse_unsendable(request)
         endpoint = self.endpoints[route]
-        reply: bytes | list[bytes]
-        if request.task is not None:
-            reply = await self._post_task(endpoint, [request])
-        elif request.stops_repetition and self._can_watch(endpoint, request):
+        if request.task is None and request.stops_repetition and self._can_watch(endpoint, request):
             return await self._send_watched(endpoint, request)
-        else:
-            if request.kind == "body":
-                body = with_model(request.prompt, await self._name_to_send(endpoint, request.prompt.model))
-            else:
-                body = wire.bytes_of(self._addressed(wire.body_of(request)))
-            reply = await self._post(endpoint, wire.path_of(request), body)
-        completion = replies.completion_of(request, reply)
+        completion = replies.completion_of(request, await self._reply_to(endpoint, request))
         if request.task is not None:
+            # All vectors of a run are in one column, so they must have the same length.
             (result,) = self._vector_length.refuse_other_lengths([request], [completion])
             if isinstance(result, RequestError):
                 raise result
+        # `check_answer` tests the same conditions, but to await it for each row would cost more.
         if completion.weights != self.guard.weights or endpoint.doubts:
             await self.guard.check_answer(endpoint, completion.weights)
         return completion
 
+    async def _reply_to(self, endpoint: Endpoint, request: Request) -> bytes | list[bytes]:
+        """Send one request, and return the reply, or for a task without decoding the list of its replies."""
+        if request.task is not None:
+            return await self._post_task(endpoint, [request])
+        if request.kind == "body":
+            model_name = await self._name_to_send(endpoint, request.prompt.model)
+            body = with_model(request.prompt, model_name)
+        else:
+            body = wire.bytes_of(self._addressed(wire.body_of(request)))
+        return await self._post(endpoint, wire.path_of(request), body)
+
     def _refuse_unsendable(self, request: Request) -> None:
-        """Raise RowRefusedError for a row that would kill the servers, or whose limit they would ignore."""
+        """Raise RowRefusedError for a request that would kill a server, or whose budget it would ignore."""
         wire.refuse_deadly(request, self._vocabulary)
         if self._no_thinking_budget is not None and THINKING in request.sampling:
             raise RowRefusedError(f"{THINKING}: {self._no_thinking_budget}")
 
     async def generate_many(self, requests: Sequence[Request], route: str, ended: RowEnded) -> None:
         """Send several requests in one; see `Engine.generate_many`."""
-        places = []
-        for place, request in enumerate(requests):
+        indexes_to_send = []
+        for index, request in enumerate(requests):
             try:
                 self._refuse_unsendable(request)
-                places.append(place)
+                indexes_to_send.append(index)
             except RowRefusedError as refusal:
-                ended(place, refusal)
-        if not places:
+                ended(index, refusal)
+        if not indexes_to_send:
             return
         send = self._send_bundle if requests[0].task is None else self._send_list
         try:
             await send(
                 self.endpoints[route],
-                [requests[place] for place in places],
-                lambda index, result: ended(places[index], result),
+                [requests[index] for index in indexes_to_send],
+                lambda sent_index, result: ended(indexes_to_send[sent_index], result),
             )
-        except EngineBusyError:
+        except EngineBusyError:  # a busy server would refuse smaller bundles too
             raise
-        except RequestError as failure:  # the fault of one row, which fails again when it is sent alone
-            if failure.body is None and not isinstance(failure, RowRefusedError):
-                raise
-            raise BundleRefusedError(str(failure)) from None
+        except RequestError as failure:
+            # An error with a reply is the fault of one row, which fails again when it is sent alone. Other
+            # errors, such as a lost connection, apply to all rows.
+            is_fault_of_one_row = failure.body is not None or isinstance(failure, RowRefusedError)
+            if is_fault_of_one_row:
+                raise BundleRefusedError(str(failure)) from None
+            raise
 
     async def tokens_of(self, request: Request, *, special: bool = True) -> list[int] | None:
-        """Ask the first replica; see `Engine.tokens_of`."""
+        """Let the first replica tokenize a prompt; see `Engine.tokens_of`."""
         body = wire.bytes_of(wire.tokenize_body(request, special=special))
         endpoint = next(iter(self.endpoints.values()))
         answer = await self._exchange(endpoint, wire.TOKENIZE_PATH, body, self._whole)
@@ -311,28 +348,28 @@ class HttpEngine(Engine):
         return replies.tokens_in(answer.content)
 
     def incidents(self) -> list[Incident]:
-        """Return the servers' incidents; see `Engine.incidents`."""
+        """Return the incidents of the servers since the last call; see `Engine.incidents`."""
         incidents = [*self._incidents]
         self._incidents.clear()
         return incidents
 
     async def loads(self) -> Sequence[SchedulerLoad]:
-        """Poll every replica's load; one that does not answer in 2 s is left out."""
+        """Poll the load of every replica; leave out replicas that do not answer within 2 s."""
         if not self._reports_load:
             return []
-        serving = self.serving
+        serving = self.serving  # `serving` may be replaced during the polls
         loads: list[SchedulerLoad] = []
         polls = await asyncio.gather(*(self._loads_of(endpoint.url) for endpoint in serving))
-        for endpoint, polled in zip(serving, polls, strict=True):
-            if polled is None:
+        for endpoint, server_loads in zip(serving, polls, strict=True):
+            if server_loads is None:
                 endpoint.doubt()
-            elif polled:
+            elif server_loads:
                 endpoint.liveness.record(alive=True)
-                loads += polled
+                loads += server_loads
         return loads
 
     async def _loads_of(self, url: str) -> list[SchedulerLoad] | None:
-        """Return the loads that a server reports: empty where it reports none, None without an answer."""
+        """Return the loads of a server's schedulers; empty if it reports none, None if it does not answer."""
         assert self._question_session is not None
         try:
             status = ServerStatus(self._question_session, url)
@@ -356,17 +393,24 @@ class HttpEngine(Engine):
         why = f"{endpoint.url} {hang.why}"
         self._incidents.append(Incident("hangs", endpoint.url, why))
         hang_s = self._limits.hang
-        message = "%s: its rows are sent again, and it gets no rows for %g s or until it makes progress"
+        message = (
+            "%s: its rows are sent again, and the server gets no rows for %g s, or until it makes progress"
+        )
         log.warning(message, why, hang_s)
         endpoint.pause(HangPause(why, until=time.monotonic() + hang_s, progress=progress))
 
     def _reopen(self, endpoint: Endpoint) -> None:
+        """Send rows to a paused server again."""
         log.warning("%s gets rows again", endpoint.url)
         self._incidents.append(Incident("back", endpoint.url))
         endpoint.resume()
 
     def _open_sessions(self) -> None:
-        """Keep the connections of rows apart from those of polls and of questions about the model."""
+        """Open one session for rows, and another for polls and for questions about the model.
+
+        A new connection of the first session waits for the answer to a question (see `GuardedConnector`), so
+        questions cannot be sent by that session.
+        """
 
         def session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
             return aiohttp.ClientSession(
@@ -377,19 +421,22 @@ class HttpEngine(Engine):
             )
 
         self._row_session = session(GuardedConnector(self.guard, limit=0, keepalive_timeout=KEEPALIVE_S))
-        # each question has a new connection: an old one may lead to a server that is shutting down
+        # Each question gets a new connection, because an old one may lead to a server that is shutting down.
         self._question_session = session(aiohttp.TCPConnector(limit=0, force_close=True))
 
     async def _end_late_requests(self) -> None:
-        """End requests that take too long. A timer for each would be 8 % of a row's instructions."""
+        """End requests that exceed `limits.request_timeout`, until cancelled.
+
+        A timer for each request would be 8 % of the instructions that a row costs.
+        """
         while True:
             await asyncio.sleep(min(LONGEST_TICK_S, self._limits.request_timeout / 10))
-            late = time.monotonic() - self._limits.request_timeout
+            latest_send_time = time.monotonic() - self._limits.request_timeout
             for endpoint in self.endpoints.values():
-                endpoint.end_requests(sent_before=late)
+                endpoint.end_requests(sent_before=latest_send_time)
 
     async def _is_alive(self, endpoint: Endpoint) -> bool:
-        """Ask a server whether it answers, once for all rows that were cut off together."""
+        """Ask a server whether it answers. All rows that lost their connections together share a question."""
         liveness = endpoint.liveness
         question = liveness.question
         if question is None:
@@ -397,45 +444,48 @@ class HttpEngine(Engine):
             status = ServerStatus(self._question_session, endpoint.address)
             question = liveness.question = asyncio.ensure_future(status.is_alive())
             question.add_done_callback(liveness.forget_question)
-        alive = await asyncio.shield(question)
+        alive = await asyncio.shield(question)  # a cancelled row must not cancel the question of other rows
         liveness.record(alive=alive)
         return alive
 
     async def excuses(self, url: str, sent_at: float) -> bool:  # noqa: ARG002 - of servers that we start
-        """Tell whether a server that ended after `sent_at` ended for a reason that is no row's fault."""
+        """Tell whether a server that died after `sent_at` died for a reason that is no row's fault."""
         return False
 
     async def _connection_lost_error(self, endpoint: Endpoint, sent_at: float, message: str) -> RequestError:
         """Return the error, with `message`, of a row that was sent at `sent_at` and lost its connection.
 
-        If the server is alive, the row may be at fault, and the attempt counts against it. If the server
-        died after the row was sent, it may have died of the row, unless its death excuses all rows. If it
-        was dead before, no row is at fault.
+        If the server died after the row was sent, the row may have killed it, unless the death has a cause
+        that is no row's fault. If the server is alive, the row may be at fault, so the attempt counts against
+        the row. If the server was dead before the row was sent, the row is not at fault.
         """
         is_alive = await self._is_alive(endpoint)
-        if sent_at < endpoint.liveness.died_at:
-            is_excused = await self.excuses(endpoint.url, sent_at)
-            return EngineDownError(message) if is_excused else EngineDiedError(message)
+        has_died_since = sent_at < endpoint.liveness.died_at
+        if has_died_since and await self.excuses(endpoint.url, sent_at):
+            return EngineDownError(message)
+        if has_died_since:
+            return EngineDiedError(message)
         return AttemptFailedError(message) if is_alive else EngineDownError(message)
 
     async def _name_to_send(self, endpoint: Endpoint, name: str | None) -> str | None:
-        """Return the model name to send in a whole request; None if the request has none.
+        """Return the model name to send with a row of a batch file; None if the row has no model name.
 
-        A name is sent unchanged, unless it is the plain name of a LoRA adapter. SGLang takes the part after a
-        colon for an adapter, and refuses an adapter that is not loaded. It answers any name without a colon
-        with its own model. So the plain name of an adapter is sent in the form with the colon.
+        The row's name is sent unchanged, unless it is the name of a LoRA adapter without the base model's.
+        SGLang takes the part after a colon for an adapter, and refuses an adapter that is not loaded. A
+        request with any name without a colon is answered by the base model. So the name of an adapter is
+        sent as `model:adapter`.
         """
         if name is None or name in self._model_names or ":" in name:
             return name
-        async with self._name_lock:  # only the first row with a name asks the server
+        async with self._name_lock:  # with the lock, only the first row with a new name asks the server
             if name not in self._names_to_send:
                 self._names_to_send[name] = await self._resolve_name(endpoint.url, name)
         return self._names_to_send[name]
 
     async def _resolve_name(self, url: str, name: str) -> str:
-        """Return the name to send for `name`, which has no colon: `model:adapter` for a loaded adapter.
+        """Return `model:adapter` if `name`, which has no colon, is an adapter that the server has loaded.
 
-        Any other name is returned as it is, and a warning says which model answers for it.
+        Return any other name unchanged, and log a warning that says which model answers.
         """
         assert self._server_questions is not None
         if name in await self._server_questions.adapters(url):
@@ -446,23 +496,27 @@ class HttpEngine(Engine):
         return name
 
     async def _post(self, endpoint: Endpoint, path: str, body: bytes) -> bytes:
-        """Send a body and return the reply; raises RequestError, with the reply, if that is no answer."""
+        """Send a body and return the reply.
+
+        Raises RequestError, with the reply in its `body`, if the reply is not JSON with status 200.
+        """
         fields = self._added_fields(endpoint, path)
         rids = (str(fields["rid"]),) if "rid" in fields else ()
         body = wire.with_fields(body, fields) if fields else body
         answer = await self._exchange(endpoint, path, body, self._whole, rids=rids)
-        if answer.status != _OK or not answer.content.lstrip().startswith(JSON_BEGINS):
+        if not answer.is_json:
             raise self._refusal(endpoint, answer)
         return answer.content
 
     async def _whole(self, answer: PostedAnswer) -> replies.WholeAnswer:
-        """Read the body of an answer; only LARGE_AT_ONCE large ones are read at a time."""
+        """Read the body of an answer. At most LARGE_AT_ONCE large answers are read at the same time."""
         return await replies.whole(answer, self._large_answers)
 
     def _added_fields(self, endpoint: Endpoint, path: str) -> dict[str, Any]:  # noqa: ARG002 - for subclasses
-        """Return fields to add to a body: the request id by which its request can be aborted.
+        """Return fields to add to a body: the request id (`rid`), by which the request can be aborted.
 
-        All ids have the same length, because SGLang may abort every request whose id begins with a given one.
+        All ids have the same length. Otherwise an abort could hit other requests too, because SGLang may
+        abort every request whose id begins with the one to abort.
         """
         if path not in wire.ABORTABLE_PATHS:
             return {}
@@ -475,7 +529,7 @@ class HttpEngine(Engine):
         return body
 
     async def _post_task(self, endpoint: Endpoint, requests: Sequence[Request]) -> list[bytes]:
-        """Send requests of one task without decoding, and return the replies; raises as `_post`."""
+        """Send requests of one task without decoding, and return the replies; raises like `_post`."""
         task = requests[0].task
         assert task is not None
         bodies = [wire.bytes_of(self._addressed(body)) for body in task.bodies(requests)]
@@ -484,12 +538,17 @@ class HttpEngine(Engine):
     def _refusal(self, endpoint: Endpoint, answer: replies.WholeAnswer) -> RequestError:
         """Return the error for an answer whose status is not 200 or whose content is not JSON."""
         error = error_of(answer.status, answer.content, answer.retry_after)
+        # 429 comes from the server itself. Any other status of a busy server, such as 503, may come from a
+        # proxy because the server is away.
         if isinstance(error, EngineBusyError) and answer.status != HTTPStatus.TOO_MANY_REQUESTS:
             endpoint.doubt()
         return error
 
     async def _send_list(self, endpoint: Endpoint, requests: Sequence[Request], ended: RowEnded) -> None:
-        """Send a list of rows of one task. Rows without a good answer in the reply do not end yet."""
+        """Send a list of rows of one task without decoding, and end the rows that have a valid answer.
+
+        A row whose answer is missing or invalid does not end: the caller sends it again alone.
+        """
         contents = await self._post_task(endpoint, requests)
         try:
             results = replies.answers_of(requests, contents)
@@ -497,14 +556,14 @@ class HttpEngine(Engine):
             raise BundleRefusedError(f"the answer cannot be read: {failure}") from None
         await self.guard.check_answer(endpoint, None)
         for index, result in enumerate(self._vector_length.refuse_other_lengths(requests, results)):
-            if isinstance(result, (Completion, EngineBusyError)):  # any other row is sent again alone
+            if isinstance(result, (Completion, EngineBusyError)):
                 ended(index, result)
 
     async def _send_bundle(self, endpoint: Endpoint, requests: Sequence[Request], ended: RowEnded) -> None:
-        """Send prompts in one body, and pass on the answer of each when it comes."""
+        """Send prompts in one body, and call `ended` for each as soon as its answer arrives."""
         fields = self._added_fields(endpoint, wire.GENERATE_PATH)
         body = wire.bytes_of(self._addressed(wire.bundle_body(requests) | fields))
-        # SGLang names the rows of a bundle in this way.
+        # SGLang derives the ids of a bundle's rows from the bundle's id in this way.
         rids = tuple(f"{fields['rid']}_{index}" for index in range(len(requests)))
         bundle = BundleAnswer(
             requests=requests,
@@ -516,26 +575,32 @@ class HttpEngine(Engine):
             abort=self._abort,
         )
         answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, bundle.read, rids=rids)
-        if answer is None:
+        if answer is None:  # all rows have ended by their events
             return
-        if answer.status == _OK and answer.content.lstrip().startswith(JSON_BEGINS):
+        if answer.is_json:
             raise BundleRefusedError("the answer to a request with several rows is not an event stream")
         raise self._refusal(endpoint, answer)
 
     def _can_watch(self, endpoint: Endpoint, request: Request) -> bool:
-        """Tell whether an answer can be watched for repetition while it is written; log the first failure."""
-        why = None
+        """Tell whether an answer can be watched for repetition while the server generates it.
+
+        The first reason why answers cannot be watched is logged.
+        """
+        reason = None
         if request.kind not in {"text", "input_ids"}:
-            why = "the server renders the chats"
+            reason = "the server renders the chats"
         elif endpoint.arguments is not None:
-            why = sends_pieces(endpoint.arguments)
-        if why is not None and not self._logged_unwatched:
+            reason = sends_pieces(endpoint.arguments)
+        if reason is not None and not self._logged_unwatched:
             self._logged_unwatched = True
-            log.warning("on_repetition: answers go on to max_new_tokens, however they repeat: %s", why)
-        return why is None and wire.tokens_between_events(request) is not None
+            log.warning(
+                "on_repetition has no effect, so answers that repeat themselves go on to max_new_tokens: %s",
+                reason,
+            )
+        return reason is None and wire.tokens_between_events(request) is not None
 
     async def _send_watched(self, endpoint: Endpoint, request: Request) -> Completion:
-        """Send one row, and stop its answer if the answer repeats itself; raises like `generate`."""
+        """Send one row, and stop its answer if the answer repeats itself without end; see `generate`."""
         fields = self._added_fields(endpoint, wire.GENERATE_PATH)
         body = wire.bytes_of(self._addressed(wire.watched_body(request) | fields))
         results: list[Completion | RequestError] = []
@@ -550,9 +615,9 @@ class HttpEngine(Engine):
             abort=self._abort,
         )
         answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, stream.read, rids=rids)
+        if answer is not None and answer.is_json:  # a proxy or server that does not stream
+            return replies.completion_of(request, answer.content)
         if answer is not None:
-            if answer.status == _OK and answer.content.lstrip().startswith(JSON_BEGINS):
-                return replies.completion_of(request, answer.content)  # the server does not stream
             raise self._refusal(endpoint, answer)
         if not results:
             raise AttemptFailedError("the answer ended before its last event")
@@ -570,9 +635,11 @@ class HttpEngine(Engine):
         *,
         rids: tuple[str, ...] = (),
     ) -> Answer:
-        """Send a body and read the answer; raises the error of its rows where that fails.
+        """Send a body, and return the answer as `read` reads it; raises the error of the body's rows.
 
-        A request without an answer is aborted before its error is raised: its rows may be sent again.
+        `read` returns None if it has processed an answer that came as events. A request without an answer is
+        aborted before its error is raised, because its rows may be sent again. `rids` are the ids by which
+        the request is aborted.
         """
         if endpoint.closed is not None:
             raise EngineDownError(endpoint.closed)
@@ -584,27 +651,40 @@ class HttpEngine(Engine):
         except (RequestError, BatchrunError):
             raise
         except asyncio.CancelledError:
-            if task in endpoint.requests or task.uncancel():  # somebody else cancelled the task
+            # `Endpoint.end_requests` removes a request before it cancels the request's task. So if the
+            # request is still there, or if another cancellation remains, the caller cancelled the task.
+            is_cancelled_by_caller = task in endpoint.requests or task.uncancel() > 0
+            if is_cancelled_by_caller:
                 raise
-            if endpoint.closed is not None:
-                raise EngineDownError(endpoint.closed) from None
-            await self._abort(endpoint, rids)
-            raise NoAnswerError(f"no answer within {self._limits.request_timeout:g} s") from None
+            raise await self._ended_error(endpoint, request) from None
         except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
-            endpoint.requests.pop(task, None)  # nobody cancels the task any more
+            # The next line waits, and `end_requests` must not cancel the task during that time.
+            endpoint.requests.pop(task, None)
             raise await self._transport_error(endpoint, failure, request) from None
         finally:
             endpoint.requests.pop(task, None)
         endpoint.answers += 1
-        limit = endpoint.proxy_limit
         if status in ENDED_BY_PROXY:
             await self._abandon(endpoint, request, f"status {status}")
-        # A proxy does not end a request while events arrive, so an answer that came as events does not count.
-        elif answer is not None and (age_s := time.monotonic() - request.sent_at) > limit.longest_answer_s:
-            limit.answered(age_s)
+        elif answer is not None:
+            # The age of an answer that came as events does not count, because a proxy does not end a request
+            # while events arrive.
+            age_s = time.monotonic() - request.sent_at
+            if age_s > endpoint.proxy_limit.longest_answer_s:
+                endpoint.proxy_limit.answered(age_s)
         if endpoint.liveness.is_dead:
             endpoint.liveness.record(alive=True)
         return answer
+
+    async def _ended_error(self, endpoint: Endpoint, request: SentRequest) -> RequestError:
+        """Return the error of a request that `Endpoint.end_requests` has ended.
+
+        The request was ended because its server gets no requests now, or because the request took too long.
+        """
+        if endpoint.closed is not None:
+            return EngineDownError(endpoint.closed)
+        await self._abort(endpoint, request.rids)
+        return NoAnswerError(f"no answer within {self._limits.request_timeout:g} s")
 
     async def _post_and_read(
         self,
@@ -613,11 +693,11 @@ class HttpEngine(Engine):
         body: bytes,
         read: Callable[[PostedAnswer], Awaitable[Answer]],
     ) -> tuple[int, Answer]:
-        """Send a body; return the status of the answer, and what was read of it."""
+        """Send a body; return the status of the answer, and the answer as `read` reads it."""
         sender = endpoint.senders.get(path)
         if sender is None:
             sender = endpoint.senders[path] = self._new_sender(endpoint, path)
-        if endpoint.doubts:
+        if endpoint.doubts:  # otherwise another model might compute the rows
             await self.guard.confirm(endpoint)
         posted = await sender.post(body)
         try:
@@ -630,28 +710,34 @@ class HttpEngine(Engine):
         return PostSender(self._row_session, URL(endpoint.address + path))
 
     async def _abandon(self, endpoint: Endpoint, request: SentRequest, why: str) -> None:
-        """Abort a request that was ended without an answer; raises NoAnswerError at the limit of a proxy."""
+        """Abort a request that ended without an answer. `why` is the status or error with which it ended.
+
+        Raises NoAnswerError if the request ended at the time limit of a proxy.
+        """
         limit = endpoint.proxy_limit
-        was_known, now = limit.limit_s is not None, time.monotonic()
-        is_limit = len(request.rids) == 1 and limit.ended(request.sent_at, now)
+        had_limit = limit.limit_s is not None
+        now = time.monotonic()
+        # Only a request with one id counts. The events of a bundle keep its connection open, and requests
+        # without ids, such as embeddings, are short.
+        is_at_limit = len(request.rids) == 1 and limit.ended(request.sent_at, now)
         await self._abort(endpoint, request.rids)
-        if not is_limit:
+        if not is_at_limit:
             return
-        if not was_known:
+        if not had_limit:
             log.warning(
                 "%s: the last %d requests without an answer all ended after %.0f s (%s), and no answer took "
-                "longer: a proxy on the way ends requests then. Raise its time limit, give the server's own "
-                "address, or lower sampling.max_new_tokens",
+                "longer. So a proxy between this machine and the server ends requests at that age. Raise the "
+                "proxy's time limit, give the server's own address, or lower sampling.max_new_tokens",
                 endpoint.url, REQUESTS, limit.limit_s, why,
             )  # fmt: skip
         raise NoAnswerError(f"no answer within {now - request.sent_at:.0f} s, the limit of a proxy ({why})")
 
     async def _abort(self, endpoint: Endpoint, rids: Sequence[str]) -> bool:
-        """Ask a server to abort the requests that it still has; tell whether it accepted every call."""
-        outcomes = await asyncio.gather(
+        """Ask a server to abort requests by their ids; tell whether the server accepted every call."""
+        failures = await asyncio.gather(
             *(self._post_abort(endpoint, rid) for rid in rids), return_exceptions=True
         )
-        return not any(outcomes)
+        return not any(failures)
 
     async def _post_abort(self, endpoint: Endpoint, rid: str) -> None:
         assert self._question_session is not None
@@ -664,12 +750,15 @@ class HttpEngine(Engine):
     async def _transport_error(
         self, endpoint: Endpoint, failure: Exception, request: SentRequest
     ) -> Exception:
-        """Return the error of the rows of a request that failed on its way."""
+        """Return the error of the rows of a request whose `failure` came from the connection or the answer.
+
+        No row is at fault if there was no connection at all.
+        """
         url = endpoint.address
         if isinstance(failure, (aiohttp.ClientError, OSError)):
             endpoint.doubt()
         match failure:
-            case aiohttp.ConnectionTimeoutError():  # a host that is gone: no row is why
+            case aiohttp.ConnectionTimeoutError():
                 return EngineDownError(
                     f"no connection to {url}{by_proxy(url)} within {CONNECT_TIMEOUT_S:g} s"
                 )
@@ -678,59 +767,63 @@ class HttpEngine(Engine):
             case aiohttp.ClientError() | OSError():
                 message = f"connection lost: {in_words(failure)}"
                 error = await self._connection_lost_error(endpoint, request.sent_at, message)
-                if isinstance(error, AttemptFailedError):  # the server is alive, and may compute on
+                # With this error the server is alive, and may still compute the answer.
+                if isinstance(error, AttemptFailedError):
                     await self._abandon(endpoint, request, message)
                 return error
-        log.debug("an answer of %s", url, exc_info=failure)
+        log.debug("an answer of %s cannot be read", url, exc_info=failure)
         return AttemptFailedError(f"the answer cannot be read ({type(failure).__name__})")
 
 
 @dataclass(slots=True, eq=False)
 class BundleAnswer:
-    """The answer to a bundle: reads its events, and passes on those that end a row, each once."""
+    """The answer to a bundle. Reads its events, and ends each row once, by the row's last event."""
 
     requests: Sequence[Request]
     ended: RowEnded
     endpoint: Endpoint
     guard: ModelGuard
     large_answers: asyncio.Semaphore
-    """Permits to read large answers."""
+    """Permits to read an answer of more than `replies.LARGE_BYTES` that is not an event stream."""
     rids: Sequence[str]
-    """Request ids of the rows."""
+    """Request ids of the rows, by which SGLang can abort them."""
     abort: Callable[[Endpoint, Sequence[str]], Awaitable[bool]]
+    """Aborts requests of a server by their ids."""
     ended_rows: set[int] = field(default_factory=set)
-    """Places in the bundle of the rows that have ended."""
+    """Indexes in the bundle of the rows that have ended."""
     refusal: replies.WholeAnswer | None = None
-    """Error event for the whole bundle, in the form of an answer."""
+    """Error event for the whole bundle, converted to an answer; None if there was none."""
 
     async def read(self, answer: PostedAnswer) -> replies.WholeAnswer | None:
-        """Process the events of an answer until it ends, or briefly after all rows have ended.
+        """Process the events of an answer until the answer ends, or briefly after all rows have ended.
 
         Return an answer that is not an event stream, or a refusal of all rows; otherwise None.
         """
-        kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        if kind != "text/event-stream":
+        content_type = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        if content_type != "text/event-stream":
             return await replies.whole(answer, self.large_answers)
         lines = replies.EventLines()
         try:
+            # The timeout begins when all rows have ended. A server might leave the stream open after that.
             async with asyncio.timeout(None) as end:
-                async for part in answer.content.iter_any():
-                    await self.process(lines.feed(part))
+                async for chunk in answer.content.iter_any():
+                    await self.process(lines.feed(chunk))
                     if self._is_over and end.when() is None:
                         end.reschedule(asyncio.get_running_loop().time() + TIMING.stream_end)
         except TimeoutError:
-            if not self._is_over:
+            if not self._is_over:  # a timeout of the connection, not the one above
                 raise
         return self.refusal
 
     @property
     def _is_over(self) -> bool:
+        """Whether all rows of the bundle have ended."""
         return len(self.ended_rows) == len(self.requests)
 
     async def process(self, events: Sequence[bytes]) -> None:
         """Process the data of events; ignore an event that cannot be read or belongs to no pending row.
 
-        Raises AnotherModelError where the server serves another model.
+        Raises AnotherModelError if the server does not serve the run's model.
         """
         for content in events:
             if content == _END:
@@ -745,8 +838,8 @@ class BundleAnswer:
                 code = event.error.get("code") if isinstance(event.error, dict) else None
                 self.refusal = replies.WholeAnswer(known_status(code), content)
                 continue
-            if index is None and len(self.requests) == 1:  # SGLang numbers the rows of lists only
-                index = 0
+            if index is None and len(self.requests) == 1:
+                index = 0  # SGLang gives an index to the rows of a list only
             if index is None or not 0 <= index < len(self.requests):
                 continue
             if event.meta_info.finish_reason is not None:
@@ -759,14 +852,15 @@ class BundleAnswer:
         request = self.requests[index]
         if index in self.ended_rows or wire.tokens_between_events(request) is None:
             return
-        end = replies.stopped_at_repetition(event, request)
-        if end is not None:
-            # The row must end before the abort, since the server's reply to the abort is not the row's
-            # answer.
-            await self._end(index, end)
+        last_event = replies.stopped_at_repetition(event, request)
+        if last_event is not None:
+            # The row must end before the abort, because the server answers the abort with another event,
+            # which is not the row's answer.
+            await self._end(index, last_event)
             await self.abort(self.endpoint, self.rids[index : index + 1])
 
     async def _end(self, index: int, event: replies.Event) -> None:
+        """End a row by its last event, unless the row has ended already."""
         if index in self.ended_rows:
             return
         self.ended_rows.add(index)
@@ -781,11 +875,11 @@ class BundleAnswer:
 
 
 class AttachedServers(HttpEngine):
-    """Replicas of one model that already run: given by their URLs, or the workers of a Model Gateway.
+    """Replicas of one model that already run. They are named by URLs, or are the workers of a Model Gateway.
 
-    A replica that hangs gets no rows for a while, or until it makes progress. Rows go directly to a gateway's
-    workers, because the gateway would only pass them on, and would not adapt to the speed of each worker. The
-    client follows the gateway's list of workers.
+    A replica that hangs gets no rows for `limits.hang` seconds, or until it makes progress. Rows go directly
+    to a gateway's workers, because the gateway would only pass them on, and would not adapt to the speed of
+    each worker. The client sends rows to the workers that the gateway lists at the time.
     """
 
     def __init__(
@@ -797,14 +891,14 @@ class AttachedServers(HttpEngine):
         limits: LimitsSpec,
         task: TaskName = GENERATE,
     ) -> None:
-        """Take the URLs of the replicas, or that of a `gateway`, which knows them."""
+        """`urls` are the URLs of replicas. With the URL of a `gateway`, the gateway lists the replicas."""
         super().__init__(api_key=api_key, limits=limits, task=task)
         self._urls = urls
         self._gateway = gateway
         self._watch_loop: asyncio.Task[None] | None = None
 
     async def open(self) -> EngineInfo:
-        """Connect and read the description of every server; see `Engine.open`."""
+        """Connect to the servers and describe them; see `Engine.open`."""
         gateway, urls = self._gateway, self._urls
         remedy = START
         if gateway is not None:
@@ -814,7 +908,9 @@ class AttachedServers(HttpEngine):
                 raise EngineAwayError(str(failure)) from None
             if not urls:
                 raise EngineAwayError(f"{gateway}: the gateway has no workers that speak HTTP")
-            remedy = "rows go directly to the gateway's workers: make them reachable from this machine"
+            remedy = (
+                "rows go directly to the gateway's workers, so make the workers reachable from this machine"
+            )
         info = await self.connect(urls, remedy)
         self._watch_loop = asyncio.create_task(self._watch())
         if gateway is None:
@@ -823,8 +919,13 @@ class AttachedServers(HttpEngine):
         return replace(info, kind="gateway", notes=notes)
 
     async def loads(self) -> Sequence[SchedulerLoad]:
-        """Return the load of each scheduler that answers now; raises AnotherModelError for a new model."""
+        """Return the load of each scheduler that answers now, and pause servers that hang.
+
+        Raises AnotherModelError if a server does not serve the run's model any more.
+        """
         if self._watch_loop is not None and self._watch_loop.done():
+            # The loop ends only by an error, which `result` raises. The run may go on after the error, so a
+            # new loop is started first.
             failed_loop, self._watch_loop = self._watch_loop, asyncio.create_task(self._watch())
             failed_loop.result()
         loads = await super().loads()
@@ -833,21 +934,27 @@ class AttachedServers(HttpEngine):
 
     async def close(self) -> None:
         """Close all connections."""
-        watching, self._watch_loop = self._watch_loop, None  # so a poll that still runs starts no new watch
-        if watching is not None:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+        # `_watch_loop` is cleared first, so that a poll that still runs starts no new loop.
+        watch_loop, self._watch_loop = self._watch_loop, None
+        if watch_loop is not None:
+            watch_loop.cancel()
+            await asyncio.gather(watch_loop, return_exceptions=True)
         await super().close()
 
     async def _watch(self) -> None:
-        """Follow the gateway's list; ask servers for their model, which may change unseen behind a proxy."""
+        """Update the workers from the gateway's list, and check the servers' models, until cancelled.
+
+        Behind a proxy a server's model may change without any other sign. Raises AnotherModelError.
+        """
         while True:
             await asyncio.sleep(TIMING.model_check)
             if self._gateway is not None:
-                with contextlib.suppress(EngineDownError):  # the gateway is away, but rows do not need it
+                # A gateway that does not answer is no problem, because rows do not pass through it.
+                with contextlib.suppress(EngineDownError):
                     self._update_workers(await self._workers(self._gateway))
             for endpoint in self.serving:
-                with contextlib.suppress(EngineDownError):  # the server is away: its rows will notice
+                # A server that does not answer is noticed when the next row is sent to it.
+                with contextlib.suppress(EngineDownError):
                     await self.guard.confirm(endpoint)
 
     async def _workers(self, gateway: str) -> list[str]:
@@ -859,7 +966,7 @@ class AttachedServers(HttpEngine):
         return [worker.url for worker in workers if not (worker.is_grpc or worker.is_leaving)]
 
     def _update_workers(self, urls: Sequence[str]) -> None:
-        """Send rows to the workers that the gateway lists now, and no more rows to other workers."""
+        """Send rows to `urls`, the workers that the gateway lists now, and no more rows to other workers."""
         for endpoint in self.serving:
             if endpoint.url not in urls:
                 log.info("%s gets no more rows: the gateway no longer lists it", endpoint.url)

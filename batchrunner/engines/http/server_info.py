@@ -55,7 +55,7 @@ def in_words(failure: Exception) -> str:
 
 
 class ServerStatus:
-    """GET requests to the server at `url`, each of which ends after its `timeout_s`."""
+    """Questions to the server at `url`, each of which ends after its `timeout_s`."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self.url = url
@@ -65,9 +65,16 @@ class ServerStatus:
 
     async def get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
         """Return the status and the body of a path; a body that is too long comes back empty."""
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        return await self._ask("GET", path, timeout_s)
+
+    async def post(self, path: str, fields: Mapping[str, Any], timeout_s: float) -> tuple[int, bytes]:
+        """Post a JSON object to a path; return the status and the body, as `get` does."""
+        return await self._ask("POST", path, timeout_s, json=fields)
+
+    async def _ask(self, method: str, path: str, timeout_s: float, **content: Any) -> tuple[int, bytes]:
+        options = {"timeout": aiohttp.ClientTimeout(total=timeout_s), **self._options, **content}
         try:
-            async with self._session.get(self.url + path, timeout=timeout, **self._options) as response:
+            async with self._session.request(method, self.url + path, **options) as response:
                 body = bytearray()
                 async for part in response.content.iter_any():
                     body += part

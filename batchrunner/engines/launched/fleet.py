@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import secrets
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from batchrunner.engines.http.connections import raise_file_limit
 from batchrunner.engines.http.server import Endpoint
 from batchrunner.engines.http.server_info import why_no_budget
 from batchrunner.engines.launched.server import SGLangServer
-from batchrunner.job.engine import THINK_LIMIT, ServerEngine
+from batchrunner.job.engine import API_KEY_VARIABLE, THINK_LIMIT, ServerEngine
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE, TaskName
 from batchrunner.sglang.device import (
@@ -63,7 +63,7 @@ class LaunchedFleet(HttpEngine):
         shape: str | None = None,
     ) -> None:
         # Hexadecimal, because a leading - would look like an option.
-        self._key = os.environ.get("SGLANG_API_KEY") or secrets.token_hex(24)
+        self._key = os.environ.get(API_KEY_VARIABLE) or secrets.token_hex(24)
         super().__init__(
             api_key=self._key,
             limits=limits,
@@ -131,6 +131,19 @@ class LaunchedFleet(HttpEngine):
     def servers(self) -> Sequence[SGLangServer]:
         """All servers."""
         return [*self._replicas.values()]
+
+    def may_speculate(self) -> bool:
+        """Tell whether a server uses n-gram speculation, or flag tuning may try it."""
+        return self.memory is not None or super().may_speculate()
+
+    def arguments_of(self, url: str) -> Mapping[str, Any]:
+        """Return a server's arguments, those of flag tuning included, with underscores."""
+        adapted = self._replicas[url].adapted
+        return {**super().arguments_of(url), **{name.replace("-", "_"): adapted[name] for name in adapted}}
+
+    def start_of(self, url: str) -> int:
+        """Return a number that changes whenever the server is started again."""
+        return self._replicas[url].log_begins
 
     async def generate(self, request: Request, route: str) -> Completion:
         """Send a request once, as soon as its server is up; see `Engine.generate`."""

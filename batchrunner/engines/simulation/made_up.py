@@ -18,23 +18,26 @@ from batchrunner.core.types import Request
 from batchrunner.job.arrow_types import part_at
 
 MOST_DEPTH = 16
-"""Maximum depth of a synthetic JSON value. It is needed because a schema may refer to itself."""
+"""Maximum depth of a synthetic JSON value. Without a maximum, a schema that refers to itself would have no
+end."""
 MOST_TURNS_WITH_CALLS = 2
-"""Maximum number of turns with tool calls after a user's message; the next turn is an answer."""
+"""Maximum number of turns with tool calls after a user's message. The next turn is an answer in words."""
 _WORD = "simulated"
 _MOST_MORE = 4
-"""Maximum number of repetitions in addition to the minimum that an expression demands."""
+"""Maximum number of repetitions in addition to the minimum that a regular expression demands."""
 _TRIES = 20
-"""Maximum number of texts that are tried for an expression with anchors or lookarounds, which can only be
-checked on a complete text."""
+"""Maximum number of texts that are tried for a regular expression with anchors or lookarounds, which can only
+be checked on a complete text."""
 BEYOND_ASCII = 0xE4
+"""Code of a letter beyond ASCII (ä), for character classes that exclude all of ASCII."""
 _CHARACTERS = string.ascii_lowercase + string.digits + string.ascii_uppercase + string.punctuation + " \n\t"
+"""Characters that synthetic texts consist of, if the regular expression allows them."""
 
 
 def text_by_grammar(sampling: dict[str, Any], number: int, most_characters: int) -> str | None:
     """Return a text that follows the `json_schema` or `regex` of sampling parameters; None without these.
 
-    Equal `number`s give equal texts. A text longer than `most_characters` may end there.
+    Equal `number`s give equal texts. A text that would be longer than `most_characters` may end there.
     """
     if schema := sampling.get("json_schema"):
         return json_of_schema(schema, number)
@@ -50,30 +53,38 @@ def json_of_schema(schema: Any, number: int) -> str:
 
 
 def _value(schema: Any, root: Any, number: int, depth: int) -> Any:
+    """Return a value that follows a schema inside the schema `root`, to which its `$ref`s refer.
+
+    Return None if the value is nested deeper than MOST_DEPTH.
+    """
     if not isinstance(schema, dict) or depth > MOST_DEPTH:
         return None
     if "$ref" in schema:
+        # A schema with a `$ref` to nothing is treated as one without.
         with contextlib.suppress(LookupError):
             return _value(part_at(root, schema["$ref"]), root, number, depth + 1)
-    if choices := [schema["const"]] if "const" in schema else schema.get("enum"):
+    if "const" in schema:
+        return schema["const"]
+    if choices := schema.get("enum"):
         return choices[number % len(choices)]
-    if parts := schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf"):
-        return _value(parts[0], root, number, depth + 1)
-    return _of_type(schema, root, number, depth + 1)
+    if alternatives := schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf"):
+        return _value(alternatives[0], root, number, depth + 1)
+    return _value_of_type(schema, root, number, depth + 1)
 
 
-def _of_type(schema: dict[str, Any], root: Any, number: int, depth: int) -> Any:
-    kind = schema.get("type", "object" if "properties" in schema else "string")
-    least = schema.get("minimum", 0)
-    match kind[0] if isinstance(kind, list) else kind:
+def _value_of_type(schema: dict[str, Any], root: Any, number: int, depth: int) -> Any:
+    """Return a value of a schema's type; see `_value`. Of several types, the first is chosen."""
+    types = schema.get("type", "object" if "properties" in schema else "string")
+    minimum = schema.get("minimum", 0)
+    match types[0] if isinstance(types, list) else types:
         case "object":
-            parts = schema.get("properties", {}).items()
-            return {name: _value(part, root, number, depth) for name, part in parts}
+            properties = schema.get("properties", {}).items()
+            return {name: _value(value_schema, root, number, depth) for name, value_schema in properties}
         case "array":
-            items = range(number, number + schema.get("minItems", 1))
-            return [_value(schema.get("items", {}), root, item, depth) for item in items]
+            item_numbers = range(number, number + schema.get("minItems", 1))
+            return [_value(schema.get("items", {}), root, item, depth) for item in item_numbers]
         case "integer" | "number":
-            return min(least + number % 10, schema.get("maximum", math.inf))
+            return min(minimum + number % 10, schema.get("maximum", math.inf))
         case "boolean":
             return number % 2 == 0
         case "string":
@@ -84,7 +95,10 @@ def _of_type(schema: dict[str, Any], root: Any, number: int, depth: int) -> Any:
 
 
 def _matching(pattern: str, number: int, most_characters: float) -> str | None:
-    """Return a text that an expression fully matches; None if Python's `re` cannot parse the expression."""
+    """Return a text that a regular expression fully matches.
+
+    Return None if Python's `re` cannot parse the expression, or if no text is found in _TRIES attempts.
+    """
     try:
         compiled, parsed = re.compile(pattern), _parsed(pattern)
     except (re.error, RecursionError):
@@ -92,13 +106,15 @@ def _matching(pattern: str, number: int, most_characters: float) -> str | None:
     for attempt in range(_TRIES):
         writer = _RegexWriter(Random(number + attempt), most_characters)  # noqa: S311 - no secret
         text = writer.write(parsed)
-        if writer.is_certain or writer.room <= 0 or compiled.fullmatch(text):
+        is_truncated = writer.room <= 0  # a truncated text need not match
+        if writer.is_certain or is_truncated or compiled.fullmatch(text):
             return text
     return None
 
 
 @functools.lru_cache(64)
 def _parsed(pattern: str) -> Sequence[tuple[Any, Any]]:
+    """Return a regular expression as Python's parser returns it: a list of (kind of node, its value)."""
     return _parser.parse(pattern)  # type: ignore[no-any-return]
 
 
@@ -107,46 +123,51 @@ _CATEGORIES: dict[str, Callable[[str], bool]] = {
     "SPACE": str.isspace,
     "WORD": lambda character: character.isalnum() or character == "_",
 }
+"""Tests of a character for digits, blanks and word characters, by their names in Python's regex parser."""
 
 
 class _RegexWriter:
-    """Writes a text for an expression that Python's own parser has parsed."""
+    """Writes a text that matches a regular expression, which Python's own parser has parsed."""
 
     def __init__(self, random: Random, room: float) -> None:
         """Limit the text to `room` characters."""
         self.room = room
         """Number of characters that may still follow."""
         self.is_certain = True
-        """Whether the text is known to match. If so, the match need not be tested, which may take long."""
+        """Whether the text certainly matches. Otherwise the match must be tested, which may take long."""
         self._random = random
         self._groups: dict[int, str] = {}
+        """Texts of the groups written so far, by their numbers."""
 
-    def write(self, parts: Sequence[tuple[Any, Any]]) -> str:
-        """Return a text that matches the parsed parts of a regular expression."""
-        return "".join(self._part(kind, value) for kind, value in parts if self.room > 0)
+    def write(self, nodes: Sequence[tuple[Any, Any]]) -> str:
+        """Return a text that matches the nodes of a parsed regular expression, until no room is left."""
+        return "".join(self._node(kind, value) for kind, value in nodes if self.room > 0)
 
-    def _part(self, kind: Any, value: Any) -> str:
+    def _node(self, kind: Any, value: Any) -> str:
+        """Return a text that matches one node of a parsed regular expression."""
         match kind:
             case kinds.MAX_REPEAT | kinds.MIN_REPEAT:
-                least, most, repeated = value
-                times = least + self._random.randint(0, min(_MOST_MORE, int(most) - least))
-                return "".join(self.write(repeated) for _ in range(times) if self.room > 0)
+                minimum, maximum, repeated_nodes = value
+                times = minimum + self._random.randint(0, min(_MOST_MORE, int(maximum) - minimum))
+                return "".join(self.write(repeated_nodes) for _ in range(times) if self.room > 0)
             case kinds.BRANCH:
                 return self.write(self._random.choice(value[1]))
             case kinds.SUBPATTERN:
-                text = self._groups[value[0]] = self.write(value[-1])
+                group_number, nodes = value[0], value[-1]
+                text = self._groups[group_number] = self.write(nodes)
                 return text
             case kinds.GROUPREF:
                 text = self._groups.get(value, "")
             case kinds.LITERAL | kinds.NOT_LITERAL | kinds.ANY | kinds.IN:
                 text = self._character(kind, value)
-            case _:  # an anchor or a lookaround
+            case _:  # an anchor or a lookaround, which only a test of the complete text can check
                 self.is_certain = False
                 return ""
         self.room -= len(text)
         return text
 
     def _character(self, kind: Any, value: Any) -> str:
+        """Return a character that matches a node for one character."""
         if kind == kinds.LITERAL:
             return chr(value)
         choices = value if kind == kinds.IN else [(kind, value)]
@@ -154,9 +175,11 @@ class _RegexWriter:
         candidates = [character for character in _CHARACTERS if _is_in(character, choices) != is_negated]
         if candidates:
             return self._random.choice(candidates)
-        code = choices[0][1]  # of a character beyond ASCII, or a range of them
-        if is_negated:
-            self.is_certain, code = False, BEYOND_ASCII
+        if is_negated:  # the class excludes all of _CHARACTERS
+            self.is_certain = False
+            return chr(BEYOND_ASCII)
+        # The class has no ASCII character, so take its first character, or the first of its first range.
+        code = choices[0][1]
         return chr(code[0] if isinstance(code, tuple) else code)
 
 
@@ -165,17 +188,17 @@ def _is_in(character: str, choices: Sequence[tuple[Any, Any]]) -> bool:
     for kind, value in choices:
         match kind:
             case kinds.LITERAL | kinds.NOT_LITERAL:
-                is_one = ord(character) == value
-            case kinds.ANY:
-                is_one = character == "\n"
+                is_match = ord(character) == value
+            case kinds.ANY:  # Python's parser has no negated class for `.`, which matches all but a line end
+                is_match = character == "\n"
             case kinds.RANGE:
-                is_one = value[0] <= ord(character) <= value[1]
-            case kinds.CATEGORY:
+                is_match = value[0] <= ord(character) <= value[1]
+            case kinds.CATEGORY:  # such as CATEGORY_DIGIT or CATEGORY_NOT_DIGIT
                 _, *negation, name = str(value).split("_")
-                is_one = _CATEGORIES[name](character) != bool(negation)
+                is_match = _CATEGORIES[name](character) != bool(negation)
             case _:
-                is_one = False
-        if is_one:
+                is_match = False
+        if is_match:
             return True
     return False
 
@@ -183,31 +206,33 @@ def _is_in(character: str, choices: Sequence[tuple[Any, Any]]) -> bool:
 def tool_call(request: Request, number: int) -> dict[str, Any] | None:
     """Return a call of one of a chat's tools; None for an answer in words.
 
-    One or two turns after a user's message have calls, unless the request demands or forbids calls.
+    After a user's message, one or two turns have tool calls, unless `tool_choice` demands or forbids calls.
     """
     tools = request.tools
     if tools is None or not tools.tools or tools.choice == "none":
         return None
-    is_free = tools.choice in {None, "auto"} if not isinstance(tools.choice, dict) else False
     turns = _turns_since_the_user(request.prompt)
-    prefix = request.prompt[: len(request.prompt) - len(turns)]
-    calls = sum(1 for message in turns if message.get("tool_calls"))
-    turns_with_calls = 1 + crc32(repr(prefix).encode("utf-8", "replace")) % MOST_TURNS_WITH_CALLS
-    if is_free and calls >= turns_with_calls:
-        return None
+    turns_with_calls = sum(1 for message in turns if message.get("tool_calls"))
+    is_call_optional = tools.choice is None or tools.choice == "auto"
+    if is_call_optional:
+        # The number of turns with calls comes from the messages up to the user's last, which all turns share.
+        shared_messages = request.prompt[: len(request.prompt) - len(turns)]
+        shared_hash = crc32(repr(shared_messages).encode("utf-8", "replace"))
+        if turns_with_calls >= 1 + shared_hash % MOST_TURNS_WITH_CALLS:
+            return None
     functions = {tool["function"]["name"]: tool["function"] for tool in tools.tools}
     name = [*functions][number % len(functions)]
     if isinstance(tools.choice, dict):
         name = tools.choice["function"]["name"]
     schema = functions.get(name, {}).get("parameters") or {"type": "object"}
     arguments = json_of_schema(schema, number)
-    call_id = f"call_{number:08x}{calls:02x}"
+    call_id = f"call_{number:08x}{turns_with_calls:02x}"
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _turns_since_the_user(messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """Return the messages after the user's last one."""
-    for at in range(len(messages), 0, -1):
-        if messages[at - 1].get("role") == "user":
-            return messages[at:]
+    """Return the messages after the user's last message; all messages if the user has sent none."""
+    for end in range(len(messages), 0, -1):
+        if messages[end - 1].get("role") == "user":
+            return messages[end:]
     return messages

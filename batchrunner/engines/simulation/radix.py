@@ -1,8 +1,9 @@
 """SGLang's prefix cache, with names instead of tokens: match, insert, lock, evict the least recently used.
 
-A context is a path of segments, each a name and a number of tokens. Segments that samples share have the same
-name. A node holds a piece of one segment. The real tree joins consecutive segments in one node, so it frees
-more at a time. Cache hits and the order of evictions are the same.
+A context (the tokens of a prompt and its output so far) is a path of segments, each a name and a number of
+tokens. Segments that contexts share have the same name. A node of the tree holds a piece of one segment.
+SGLang's tree joins consecutive segments in one node, so it frees more tokens at a time. Cache hits and the
+order of evictions are the same.
 
 Source: SGLang 0.5.23, `mem_cache/unified_cache/unified_tree_core.py`, `components/full.py` (unlocked leaves
 are evicted by last access; their parents become leaves then) and `mem_cache/common.py`.
@@ -14,20 +15,23 @@ import heapq
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-Path = tuple[tuple["Hashable", int], ...]
-
 
 @dataclass(slots=True, eq=False)
 class CacheNode:
-    """A piece of a segment. The path of its parents is the context before it."""
+    """A cached piece of a segment. The parents of the node are the context before the piece."""
 
     parent: CacheNode | None
+    """None for the root of the tree, and for a node that was evicted."""
     key: tuple[Hashable, int]
-    """Name of the segment, and the offset of the piece in it, in tokens."""
+    """Name of the segment, and the offset in tokens at which the piece begins in the segment."""
     tokens: int
+    """Number of tokens in the piece."""
     children: dict[tuple[Hashable, int], CacheNode] = field(default_factory=dict)
+    """Pieces that follow this one, by `key`."""
     locks: int = 0
+    """Number of running samples whose contexts contain the piece, which protects it from eviction."""
     touched: int = 0
+    """Time of the last access, by the cache's own count of accesses."""
     queued: bool = False
     """Whether the eviction heap has an entry for the node, perhaps with an outdated access time."""
 
@@ -36,10 +40,14 @@ class RadixCache:
     """The tree of cached contexts. It counts the tokens that could be evicted."""
 
     def __init__(self) -> None:
-        self.root = CacheNode(None, ("", 0), 0)
+        self.root = CacheNode(parent=None, key=("", 0), tokens=0)
         self.evictable_tokens = 0
+        """Number of tokens in nodes that are not locked."""
         self._time = 0
-        self._leaves: list[tuple[int, int, CacheNode]] = []  # (touched, serial number, node)
+        """Number of accesses so far."""
+        self._leaves: list[tuple[int, int, CacheNode]] = []
+        """Heap of nodes that may be evicted, as (`touched`, serial number, node). The serial number decides
+        between nodes with the same access time."""
         self._serial = 0
 
     def match(self, path: Iterable[tuple[Hashable, int]], limit: int) -> tuple[CacheNode, int]:
@@ -51,16 +59,16 @@ class RadixCache:
         self._time += 1
         node, matched = self.root, 0
         for name, tokens in path:
-            end = min(tokens, limit - matched)
-            at = 0
-            while at < end:
-                child = node.children.get((name, at))
+            end = min(tokens, limit - matched)  # tokens of the segment that are looked up
+            offset = 0
+            while offset < end:
+                child = node.children.get((name, offset))
                 if child is None:
                     return node, matched
-                if child.tokens > end - at:
-                    child = self._split(child, end - at)
+                if child.tokens > end - offset:
+                    child = self._split(child, end - offset)
                 child.touched = self._time
-                at += child.tokens
+                offset += child.tokens
                 matched += child.tokens
                 node = child
         return node, matched
@@ -68,17 +76,17 @@ class RadixCache:
     def insert(self, path: Iterable[tuple[Hashable, int]], limit: int) -> tuple[CacheNode, int]:
         """Insert the first `limit` tokens of a context.
 
-        Return the last node, and how many of the tokens were cached before. New nodes are not locked yet, so
-        their tokens count as evictable.
+        Return the last node, and the number of tokens that were cached before. New nodes are not locked yet,
+        so their tokens count as evictable.
         """
         node, matched = self.match(path, limit)
-        begin = 0
+        segment_begin = 0  # in tokens from the beginning of the context
         for name, tokens in path:
-            end = min(tokens, limit - begin)
-            at = max(0, matched - begin)
-            if at < end:
-                node = self._add(node, (name, at), end - at)
-            begin += end
+            end = min(tokens, limit - segment_begin)
+            cached = max(0, matched - segment_begin)
+            if cached < end:
+                node = self._add(node, (name, cached), end - cached)
+            segment_begin += end
         return node, matched
 
     def lock(self, node: CacheNode) -> None:
@@ -90,7 +98,7 @@ class RadixCache:
             node = node.parent
 
     def unlock(self, node: CacheNode) -> None:
-        """Undo one `lock`."""
+        """Undo one call of `lock`; a node without locks may be evicted."""
         while node.parent is not None:
             node.locks -= 1
             if node.locks == 0:
@@ -99,38 +107,41 @@ class RadixCache:
             node = node.parent
 
     def evict(self, tokens: int) -> int:
-        """Evict the least recently used leaves until `tokens` are freed; return how many were freed."""
+        """Evict the least recently used leaves until `tokens` are freed; return the number freed."""
         freed = 0
         leaves = self._leaves
         while freed < tokens and leaves:
-            touched, _, node = heapq.heappop(leaves)
+            queued_touched, _, node = heapq.heappop(leaves)
             node.queued = False
             parent = node.parent
+            # Since the node was queued, it may have been evicted, locked, or got a child.
             if parent is None or node.locks or node.children:
                 continue
-            if node.touched > touched:  # accessed since it was queued
+            # If the node was accessed since it was queued, queue it again behind older nodes.
+            if node.touched > queued_touched:
                 self._offer(node)
                 continue
             del parent.children[node.key]
             node.parent = None
             freed += node.tokens
             self.evictable_tokens -= node.tokens
-            self._offer(parent)
+            self._offer(parent)  # the parent may be a leaf now
         return freed
 
     def _add(self, parent: CacheNode, key: tuple[Hashable, int], tokens: int) -> CacheNode:
+        """Add a node below `parent`, and return it."""
         node = parent.children[key] = CacheNode(parent, key, tokens)
         node.touched = self._time
         self.evictable_tokens += tokens
         return node
 
     def _split(self, node: CacheNode, tokens: int) -> CacheNode:
-        """Split a node in two; return the upper one, which has the first `tokens`."""
+        """Split a node in two; return the upper node, which has the first `tokens`."""
         assert node.parent is not None
-        name, at = node.key
+        name, offset = node.key
         upper = node.parent.children[node.key] = CacheNode(node.parent, node.key, tokens)
         upper.locks, upper.touched = node.locks, node.touched
-        node.key = (name, at + tokens)
+        node.key = (name, offset + tokens)
         node.parent = upper
         node.tokens -= tokens
         upper.children[node.key] = node
@@ -139,7 +150,7 @@ class RadixCache:
         return upper
 
     def _offer(self, node: CacheNode) -> None:
-        """Queue a node for eviction if it is an unlocked leaf."""
+        """Queue a node for eviction, if it is an unlocked leaf and not queued already."""
         if node.parent is not None and not (node.locks or node.children or node.queued):
             node.queued = True
             self._serial += 1

@@ -1,4 +1,7 @@
-"""A server in virtual time: a scheduler, the duration of its passes, and load samples as late as SGLang's."""
+"""A server in virtual time: a scheduler, the duration of its passes, and its load samples.
+
+The load samples are as late as those of SGLang's `/v1/loads`.
+"""
 
 import math
 from collections.abc import Sequence
@@ -12,27 +15,25 @@ from batchrunner.engines.simulation.scheduler import (
     StepResult,
 )
 
-WAITING = 50
-"""Number of samples that wait while others run."""
-
 
 class PassWork(NamedTuple):
-    """The work of some forward passes. Each field but `tokens` has a cost in `CostModel`."""
+    """The work of one or more forward passes. Each field except `tokens` has a cost in `CostModel`."""
 
     passes: int = 0
+    """Number of forward passes."""
     samples: float = 0.0
-    """Number of samples, summed over the passes."""
+    """Number of samples in the batch, summed over the passes."""
     kv_tokens: float = 0.0
-    """Context tokens that attention reads, summed over the passes."""
+    """Number of context tokens that attention reads, summed over the passes."""
     prefill_tokens: float = 0.0
-    """Number of prompt tokens that are computed."""
+    """Number of prompt tokens that the passes compute."""
     prefills: int = 0
-    """Number of passes with prompt tokens."""
+    """Number of prefill passes."""
     tokens: float = 0.0
-    """Number of output tokens."""
+    """Number of output tokens that the passes generate."""
 
     def plus(self, step: StepResult, tokens: int) -> "PassWork":
-        """Add a step that has generated `tokens`."""
+        """Return this work and that of a scheduler's step, which has generated `tokens`."""
         return PassWork(
             passes=self.passes + step.steps,
             samples=self.samples + step.steps * step.samples,
@@ -46,30 +47,31 @@ class PassWork(NamedTuple):
 PARTS = 5
 """Number of coefficients of a cost model."""
 MOST_SWEEPS = 20_000
-"""Maximum number of sweeps over the coefficients in a fit that does not converge."""
+"""Maximum number of sweeps over the coefficients in a fit. A fit that has not converged by then ends."""
 RIDGE = 1e-3
-"""Weight of a penalty for large coefficients. It is needed because stretches of passes are too similar for a
-plain fit."""
+"""Weight of the penalty for large coefficients in a fit. Without a penalty the fit would be ill-conditioned,
+because the measured stretches of passes are similar."""
 
 
 class CostModel(NamedTuple):
     """Duration of a forward pass, linear in its work: one coefficient for each field of `PassWork`."""
 
     base_s: float
-    """Seconds to read the weights, launch the kernels and run the scheduler."""
+    """Seconds of every pass, to read the weights, launch the kernels and run the scheduler."""
     sample_s: float
-    """Seconds for each sample: its row in the matrix products, sampling, and the scheduler's bookkeeping."""
+    """Seconds for each sample in the batch: its row in the matrix products, sampling, and the scheduler's
+    bookkeeping."""
     kv_token_s: float
     """Seconds for each context token that attention reads."""
     prefill_token_s: float
     """Seconds for each computed prompt token."""
     prefill_base_s: float = 0.0
-    """Fixed number of additional seconds of a pass with prompt tokens. Its kernels are launched one by one,
-    whereas a decode pass replays a CUDA graph."""
+    """Additional seconds of a prefill pass, whatever its size. The kernels of a prefill pass are launched one
+    by one, whereas a decode pass replays a CUDA graph."""
 
     def work_s(self, work: PassWork) -> float:
-        """Return the seconds of several passes."""
-        amounts = work[:PARTS]  # without the output tokens, which cost nothing more
+        """Return the seconds that the passes of `work` take."""
+        amounts = work[:PARTS]  # without the output tokens, whose cost the samples include
         return sum(cost * amount for cost, amount in zip(self, amounts, strict=True))
 
     def step_s(self, step: StepResult) -> float:
@@ -79,68 +81,77 @@ class CostModel(NamedTuple):
     def steps_within(self, seconds: float, samples: int, kv_tokens: int) -> int:
         """Return the number of decode passes that end within `seconds`.
 
-        `kv_tokens` is the number of context tokens before the first pass. Each pass adds `samples` tokens to
-        it. So `n` passes take `n · first + growth · n² / 2` seconds.
+        `kv_tokens` is the number of context tokens before the first pass. Each pass adds a token to the
+        context of each of the `samples`. So `n` passes take `n · first_s + growth_s · n² / 2` seconds, and
+        this equation is solved for `n`.
         """
-        growth = self.kv_token_s * samples
-        first = self.base_s + self.sample_s * samples + self.kv_token_s * kv_tokens + growth / 2
-        return int(
-            2 * max(seconds, 0) / max(first + math.sqrt(first**2 + 2 * growth * max(seconds, 0)), 1e-9)
-        )
+        seconds = max(seconds, 0)
+        growth_s = self.kv_token_s * samples
+        first_s = self.base_s + self.sample_s * samples + self.kv_token_s * kv_tokens + growth_s / 2
+        # This form of the solution has no difference of nearly equal numbers, and also holds without growth.
+        divisor = first_s + math.sqrt(first_s**2 + 2 * growth_s * seconds)
+        return int(2 * seconds / max(divisor, 1e-9))
 
 
 H100_8B = CostModel(base_s=6.0e-3, sample_s=1.6e-5, kv_token_s=4.9e-8, prefill_token_s=2.9e-5)
-"""Llama-3.1-8B in bf16 on one H100 SXM: an estimate from data sheets, not a measurement.
+"""Cost model of Llama-3.1-8B in bf16 on one H100 SXM: an estimate from data sheets, not a measurement.
 
-The card: 3.35 TB/s of HBM3, 989 TFLOP/s dense bf16 (NVIDIA's H100 data sheet). The model: 8.03e9 parameters,
-32 layers, 8 key-value heads of 128 (its config.json).
-- base: 16.06 GB of weights / 3.35 TB/s = 4.8 ms, read at four fifths of the peak.
-- sample: 2 · 8.03e9 FLOP / 989 TFLOP/s = 16 µs. In small batches, reading the weights hides it.
-- context token: 2 · 32 · 8 · 128 · 2 B = 131,072 B / 3.35 TB/s = 39 ns, read at four fifths of the peak.
-- prefilled token: the sample's 16 µs at 55 % of the peak.
+The GPU has 3.35 TB/s of HBM3 and 989 TFLOP/s of dense bf16 (NVIDIA's H100 data sheet). The model has 8.03e9
+parameters, 32 layers, and 8 key-value heads of 128 (its config.json).
+- Base: 16.06 GB of weights / 3.35 TB/s = 4.8 ms at peak bandwidth. At 80 % of the peak: 6.0 ms.
+- Sample: 2 · 8.03e9 FLOP / 989 TFLOP/s = 16 µs at peak compute. In small batches, the time to read the
+  weights hides this time.
+- Context token: 2 · 32 · 8 · 128 · 2 B = 131,072 B / 3.35 TB/s = 39 ns at peak bandwidth. At 80 % of the
+  peak: 49 ns.
+- Prefilled token: the 16 µs of a sample at 55 % of the peak compute: 29 µs.
 """
 
 
 def fit_spans(spans: Sequence[tuple[PassWork, float]]) -> CostModel | None:
-    """Fit a cost model to stretches of passes, given as work and seconds, by non-negative least squares.
+    """Fit a cost model to measured stretches of passes, by non-negative least squares with a ridge penalty.
 
-    If the stretches do not tell two coefficients apart, their common cost is divided between them. So the
-    model is valid for similar work only. Return None if there are fewer stretches than coefficients.
+    Each stretch is the work of its passes and the seconds that they took. If two coefficients cannot be told
+    apart by these stretches, their common cost is divided between them. So the model is valid for similar
+    work only. Return None if there are fewer stretches than coefficients.
 
-    The method is coordinate descent: each coefficient in turn is set to its best value, given the others.
+    The method is coordinate descent: each coefficient in turn is set to its best value for the current values
+    of the other coefficients, until no coefficient changes.
     """
     if len(spans) < PARTS:
         return None
     columns = range(PARTS)
+    # The normal equations: `products` times the coefficients equals `sums`.
     products = [[sum(work[i] * work[j] for work, _ in spans) for j in columns] for i in columns]
     sums = [sum(work[i] * seconds for work, seconds in spans) for i in columns]
     coefficients = [0.0] * PARTS
     for _ in range(MOST_SWEEPS):
-        last = [*coefficients]
+        previous = [*coefficients]
         for i in columns:
             explained = sum(products[i][j] * coefficients[j] for j in columns if j != i)
-            coefficients[i] = max(0.0, (sums[i] - explained) / ((1 + RIDGE) * products[i][i] or 1.0))
-        if all(map(math.isclose, coefficients, last)):
+            divisor = (1 + RIDGE) * products[i][i] or 1.0  # 0 if no stretch has work of this kind
+            coefficients[i] = max(0.0, (sums[i] - explained) / divisor)
+        if all(map(math.isclose, coefficients, previous)):
             break
     return CostModel(*coefficients)
 
 
 INTERVAL_STEPS = 15
-"""Number of decode passes between two load samples. Each prefill pass also makes one. This is SGLang's
-default of `--load-snapshot-publish-interval` for `/v1/loads`."""
+"""Number of decode passes between two load samples: SGLang's default of `--load-snapshot-publish-interval`
+for `/v1/loads`. Each prefill pass publishes a load sample too."""
 
 
 class EndedRequest(NamedTuple):
-    """A sample that has left the replica, and the time in seconds at which it left."""
+    """A sample that has left the replica."""
 
     at_s: float
+    """Time at which the sample left, in seconds of the replica's clock."""
     sample: SimulatedRequest
 
 
 class Replica:
     """A server with one scheduler on a virtual clock, which the caller advances.
 
-    Submitted samples take part from the scheduler's next pass on, so advance the clock before submitting.
+    A sample takes part from the scheduler's next pass on. So advance the clock before you submit a sample.
     """
 
     def __init__(
@@ -150,53 +161,64 @@ class Replica:
         self._cost = cost
         self._name, self._route = name, route
         self._unpublished_steps = 0
+        """Number of decode passes since the last load sample."""
         self._reported_retractions = 0
-        self._free_at_s = 0.0  # when the current pass ends
-        self._ended: list[EndedRequest] = []  # at the end of the current pass
-        self.load = self._load_of(0, 0, 0)
-        """The last load sample. As in SGLang, samples that ended with the pass before it still count as
-        running, and samples in a prefill pass count neither as running nor as waiting."""
-        self._next_load = self.load  # published at the end of the current pass
+        """Number of retractions that load samples have reported."""
+        self._free_at_s = 0.0
+        """Time in seconds at which the current passes end."""
+        self._ended: list[EndedRequest] = []
+        """Samples that leave when the current passes end."""
+        self.load = self._load_of(running=0, queue=0, used_tokens=0)
+        """The last load sample. As in SGLang, samples that ended with the pass before the load sample still
+        count as running, and samples in a prefill pass count neither as running nor as waiting."""
+        self._next_load = self.load
+        """Load sample that is published when the current passes end."""
 
     @property
     def busy(self) -> bool:
-        """Whether a sample waits or runs, or has ended but was not reported yet."""
+        """Whether a sample waits, runs or has not been reported yet, or the last load sample shows work."""
         return bool(self.scheduler.in_flight or self._ended or self.load.has_work or self.load.used_tokens)
 
     def advance(self, until_s: float) -> list[EndedRequest]:
         """Advance the clock to a finite time; return the samples that have ended by then, in order of time.
 
         A pass that has begun but not ended by then continues. Its results are reported when the clock reaches
-        its end.
+        the end of the pass.
         """
-        results: list[EndedRequest] = []
+        ended: list[EndedRequest] = []
         while self._free_at_s <= until_s:
-            results += self._ended
+            ended += self._ended
             self._ended, self.load = [], self._next_load
+            # A pass that would begin exactly at `until_s` must wait, because samples may be submitted first.
             if self._free_at_s == until_s or not self._step(until_s):
                 break
-        return results
+        return ended
 
     def _step(self, until_s: float) -> bool:
         """Run passes that end by `until_s`, or one pass that ends later; return False if there is no work."""
         scheduler = self.scheduler
-        steps = self._cost.steps_within(
+        steps_in_time = self._cost.steps_within(
             until_s - self._free_at_s, scheduler.running, scheduler.context_tokens
         )
-        step = scheduler.step(max(1, min(steps, INTERVAL_STEPS - self._unpublished_steps)))
+        steps_to_next_load = INTERVAL_STEPS - self._unpublished_steps
+        step = scheduler.step(max(1, min(steps_in_time, steps_to_next_load)))
         if step is None:
-            self.load = self._next_load = self._load_of(0, 0, 0)
+            self.load = self._next_load = self._load_of(running=0, queue=0, used_tokens=0)
             self._free_at_s = until_s
             return False
         self._free_at_s += self._cost.step_s(step)
         self._ended = [EndedRequest(self._free_at_s, sample) for sample in step.finished]
+        # A prefill pass publishes a load sample, and so do INTERVAL_STEPS decode passes.
         passes = 0 if step.kind == "prefill" else self._unpublished_steps + step.steps
         self._unpublished_steps = passes % INTERVAL_STEPS
         if step.steps and not self._unpublished_steps:
-            self._next_load = self._load_of(step.running, step.queue, step.used_tokens)
+            self._next_load = self._load_of(
+                running=step.running, queue=step.queue, used_tokens=step.used_tokens
+            )
         return True
 
-    def _load_of(self, running: int, queue: int, used_tokens: int) -> SchedulerLoad:
+    def _load_of(self, *, running: int, queue: int, used_tokens: int) -> SchedulerLoad:
+        """Return a load sample, with the retractions since the previous load sample."""
         config, retractions = self.scheduler.config, self.scheduler.retractions
         retracted = retractions - self._reported_retractions
         self._reported_retractions = retractions

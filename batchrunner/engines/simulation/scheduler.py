@@ -1,16 +1,18 @@
 """SGLang's scheduler without clock, model or text: prefills, decode passes and retractions of samples.
 
+A sample is one of the `n` outputs that a request asks for. The scheduler treats it as a request.
+
 Source: SGLang 0.5.23, `managers/scheduler.py` (the order of steps), `schedule_policy.py` (admission, the
 order of the queue), `schedule_batch.py` (retraction), `scheduler_components/new_token_ratio_tracker.py` and
 `mem_cache/prefill_budget.py`.
 
 Not modelled:
 
-- the overlap of a pass with the processing of the previous one. Because of it, a sample that stops early
-  decodes once more in SGLang, and its successor starts one pass later;
+- the overlap of a pass with the processing of the previous pass. Because of this overlap, a sample that stops
+  early decodes once more in SGLang, and its successor starts one pass later;
 - policies other than `fcfs`, priorities, mixed chunks, speculation and aborted requests;
-- pages of more than one token and sliding windows; of the states of a hybrid model only those of running
-  requests count, not those that the prefix cache keeps;
+- pages of more than one token, and sliding windows;
+- the states of a hybrid model that the prefix cache keeps. Only those of running requests count;
 - without a radix cache, the admission of `ignore_eos` requests by simulating their ends
   (`add_one_req_ignore_eos`).
 """
@@ -20,23 +22,26 @@ import sys
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from batchrunner.engines.simulation.radix import CacheNode, RadixCache
 
 INITIAL_RATIO = 0.7
-"""`SGLANG_INIT_NEW_TOKEN_RATIO`: the share of `max_new_tokens` that outputs are expected to take at first."""
+"""`SGLANG_INIT_NEW_TOKEN_RATIO`: initial new-token ratio, which is the fraction of `max_new_tokens` that
+outputs are expected to take."""
 MINIMAL_RATIO_FACTOR = 0.14
-"""`SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR`: the lowest expected share, as a fraction of the initial share."""
+"""`SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR`: minimum of the new-token ratio, as a fraction of its initial value."""
 DECAY_STEPS = 600
-"""`SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS`: number of decode steps from the initial share to the lowest."""
+"""`SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS`: number of decode passes in which the new-token ratio falls from its
+initial value to its minimum."""
 CLIP_TOKENS = 4096
-"""`SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION`: maximum number of output tokens that the scheduler expects of a
+"""`SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION`: maximum number of output tokens that admission reserves for a
 request."""
 PAGE_TOKENS = 1
-"""Number of tokens in a page, the default of flashinfer and fa3. Each admitted sample reserves one page in
-addition."""
+"""Number of tokens in a page of the KV pool: the default of the attention backends flashinfer and fa3. Each
+admitted sample reserves one page more than its tokens need."""
 MATCHED_AT_MOST = 128
 """`WAITING_QUEUE_PREFIX_MATCH_MAX`: maximum number of waiting samples whose prefixes are kept in the
 cache."""
@@ -44,33 +49,32 @@ REFRESH_PASSES = 32
 """`WAITING_PREFIX_REFRESH_INTERVAL`: the prefixes of waiting samples are refreshed once in this many
 admission passes."""
 RETRACT_STEPS = 20
-"""`SGLANG_RETRACT_DECODE_STEPS`: number of decode steps for which a retraction tries to make room."""
+"""`SGLANG_RETRACT_DECODE_STEPS`: number of decode passes for which a retraction tries to make room."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Server flags; the defaults are SGLang's on an 80 GB card."""
+    """Flags of a simulated server. The defaults are SGLang's on an 80 GB GPU."""
 
     max_running: int
     """`--max-running-requests`."""
     max_total_tokens: int
-    """`--max-total-tokens`: the KV pool."""
+    """`--max-total-tokens`: number of tokens in the KV pool."""
     context_tokens: int | None = None
-    """`--context-length`; None if the pool is the only limit."""
+    """`--context-length`; None if only the KV pool limits a context."""
     chunked_prefill_tokens: int | None = 8192
     """`--chunked-prefill-size`; None if prompts are never split."""
     max_prefill_tokens: int = 16_384
-    """`--max-prefill-tokens`."""
+    """`--max-prefill-tokens`: maximum number of prompt tokens in a prefill pass."""
     conservativeness: float = 1.0
-    """`--schedule-conservativeness`."""
+    """`--schedule-conservativeness`: factor of the initial new-token ratio."""
     radix_cache: bool = True
     """Whether prefixes are cached; False is `--disable-radix-cache`."""
     clip_tokens: int = CLIP_TOKENS
-    """`SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION`, an environment variable."""
+    """Value of the environment variable `SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION`; see CLIP_TOKENS."""
     decode_interval: int = 0
     """`--prefill-decode-interval`: number of decode passes between two prefill passes. With 0, prefill passes
     always go first."""
-
     state_slots: int | None = None
     """`--max-mamba-cache-size`: slots in the state pool of a hybrid model; None for a model without
     states."""
@@ -84,7 +88,7 @@ class SchedulerConfig:
 
     @property
     def most_running(self) -> int:
-        """Maximum number of samples that may run, by the flag and by the state pool."""
+        """Maximum number of samples that may run: the lower of `max_running` and the state pool's limit."""
         by_states = self.running_by_states
         return self.max_running if by_states is None else min(self.max_running, by_states)
 
@@ -96,7 +100,7 @@ class SchedulerConfig:
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """A sample on its way through a scheduler; submit it once."""
+    """One sample and its state in the scheduler. A sample can be submitted only once."""
 
     prompt_tokens: int
     output_tokens: int
@@ -104,36 +108,40 @@ class SimulatedRequest:
     max_new_tokens: int | None = None
     """Number of tokens that the request asks for and admission reserves; None means `output_tokens`."""
     ignore_eos: bool = False
-    """Whether the scheduler expects all of `max_new_tokens`, whatever its ratio."""
+    """Whether the scheduler expects all of `max_new_tokens`, whatever the new-token ratio."""
     prefix: tuple[tuple[Hashable, int], ...] = ()
     """Prefix of the prompt that other samples share, as (name, tokens), for instance
     (("system", 120), ("document 7", 400)). No other sample shares the rest of the prompt."""
     payload: Any = None
     """Data of the caller, which the scheduler does not read."""
 
-    # The scheduler's state of the sample.
+    # The scheduler sets all fields below.
     outputs: int = 0
-    """Number of tokens that it had generated when it was last prefilled or retracted, or when it ended."""
+    """Number of tokens that the sample had generated when it was last prefilled or retracted, or when it
+    ended."""
     cached_tokens: int = 0
-    """Number of prompt tokens found in the cache at its first prefill, as the server reports it."""
+    """Number of prompt tokens that hit the prefix cache at the sample's first prefill, as a server reports
+    it."""
     retractions: int = 0
+    """Number of times that the sample was retracted because the KV pool was full."""
     aborted: bool = False
-    """Whether it ended because the pool had no room for it, even alone."""
+    """Whether the sample ended because the KV pool had no room for it, even alone."""
     asked_tokens: int = 0
-    """`max_new_tokens`, or fewer if the context or the pool cannot hold that many."""
+    """`max_new_tokens`, or fewer if the context or the KV pool cannot hold that many."""
     target_tokens: int = 0
-    """Number of output tokens with which it ends."""
+    """Number of output tokens with which the sample ends."""
     path: tuple[tuple[Hashable, int], ...] = ()
-    """Its context for the radix cache: the shared prefix, and an endless segment of its own."""
+    """The sample's context for the prefix cache: the shared prefix, and an endless segment that no other
+    sample has."""
     node: CacheNode | None = None
-    """The cache node that it has locked."""
+    """The cache node that the sample has locked; None while the sample waits in the queue."""
     protected_tokens: int = 0
-    """Number of leading tokens of its context that the cache owns."""
+    """Number of leading tokens of the sample's context that the prefix cache owns."""
     filled_tokens: int = 0
-    """Number of tokens of its context that are computed, while it is prefilled in chunks."""
+    """Number of tokens of the sample's context that are computed, while the prompt is prefilled in chunks."""
     joined: int = 0
-    """Its number of outputs when it began to decode, minus the scheduler's count of decode passes at that
-    time."""
+    """The sample's number of outputs when it began to decode, minus the scheduler's count of decode passes at
+    that time."""
 
     @property
     def fill_tokens(self) -> int:
@@ -142,10 +150,10 @@ class SimulatedRequest:
 
 
 class KvPool:
-    """The KV pool of one server, with its prefix cache; it only counts tokens."""
+    """The KV pool of one server, with its prefix cache. It only counts tokens."""
 
     def __init__(self, tokens: int, *, caching: bool) -> None:
-        """`tokens` is the size of the pool; without `caching`, contexts are freed when samples leave."""
+        """`tokens` is the size of the pool. Without `caching`, a context is freed when its sample leaves."""
         self.tokens = tokens
         self.caching = caching
         self.cache = RadixCache()
@@ -159,11 +167,11 @@ class KvPool:
 
     @property
     def available_tokens(self) -> int:
-        """Number of tokens that a sample could get: free tokens, and those of unlocked cached contexts."""
+        """Number of tokens that a sample could get: free tokens, and tokens of unlocked cached contexts."""
         return self.free_tokens + self.cache.evictable_tokens
 
     def lock_prefix(self, sample: SimulatedRequest) -> tuple[CacheNode, int]:
-        """Lock the cached prefix of a context; return its last node and its number of tokens.
+        """Lock the cached prefix of a sample's context; return the prefix's last node and its tokens.
 
         The last token of the context is always computed, because this computation generates the first new
         token.
@@ -181,18 +189,20 @@ class KvPool:
         return self.free_tokens >= tokens
 
     def checkpoint(self, sample: SimulatedRequest) -> None:
-        """Move the computed context into the cache, and free the tokens that the cache had already."""
+        """Move the computed context of a sample into the prefix cache."""
         if not self.caching:
             return
         node, cached_tokens = self.cache.insert(sample.path, sample.filled_tokens)
+        # Free the sample's copies of tokens that another sample has brought into the cache meanwhile.
         self.free_tokens += cached_tokens - sample.protected_tokens
+        # The new lock is taken before the old one is given up, so that nothing between them can be evicted.
         self.cache.lock(node)
         assert sample.node is not None
         self.cache.unlock(sample.node)
         sample.node, sample.protected_tokens = node, sample.filled_tokens
 
     def release(self, sample: SimulatedRequest, context_tokens: int, *, keep: bool) -> None:
-        """Release a context. With `keep`, move it into the cache first; else free its uncached tokens."""
+        """Release the context of a sample that leaves. With `keep`, the prefix cache keeps the context."""
         sample.filled_tokens = context_tokens
         if keep:
             self.checkpoint(sample)
@@ -204,32 +214,41 @@ class KvPool:
 
 @dataclass(slots=True)
 class PrefillBudget:
-    """The remaining limits of a prefill pass."""
+    """Number of tokens that a prefill pass may still take."""
 
     input_tokens: int
     """Remaining tokens of `--max-prefill-tokens`."""
     chunk_tokens: int
     """Remaining tokens of `--chunked-prefill-size`."""
     expected_tokens: float
-    """Number of further tokens of the pool that running and admitted samples are expected to take."""
+    """Number of further tokens of the KV pool that running and admitted samples are expected to take."""
+
+
+class Refusal(Enum):
+    """Reason why the head of the queue is not admitted: SGLang's `AddReqResult`."""
+
+    NO_ROOM = "NO_TOKEN"
+    """The KV pool has no room for the sample and its expected output."""
+    LATER = "OTHER"
+    """The sample does not fit into the rest of this prefill pass."""
 
 
 class StepResult(NamedTuple):
-    """One prefill pass, or several decode passes that only give every sample one more token each."""
+    """One prefill pass, or several decode passes in which no sample enters or leaves before the last pass."""
 
     kind: Literal["prefill", "decode"]
     steps: int
     """Number of forward passes; 1 for a prefill."""
     running: int
-    """Number of decoding samples (`#running-req` in the log). During a prefill pass they wait for its end."""
+    """Number of decoding samples (`#running-req` in the log). They make no progress in a prefill pass."""
     queue: int
     """Number of waiting samples."""
     used_tokens: int
-    """Number of tokens of the pool in use during the last pass, without those that could be evicted."""
+    """Number of tokens of the KV pool in use during the last pass, without tokens that could be evicted."""
     kv_tokens: float
     """Mean number of context tokens that attention reads in a pass."""
     finished: Sequence[SimulatedRequest]
-    """Samples that ended with the last pass; see `SimulatedRequest.aborted`."""
+    """Samples that ended with the last pass, or that were aborted (`SimulatedRequest.aborted`)."""
     admitted: int = 0
     """Number of samples in a prefill pass."""
     prefill_tokens: int = 0
@@ -244,18 +263,21 @@ class StepResult(NamedTuple):
 class Scheduler:
     """One SGLang scheduler: submit samples, call `step`, read the counts.
 
-    A decode pass gives each running sample one token. So the number of a sample's outputs is the number of
-    decode passes plus the constant `joined` of the sample, and most passes only change the number of passes.
+    A decode pass gives each running sample one token. So a sample's number of outputs is the number of all
+    decode passes plus a constant of the sample, `joined`. A pass in which no sample enters or leaves need not
+    touch the samples: it only changes the number of passes.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.ratio = config.initial_ratio
-        """Share of the remaining `max_new_tokens` that running samples are expected to use."""
+        """New-token ratio: fraction of the remaining `max_new_tokens` that running samples are expected to
+        use."""
         self.retractions = 0
         self.prefill_passes = 0
         self.decode_passes = 0
         self.prefilled_tokens = 0
+        """Number of prompt tokens computed in all prefill passes."""
         self.cached_tokens = 0
         """Prefix cache hits of all admitted samples, in tokens."""
         self.context_tokens = 0
@@ -263,15 +285,20 @@ class Scheduler:
         decode pass. A shared prefix counts once for each of its samples."""
         self.pool = KvPool(config.max_total_tokens, caching=config.radix_cache)
         self.waiting: deque[SimulatedRequest] = deque()
+        """Queue of samples; the first is admitted next."""
         self.decoding: dict[SimulatedRequest, int] = {}
-        """Decoding samples in the order in which they joined, each with the decode pass that ends it."""
+        """Decoding samples in the order in which they joined, each with the value of `_passes` at which it
+        ends."""
         self.chunked: SimulatedRequest | None = None
-        """The sample whose prompt is prefilled over several passes."""
+        """The sample whose prompt is prefilled in chunks over several passes; None if there is none."""
         self._most_running = config.most_running
-        self._tokens_each = 0  # number of decode passes, which is the number of tokens given to each sample
-        self._full = False  # if True, no admission is tried until the running batch shrinks
-        self._refreshes = 0
-        self._owed = 0  # decode passes before the next prefill
+        self._passes = 0
+        """Number of decode passes, by which the number of a sample's outputs is counted."""
+        self._is_full = False
+        """Whether admission is not tried until the running batch shrinks: SGLang's `batch_is_full`."""
+        self._admission_passes = 0
+        self._decodes_before_prefill = 0
+        """Number of decode passes that must come before the next prefill pass; see `decode_interval`."""
 
     @property
     def running(self) -> int:
@@ -291,11 +318,11 @@ class Scheduler:
     def submit(self, sample: SimulatedRequest) -> None:
         """Append a new sample to the queue.
 
-        A sample that asks for more tokens than the context or the pool holds gets as many as fit
-        (`init_req_max_new_tokens`). Raises ValueError for a prompt that the server would refuse as too long.
+        A sample that asks for more tokens than the context or the pool can hold gets as many as fit, as in
+        SGLang's `init_req_max_new_tokens`. Raises ValueError for a prompt that is too long for a server.
         """
-        longest = min(self.config.max_total_tokens, self.config.context_tokens or sys.maxsize)
-        room_tokens = longest - PAGE_TOKENS - 1 - sample.prompt_tokens
+        longest_context = min(self.config.max_total_tokens, self.config.context_tokens or sys.maxsize)
+        room_tokens = longest_context - PAGE_TOKENS - 1 - sample.prompt_tokens
         if room_tokens < 1:
             raise ValueError(f"the prompt ({sample.prompt_tokens} tokens) is too long for the scheduler")
         most_tokens = sample.output_tokens if sample.max_new_tokens is None else sample.max_new_tokens
@@ -308,27 +335,26 @@ class Scheduler:
     def step(self, limit: int = sys.maxsize) -> StepResult | None:
         """Run the next forward pass, or up to `limit` decode passes between which nothing changes.
 
-        Return None if there is nothing to do. Samples that are submitted after the call take part in the next
-        step.
+        Return None if there is no work. Samples that are submitted after the call take part in the next step.
         """
-        if self._owed and self.running:
+        if self._decodes_before_prefill and self.running:
             return self._decode(limit)
-        self._owed = 0
+        self._decodes_before_prefill = 0
         if admitted := self._admit_waiting():
             return self._prefill(admitted)
         return self._decode(limit) if self.decoding else None
 
     def outputs_of(self, sample: SimulatedRequest) -> int:
         """Return the number of tokens that a running sample has generated."""
-        return sample.joined + self._tokens_each
+        return sample.joined + self._passes
 
     def context_of(self, sample: SimulatedRequest) -> int:
         """Return the number of pool tokens of a running sample: its context without the last output."""
         return sample.prompt_tokens + self.outputs_of(sample) - 1
 
     def expected_tokens(self) -> float:
-        """Return how many further tokens of the pool the running samples are expected to take."""
-        clip, passes = self.config.clip_tokens, self._tokens_each
+        """Return the number of further tokens of the pool that running samples are expected to take."""
+        clip, passes = self.config.clip_tokens, self._passes
         estimated = fixed = 0
         for sample in self.decoding:
             tokens = sample.asked_tokens - sample.joined - passes
@@ -341,62 +367,75 @@ class Scheduler:
         return estimated * self.ratio + fixed
 
     def _admit_waiting(self) -> list[tuple[SimulatedRequest, int]]:
-        """Select the samples of a prefill pass, with their numbers of tokens; lock their cached prefixes."""
+        """Return the samples of the next prefill pass, each with the number of its tokens in the pass.
+
+        Their cached prefixes are locked. The list is empty if no prefill pass is possible.
+        """
         if not self._may_admit():
             return []
         config, pool = self.config, self.pool
         self._refresh_prefixes()
         chunk_tokens = sys.maxsize if config.chunked_prefill_tokens is None else config.chunked_prefill_tokens
-        budget = PrefillBudget(config.max_prefill_tokens, chunk_tokens, self.expected_tokens())
+        budget = PrefillBudget(
+            input_tokens=config.max_prefill_tokens,
+            chunk_tokens=chunk_tokens,
+            expected_tokens=self.expected_tokens(),
+        )
         admitted: list[tuple[SimulatedRequest, int]] = []
         if self.chunked is not None:
             admitted.append((self.chunked, self._next_chunk(self.chunked, budget)))
-        while self.waiting and not self._full:
-            is_spent = budget.input_tokens <= 0 or budget.chunk_tokens <= 0
-            if is_spent and pool.available_tokens > budget.expected_tokens:
+        while self.waiting and not self._is_full:
+            has_pool_room = pool.available_tokens > budget.expected_tokens
+            is_pass_full = budget.input_tokens <= 0 or budget.chunk_tokens <= 0
+            # If the pool has no room either, `_admit` refuses the sample for that reason, as in SGLang.
+            if is_pass_full and has_pool_room:
                 break
-            self._full = self.running + len(admitted) >= self._most_running
-            if self._full:
+            if self.running + len(admitted) >= self._most_running:
+                self._is_full = True
                 break
-            tokens = self._admit(self.waiting[0], budget, first=not admitted)
-            if tokens is None:
-                self._full = self.running > 0 or bool(admitted)
-            if not tokens:
+            tokens = self._admit(self.waiting[0], budget, is_first=not admitted)
+            if tokens is Refusal.NO_ROOM:
+                # An empty batch cannot shrink, so it never counts as full.
+                self._is_full = self.running > 0 or bool(admitted)
+                break
+            if tokens is Refusal.LATER:
                 break
             admitted.append((self.waiting.popleft(), tokens))
-            self._full = pool.available_tokens <= budget.expected_tokens
+            self._is_full = pool.available_tokens <= budget.expected_tokens
         return admitted
 
     def _may_admit(self) -> bool:
         """Tell whether to try an admission. After a failed try, only once the running batch has shrunk."""
         if not self.decoding:
-            self._full = False
+            self._is_full = False
         if self.chunked is not None:
-            # Without a free token, a real server would run out of memory. Here the other samples decode or
-            # are retracted.
+            # The next chunk goes first, even if the batch is full. Without a free token, a real server would
+            # run out of memory. Here the other samples decode or are retracted.
             return self.pool.available_tokens > 0
-        self._full = self._full or (self.queue > 0 and self.running >= self._most_running)
-        return self.queue > 0 and not self._full
+        if self.queue > 0 and self.running >= self._most_running:
+            self._is_full = True
+        return self.queue > 0 and not self._is_full
 
-    def _admit(self, sample: SimulatedRequest, budget: PrefillBudget, *, first: bool) -> int | None:
-        """Admit the head of the queue; return how many of its tokens this pass computes.
+    def _admit(self, sample: SimulatedRequest, budget: PrefillBudget, *, is_first: bool) -> int | Refusal:
+        """Admit the head of the queue; return the number of its tokens that this pass computes.
 
-        0 means that the sample has to wait for another pass, None that the pool has no room for it.
+        `is_first` says that the pass has no sample yet. Return the reason if the sample is not admitted.
         """
-        node, matched = self.pool.lock_prefix(sample)  # before the test, as locked tokens are not available
+        # The prefix is locked before the tests, because the available tokens do not include locked ones.
+        node, matched = self.pool.lock_prefix(sample)
         uncached = sample.fill_tokens - matched
         new_tokens = min(max(sample.asked_tokens - sample.outputs, 0), self.config.clip_tokens)
-        is_never_split = self.config.chunked_prefill_tokens is None
-        tokens: int | None
-        if uncached + new_tokens + PAGE_TOKENS >= self.pool.available_tokens - budget.expected_tokens:
-            tokens = None
-        elif is_never_split and not first and uncached >= budget.input_tokens:
-            tokens = 0
-        else:
-            tokens = min(uncached, budget.chunk_tokens)
-        if not tokens:
+        room_tokens = self.pool.available_tokens - budget.expected_tokens
+        refusal = None
+        if uncached + new_tokens + PAGE_TOKENS >= room_tokens:
+            refusal = Refusal.NO_ROOM
+        elif self.config.chunked_prefill_tokens is None and not is_first and uncached >= budget.input_tokens:
+            # A prompt that is never split must fit into the rest of the pass, unless it has a pass to itself.
+            refusal = Refusal.LATER
+        if refusal is not None:
             self.pool.cache.unlock(node)
-            return tokens
+            return refusal
+        tokens = min(uncached, budget.chunk_tokens)
         if tokens < uncached:
             self.chunked = sample
         self._charge(budget, sample, tokens, uncached)
@@ -413,18 +452,21 @@ class Scheduler:
         """
         uncomputed = sample.fill_tokens - sample.filled_tokens
         free_tokens = self.pool.available_tokens
-        limit = max(budget.chunk_tokens, 1)
+        chunk_limit = max(budget.chunk_tokens, 1)  # a chunk has at least one token, or it would never end
         room_tokens = math.floor(free_tokens - budget.expected_tokens)
         if room_tokens > 0:
-            limit = min(limit, room_tokens)
-        tokens = min(uncomputed, free_tokens, limit)
+            chunk_limit = min(chunk_limit, room_tokens)
+        tokens = min(uncomputed, free_tokens, chunk_limit)
         if tokens == uncomputed:
             self.chunked = None
         self._charge(budget, sample, tokens, uncomputed)
         return tokens
 
     def _charge(self, budget: PrefillBudget, sample: SimulatedRequest, tokens: int, uncomputed: int) -> None:
-        """Charge an admitted sample to the budget, with its expected outputs if this is its last chunk."""
+        """Charge `tokens` of an admitted sample to the budget.
+
+        The expected output is charged too if these are all `uncomputed` tokens of the sample.
+        """
         new_tokens = min(sample.asked_tokens, self.config.clip_tokens) if tokens == uncomputed else 0
         budget.expected_tokens += tokens + PAGE_TOKENS + new_tokens
         budget.input_tokens -= tokens
@@ -434,12 +476,14 @@ class Scheduler:
         """Touch the cached prefixes of the first waiting samples, so that they are evicted last."""
         if not self.pool.caching or not self.waiting:
             return
-        if self._refreshes % REFRESH_PASSES == 0:
-            for sample in reversed(list(islice(self.waiting, MATCHED_AT_MOST))):  # the head comes last
+        if self._admission_passes % REFRESH_PASSES == 0:
+            # In reverse order, so that the prefix of the head of the queue is the last to be evicted.
+            for sample in reversed(list(islice(self.waiting, MATCHED_AT_MOST))):
                 self.pool.cache.match(sample.path, sample.fill_tokens)
-        self._refreshes += 1
+        self._admission_passes += 1
 
     def _prefill(self, admitted: list[tuple[SimulatedRequest, int]]) -> StepResult:
+        """Run a prefill pass of admitted samples, each with the number of its tokens in the pass."""
         running = self.running
         prefill_tokens = sum(tokens for _, tokens in admitted)
         assert self.pool.make_room(prefill_tokens), "admission took in more than the pool can hold"
@@ -450,20 +494,20 @@ class Scheduler:
             sample.filled_tokens += tokens
             kv_tokens += sample.filled_tokens
             self.pool.checkpoint(sample)
-            if sample is self.chunked:
+            if sample is self.chunked:  # more chunks follow
                 continue
-            sample.outputs += 1
+            sample.outputs += 1  # the last token of a context generates the next one
             if sample.outputs >= sample.target_tokens:
                 self.pool.release(sample, sample.filled_tokens, keep=True)
                 finished.append(sample)
             else:
-                sample.joined = sample.outputs - self._tokens_each
+                sample.joined = sample.outputs - self._passes
                 self.decoding[sample] = sample.target_tokens - sample.joined
                 self.context_tokens += self.context_of(sample)
         if finished or self.chunked is not None:
             # Fewer samples begin to decode than were in the pass, which SGLang treats as a smaller batch.
-            self._full = False
-        self._owed = self.config.decode_interval
+            self._is_full = False
+        self._decodes_before_prefill = self.config.decode_interval
         self.prefill_passes += 1
         self.prefilled_tokens += prefill_tokens
         self._reset_when_idle()
@@ -480,27 +524,32 @@ class Scheduler:
         )
 
     def _decode(self, limit: int) -> StepResult:
-        config = self.config
+        """Run up to `limit` decode passes: until a sample ends, another may be admitted or the pool is full.
+
+        If the pool has no room for even one pass, samples are retracted first.
+        """
         finished: list[SimulatedRequest] = []
         if self.pool.make_room(self.running):
-            room_steps = self.pool.available_tokens // self.running
-            steps = min(limit, min(self.decoding.values()) - self._tokens_each, room_steps)
-            if self.chunked is not None or (self.waiting and not self._full):
-                steps = min(steps, max(self._owed, 1))  # the next pass may admit
-            lowest = config.initial_ratio * MINIMAL_RATIO_FACTOR
-            self.ratio = max(self.ratio - steps * (config.initial_ratio - lowest) / DECAY_STEPS, lowest)
+            steps_to_first_end = min(self.decoding.values()) - self._passes
+            steps_to_full_pool = self.pool.available_tokens // self.running
+            steps = min(limit, steps_to_first_end, steps_to_full_pool)
+            may_admit = self.chunked is not None or (self.waiting and not self._is_full)
+            if may_admit:
+                steps = min(steps, max(self._decodes_before_prefill, 1))
+            self._lower_ratio(steps)
         else:
             finished = self._retract()
-            self._full = False
+            self._is_full = False
             steps = 1 if self.decoding else 0
         running = self.running
         self.pool.make_room(steps * running)
+        # Each pass adds one token to every context, so the mean is taken at the middle of the passes.
         kv_tokens = self.context_tokens + running * (steps + 1) / 2
         used_tokens = self.pool.used_tokens + steps * running
-        if at_end := self._advance(steps):
-            self._full = False
-            finished += at_end
-        self._owed = max(self._owed - steps, 0)
+        if ended := self._advance(steps):
+            self._is_full = False
+            finished += ended
+        self._decodes_before_prefill = max(self._decodes_before_prefill - steps, 0)
         self.decode_passes += steps
         self._reset_when_idle()
         return StepResult(
@@ -513,19 +562,26 @@ class Scheduler:
             finished=finished,
         )
 
+    def _lower_ratio(self, steps: int) -> None:
+        """Lower the new-token ratio by `steps` decode passes, down to its minimum."""
+        initial_ratio = self.config.initial_ratio
+        lowest_ratio = initial_ratio * MINIMAL_RATIO_FACTOR
+        decay = steps * (initial_ratio - lowest_ratio) / DECAY_STEPS
+        self.ratio = max(self.ratio - decay, lowest_ratio)
+
     def _advance(self, steps: int) -> list[SimulatedRequest]:
-        """Give each running sample `steps` tokens; return those that end. The pool must have room."""
+        """Give each running sample `steps` tokens; return samples that end. The pool must have room."""
         tokens = steps * self.running
         self.pool.free_tokens -= tokens
         self.context_tokens += tokens
-        self._tokens_each += steps
-        at_end = [sample for sample, end in self.decoding.items() if end <= self._tokens_each]
-        for sample in at_end:
+        self._passes += steps
+        ended = [sample for sample, last_pass in self.decoding.items() if last_pass <= self._passes]
+        for sample in ended:
             self.pool.release(sample, self._leave(sample), keep=True)
-        return at_end
+        return ended
 
     def _leave(self, sample: SimulatedRequest) -> int:
-        """Remove a sample from the decoding ones; return the number of tokens in its context."""
+        """Remove a sample from the decoding samples; return the number of tokens in its context."""
         context_tokens = self.context_of(sample)
         del self.decoding[sample]
         self.context_tokens -= context_tokens
@@ -533,33 +589,37 @@ class Scheduler:
         return context_tokens
 
     def _retract(self) -> list[SimulatedRequest]:
-        """Retract samples until the next step fits into the pool; return the samples that were aborted.
+        """Retract samples until the next decode pass fits into the pool, like SGLang's `retract_decode`.
 
-        The sample with the shortest output goes first; among equals the one with the longest prompt, then the
-        youngest. Its context is freed, and it goes to the end of the queue, with its outputs. If a single
-        sample does not fit, it is aborted.
+        The sample with the shortest output goes first. Of several, the one with the longest prompt goes
+        first, then the youngest. Its context is freed, and it goes to the end of the queue, with its outputs.
+        If a single sample does not fit, it is aborted. Return the aborted samples.
         """
+        # The last sample is retracted first. `joined` orders the samples by their numbers of outputs.
         running = sorted(self.decoding, key=lambda sample: (-sample.joined, sample.prompt_tokens))
-        aborted = []
-        has_retracted = False
-        while len(running) > 1 and not (has_retracted and self.pool.make_room(len(running))):
+        while len(running) > 1:
             sample = running.pop()
             self.pool.release(sample, self._leave(sample), keep=False)
-            self.pool.make_room(len(running) * RETRACT_STEPS)
             sample.retractions += 1
             self.retractions += 1
-            has_retracted = True
             self.waiting.append(sample)
+            # Cached contexts are evicted for many passes, but room for one pass ends the retraction.
+            self.pool.make_room(len(running) * RETRACT_STEPS)
+            if self.pool.make_room(len(running)):
+                break
+        aborted = []
         if len(running) == 1 and not self.pool.make_room(1):
-            last = running.pop()
-            self.pool.release(last, self._leave(last), keep=False)
-            last.aborted = True
-            aborted.append(last)
+            single_sample = running.pop()
+            self.pool.release(single_sample, self._leave(single_sample), keep=False)
+            single_sample.aborted = True
+            aborted.append(single_sample)
+        # The outputs proved longer than expected. The new ratio is the fraction of their `max_new_tokens`
+        # that the remaining samples will have used after RETRACT_STEPS more passes.
         outputs = sum(self.outputs_of(sample) + RETRACT_STEPS for sample in running)
         self.ratio = min(1.0, outputs / (sum(sample.asked_tokens for sample in running) + 1))
         return aborted
 
     def _reset_when_idle(self) -> None:
-        """Reset the ratio when no sample is in flight, as SGLang does."""
+        """Reset the new-token ratio if no sample is in flight, as SGLang does."""
         if not self.in_flight:
             self.ratio = self.config.initial_ratio

@@ -115,7 +115,7 @@ def test_the_start_doubles_and_does_not_drown() -> None:
     made.run(15)
     assert len(made.ends) == 4000
     assert max(made.queues_since(0)) <= BAND.high
-    assert any("growing fast" in decision.reason for decision in made.decisions)
+    assert any("the window grows fast" in decision.reason for decision in made.decisions)
 
 
 def test_capacity_is_followed() -> None:

@@ -1,0 +1,209 @@
+"""Gives servers with n-gram speculation the run's finished answers as a corpus.
+
+SGLang drafts from a server's own earlier outputs. A server that has just started has none, and each of many
+replicas has only its part. So such a server gets the newest answers of the run as an external corpus, at
+most one corpus at a time, and only if a replay promises a gain (`tuning/ngrams.py`). A corpus ends with its
+server, so a server that was started again gets a new one. Answers never depend on a corpus, and neither does
+the run: a server that refuses a corpus gets none from then on. This module reads no clock.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchrunner.core.timing import TIMING
+from batchrunner.core.types import BYTES_PER_TOKEN
+from batchrunner.engines.http.client import HttpEngine
+from batchrunner.engines.http.server_info import NOT_REACHED, ServerStatus
+from batchrunner.output.columns import has_texts
+from batchrunner.output.run_dir import RunDir
+from batchrunner.output.samples import RunSample
+from batchrunner.tuning.flags import takes_corpus
+from batchrunner.tuning.from_run import texts_of
+from batchrunner.tuning.ngrams import (
+    LEAST_CORPUS_GAIN,
+    MOST_ANSWERS,
+    MOST_CORPUS,
+    corpus_gain,
+    corpus_step,
+)
+
+log = logging.getLogger(__name__)
+
+LIST, ADD, REMOVE = "/list_external_corpora", "/add_external_corpus", "/remove_external_corpus"
+"""SGLang's paths for corpora (entrypoints/http_server.py)."""
+ROWS_AT_ONCE = 1000
+"""Number of rows of a part that are read at once."""
+LONGEST_MESSAGE = 200
+"""Maximum number of characters of a server's message in a log line."""
+
+
+class CorpusRefusedError(Exception):
+    """A server refuses a request about corpora. The message is the server's."""
+
+
+@dataclass(slots=True)
+class ServerCorpus:
+    """What is known of one server and its corpus."""
+
+    start: int
+    """Number of the server's start; see `HttpEngine.start_of`."""
+    tokens_at_start: int
+    """Output tokens of the run when this start was noticed."""
+    is_loaded: bool = False
+    """Whether this start of the server has a corpus of this run."""
+    is_refused: bool = False
+    """Whether the server gets no more corpora."""
+
+
+class CorpusFeeder:
+    """Loads and removes the corpora of a run's servers, driven by the run's load samples."""
+
+    def __init__(self, engine: HttpEngine, run_dir: RunDir) -> None:
+        """Take the servers of `engine`, and the answers of the run in `run_dir`."""
+        self._engine, self._run_dir = engine, run_dir
+        self._servers: dict[str, ServerCorpus] = {}
+        self._next_look = 0.0
+        """Time before which no server is looked at, in seconds of the monotonic clock."""
+        self._prefix = f"batchrunner-{secrets.token_hex(4)}-"
+        """Beginning of the names of this run's corpora."""
+        self._names = itertools.count()
+        self._judged_tokens = 0
+        """Tokens of the answers on which the last replay promised too little; 0 if none did."""
+
+    async def take(self, sample: RunSample, now: float) -> None:
+        """Look at the servers' corpora, if the last look was long enough before `now`.
+
+        One sample must be processed before the next is taken.
+        """
+        if now < self._next_look:
+            return
+        self._next_look = now + TIMING.corpus
+        urls = [url for url in self._engine.replicas if self._may_feed(url, sample.output_tokens)]
+        if not urls:
+            return
+        answers = await asyncio.to_thread(newest_answers, self._run_dir, MOST_CORPUS * BYTES_PER_TOKEN)
+        for url in urls:
+            try:
+                await self._look_at(url, answers, sample.output_tokens)
+            except CorpusRefusedError as refusal:
+                self._servers[url].is_refused = True
+                log.warning("%s: no answers are loaded for n-gram speculation: %s", url, refusal)
+            except NOT_REACHED as failure:  # the next look tries again
+                log.debug("%s: its corpora could not be changed: %r", url, failure)
+
+    def _may_feed(self, url: str, output_tokens: int) -> bool:
+        """Tell whether a server drafts from corpora and may get one; note if the run started it again.
+
+        A gateway does not pass corpora on, so only servers with direct requests get one.
+        """
+        arguments = self._engine.arguments_of(url)
+        has_budget = bool(arguments.get("speculative_ngram_external_sam_budget"))
+        is_direct = self._engine.endpoints[url].address == url
+        if arguments.get("speculative_algorithm") != "NGRAM" or not has_budget or not is_direct:
+            return False
+        start, server = self._engine.start_of(url), self._servers.get(url)
+        if server is None or server.start != start:
+            server = self._servers[url] = ServerCorpus(start, output_tokens)
+        return takes_corpus(arguments) and not server.is_refused
+
+    async def _look_at(self, url: str, answers: Sequence[str], output_tokens: int) -> None:
+        """Add, replace or remove a server's corpus if that helps. Raises CorpusRefusedError or NOT_REACHED.
+
+        `output_tokens` is the number of tokens that the run has generated.
+        """
+        status, server = self._engine.status_of(url), self._servers[url]
+        corpora = await _corpora_of(status)
+        own = [name for name in corpora if name.startswith(self._prefix)]
+        if len(own) < len(corpora):
+            raise CorpusRefusedError("it has other corpora, which would have to share their budget")
+        if server.is_loaded and not own:  # somebody has started the server again
+            server.is_loaded, server.tokens_at_start = False, output_tokens
+        generated = (output_tokens - server.tokens_at_start) // len(self._engine.replicas)
+        available = sum(map(len, answers)) // BYTES_PER_TOKEN
+        step = corpus_step(available, generated, loaded=sum(corpora[name] for name in own))
+        if step == "add" and not await self._promises_gain(answers, available):
+            return
+        if step == "add":
+            name = f"{self._prefix}{next(self._names)}"
+            server.is_loaded = True  # before the request, so that `close` removes what a cancelled one loads
+            await _change(status, ADD, {"corpus_id": name, "documents": answers}, TIMING.corpus_load)
+            log.info("%s: about %s tokens of finished answers help n-gram speculation", url, f"{available:,}")
+        if step != "keep":
+            await _remove(status, own)
+        if step == "remove":
+            server.is_loaded = False
+
+    async def _promises_gain(self, answers: Sequence[str], tokens: int) -> bool:
+        """Tell whether a replay promises a gain by a corpus. After a no, twice as many answers are needed."""
+        if tokens < 2 * self._judged_tokens:
+            return False
+        gain = await asyncio.to_thread(corpus_gain, answers[:MOST_ANSWERS])
+        self._judged_tokens = tokens if gain < LEAST_CORPUS_GAIN else 0
+        return gain >= LEAST_CORPUS_GAIN
+
+    async def close(self) -> None:
+        """Remove the corpora from servers that go on running after the run."""
+        if self._engine.starts_servers:
+            return
+        for url in [url for url, server in self._servers.items() if server.is_loaded]:
+            with contextlib.suppress(CorpusRefusedError, *NOT_REACHED):
+                status = self._engine.status_of(url)
+                corpora = await _corpora_of(status)
+                await _remove(status, [name for name in corpora if name.startswith(self._prefix)])
+
+
+def newest_answers(run_dir: RunDir, most_characters: int) -> list[str]:
+    """Return answers of all workers of a run from the newest parts, up to a total length."""
+    answers: list[str] = []
+    characters_left = most_characters
+    for path in reversed(run_dir.all_parts()):
+        damaged = contextlib.suppress(pa.ArrowException, OSError, KeyError)  # or removed in the meantime
+        with damaged, pq.ParquetFile(path) as part:
+            if not has_texts(part.schema_arrow):
+                continue
+            for rows in part.iter_batches(ROWS_AT_ONCE, columns=["output"]):
+                for text in texts_of(rows.column(0)):
+                    characters_left -= len(text)
+                    if characters_left < 0:
+                        return answers
+                    answers.append(text)
+    return answers
+
+
+async def _corpora_of(status: ServerStatus) -> dict[str, int]:
+    """Return the number of tokens of each corpus of a server, by name."""
+    reply = _accepted(*await status.get(LIST, TIMING.status_timeout))
+    tokens = reply.get("corpus_token_counts")
+    return tokens if isinstance(tokens, dict) else {}
+
+
+async def _remove(status: ServerStatus, names: Sequence[str]) -> None:
+    for name in names:
+        await _change(status, REMOVE, {"corpus_id": name}, TIMING.status_timeout)
+
+
+async def _change(status: ServerStatus, path: str, fields: Mapping[str, Any], timeout_s: float) -> None:
+    _accepted(*await status.post(path, fields, timeout_s))
+
+
+def _accepted(status: int, body: bytes) -> dict[str, Any]:
+    """Return the JSON object of an accepted request. Raises CorpusRefusedError with the server's message."""
+    try:
+        reply = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        reply = None
+    if status == HTTPStatus.OK and isinstance(reply, dict):
+        return reply
+    message = reply.get("message") if isinstance(reply, dict) else None
+    raise CorpusRefusedError(" ".join(str(message or f"status {status}").split())[:LONGEST_MESSAGE])

@@ -1,0 +1,176 @@
+"""Finished answers become a corpus for n-gram speculation, on servers that take one."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from batchrunner.api import run
+from batchrunner.core.timing import TIMING
+from batchrunner.runner import send
+from batchrunner.runner.corpora import ADD, LIST, REMOVE
+from batchrunner.tuning import ngrams
+from tests.conftest import job_of, report_of
+from tests.support.answers import Said
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.runs import rows_once
+
+ROWS, FIRST = 90, 60
+"""Number of rows, and of those that are answered before a corpus is added."""
+NGRAM = {"speculative_algorithm": "NGRAM", "speculative_ngram_external_sam_budget": 8}
+SENTENCES = [" ".join(f"expression{13 * n + word}" for word in range(11)) + "." for n in range(20)]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write answers at once, look at the corpora often, and be content with small ones."""
+    for name, value in {"part": 0.05, "corpus": 0.01, "load_poll": 0.02}.items():
+        monkeypatch.setattr(TIMING, name, value)
+    monkeypatch.setattr(send, "LOGGED_EVERY_S", 0.01)
+    monkeypatch.setattr(ngrams, "LEAST_CORPUS", 500)
+
+
+def answer_of(sent: Sent) -> str:
+    """Return an answer of three sentences that other answers have too."""
+    return " ".join(SENTENCES[(3 * sent.row + 7 * part) % len(SENTENCES)] for part in range(3))
+
+
+class Speculating(FakeSGLang):
+    """A server that holds the last rows until `is_done` is true of its corpora."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(self.reply, arguments=NGRAM | arguments, max_running=64)
+        self.holds = True
+        self.corpora = dict[str, list[str]]()
+        """Documents of the corpora that are loaded, by name."""
+        self.corpus_calls = list[str]()
+        """Paths that were asked for corpora, in order."""
+        self.refusal: str | None = None
+        """Why no corpus can be added; None if one can."""
+        self.on_corpus: Callable[[], object] = self.release
+        """Called in the server's own thread after a corpus was added or refused."""
+
+    def add_routes(self, app: web.Application) -> None:
+        super().add_routes(app)
+        app.router.add_get(LIST, self._list)
+        app.router.add_post(ADD, self._add)
+        app.router.add_post(REMOVE, self._remove)
+
+    async def _list(self, request: web.Request) -> web.Response:
+        self.corpus_calls.append(LIST)
+        counts = {name: sum(map(len, texts)) // 4 for name, texts in self.corpora.items()}
+        return web.json_response({"success": True, "corpus_token_counts": counts, "message": ""})
+
+    async def _add(self, request: web.Request) -> web.Response:
+        self.corpus_calls.append(ADD)
+        body, why = await request.json(), self.refusal
+        if why is None:
+            self.corpora[body["corpus_id"]] = body["documents"]
+        self.on_corpus()
+        fields = {"corpus_id": body["corpus_id"], "loaded_token_count": 0, "message": why or "Loaded."}
+        return web.json_response({"success": why is None, **fields}, status=400 if why else 200)
+
+    async def _remove(self, request: web.Request) -> web.Response:
+        self.corpus_calls.append(REMOVE)
+        del self.corpora[(await request.json())["corpus_id"]]
+        return web.json_response({"success": True, "message": "Removed."})
+
+    def reply(self, sent: Sent) -> Behaviour | Said:
+        """Hold the last rows; a released row is asked for again."""
+        return "hold" if self.holds and sent.row >= FIRST else Said(answer_of(sent))
+
+    def release(self) -> None:
+        """Answer all rows from now on."""
+        self.holds = False
+        self.wake_held()
+
+
+def job_on(directory: Path, server: FakeSGLang) -> dict[str, Any]:
+    """Return a job whose rows all run at once."""
+    return job_of(directory, server, rows=ROWS, window=ROWS, bundle="off")
+
+
+def test_answers_become_a_corpus_and_leave_with_the_run(tmp_path: Path) -> None:
+    """The server gets the texts of finished answers; after the run it is as before."""
+    documents = list[str]()
+    with Speculating() as server:
+
+        def note() -> None:
+            documents.extend(*server.corpora.values())
+            server.release()
+
+        server.on_corpus = note
+        job = job_on(tmp_path, server)
+        run(job)
+        assert server.corpora == {}
+    rows_once(job, ROWS)
+    assert len(documents) >= FIRST / 2
+    assert set(documents) <= {answer_of(Sent("", f"{row}", {}, 1)) for row in range(ROWS)}
+
+
+def test_a_server_that_was_started_again_gets_a_new_corpus(tmp_path: Path) -> None:
+    """Its corpora ended with it, which their list tells."""
+    names = list[str]()
+    with Speculating() as server:
+
+        def restart_once() -> None:
+            names.extend(server.corpora)
+            if len(names) > 1:
+                server.release()
+            else:
+                server.corpora.clear()
+
+        server.on_corpus = restart_once
+        job = job_on(tmp_path, server)
+        run(job)
+    rows_once(job, ROWS)
+    assert len(set(names)) == len(names) == 2
+
+
+def test_a_refusal_ends_the_corpora_of_a_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In one line; no row is lost."""
+    with Speculating() as server:
+        server.refusal = "External corpus is empty."
+        job = job_on(tmp_path, server)
+        with caplog.at_level(logging.WARNING):
+            run(job)
+        assert server.corpus_calls.count(ADD) == 1
+    rows_once(job, ROWS)
+    assert report_of(job)["rows_ok"] == ROWS
+    lines = [record.getMessage() for record in caplog.records if "speculation" in record.getMessage()]
+    assert lines == [f"{server.url}: no answers are loaded for n-gram speculation: External corpus is empty."]
+
+
+def test_the_corpora_of_others_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They would have to share the budget for drafts with ours."""
+    with Speculating() as server:
+        server.corpora["theirs"] = ["text"]
+        server.on_poll = lambda: server.release() if LIST in server.corpus_calls else None
+        job = job_on(tmp_path, server)
+        with caplog.at_level(logging.WARNING):
+            run(job)
+        assert server.corpora == {"theirs": ["text"]}
+        assert ADD not in server.corpus_calls
+    assert "it has other corpora, which would have to share their budget" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"speculative_algorithm": None},
+        {"speculative_ngram_external_sam_budget": 0},
+        {"tp_size": 2},  # its ranks load a corpus at different times, and draft differently meanwhile
+        {"pp_size": 2},
+    ],
+)
+def test_servers_that_take_no_corpus_are_not_asked(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """Without a budget for it, or with ranks whose drafts could differ."""
+    with Speculating(**arguments) as server:
+        server.on_poll = lambda: server.release() if server.polled > 20 else None
+        job = job_on(tmp_path, server)
+        run(job)
+        assert server.corpus_calls == []
+    rows_once(job, ROWS)
