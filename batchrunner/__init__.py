@@ -1,6 +1,7 @@
 """Offline batch inference that keeps an SGLang engine at its highest throughput.
 
-docs/architecture.md says what each folder is for; each imports only from those before it in that list.
+docs/architecture.md lists the folders of this package. A folder imports only from folders above it in that
+list.
 """
 
 from __future__ import annotations
@@ -71,17 +72,18 @@ __all__ = [
     "stream",
 ]
 
-_MODULES = {
+_MODULES_OF_CLASSES = {
     "GenerateError": "core.rollout_worker",
     "Job": "job.spec",
     "OpenEngine": "runner.open_engine",
     "Progress": "runner.progress",
     "Report": "report.report",
 }
+"""Modules of the public classes. The public functions are in `api`, and all other errors in `core.errors`."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: `import batchrunner` stays instant."""
+    """Import a public name when a program first uses it, so that `import batchrunner` stays fast."""
     if name not in __all__:
         raise AttributeError(f"module 'batchrunner' has no attribute {name!r}")
     if name == "__version__":
@@ -90,8 +92,9 @@ def __getattr__(name: str) -> Any:
         return version("batchrunner")
     from importlib import import_module  # noqa: PLC0415
 
-    home = "api" if name.islower() else _MODULES.get(name, "core.errors")
-    return getattr(import_module(f"batchrunner.{home}"), name)
+    is_function = name.islower()
+    module = "api" if is_function else _MODULES_OF_CLASSES.get(name, "core.errors")
+    return getattr(import_module(f"batchrunner.{module}"), name)
 
 
 def __dir__() -> list[str]:

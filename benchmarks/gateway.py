@@ -33,7 +33,10 @@ from tests.support.tiny_model import make_tiny_llama
 MAX_RUNNING = 32
 ARGS = {"max-running-requests": MAX_RUNNING, "max-total-tokens": 40_000}
 VOCABULARY = 40_000
-GATEWAY = ("--disable-retries", "--disable-circuit-breaker", "--max-concurrent-requests", "0")
+GATEWAY = (
+    *("--disable-retries", "--disable-circuit-breaker", "--max-concurrent-requests", "0"),
+    *("--disable-worker-overload-protection", "--load-monitor-interval", "1"),
+)
 POLICIES = {"keys": "consistent_hashing", "cache_aware": "cache_aware"}
 MIDDLE = 0.2, 0.8
 SEEDS = itertools.count(1)

@@ -49,8 +49,8 @@ def test_a_job_is_no_run(tmp_path: Path, command: str) -> None:
 def test_notes_are_shown_where_they_are_asked_for(tmp_path: Path, server: FakeSGLang) -> None:
     """`-v` says where prompts are tokenized; without it nobody has to read that."""
     file = write_job(job_of(tmp_path, server), tmp_path)
-    assert "tokenized by the engine" not in batchrun(file).stderr
-    assert "tokenized by the engine" in batchrun("-v", file, "--fresh").stderr
+    assert "the engine tokenizes the prompts" not in batchrun(file).stderr
+    assert "the engine tokenizes the prompts" in batchrun("-v", file, "--fresh").stderr
 
 
 def test_version() -> None:

@@ -1,7 +1,7 @@
-"""The library: blocking calls, their asynchronous counterparts, and an engine for several runs.
+"""The public functions of the library; `batchrunner` exports all of them.
 
-runs: `run`, `arun`, `open_engine`. tables: `generate`, `embed`, `score`, `rerank` and their asynchronous
-counterparts. streaming: `stream`. `batchrunner` exports these functions.
+The file runs has `run`, `arun` and `open_engine`. The file tables has `generate`, `embed`, `score`, `rerank`
+and their asynchronous counterparts. The file streaming has `stream`.
 """
 
 from batchrunner.api.runs import arun, open_engine, run

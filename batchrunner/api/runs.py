@@ -1,4 +1,4 @@
-"""The calls that run jobs, and engines that stay open for several of them."""
+"""The library calls `run` and `arun`, and `open_engine`, which keeps an engine open for several runs."""
 
 import functools
 import shutil
@@ -38,17 +38,18 @@ def open_engine(
 
     Example: `with open_engine({"kind": "server", "model": name}) as engine: run(job, engine=engine)`.
 
-    `engine` is as for `generate`; `task` is the task of all its jobs. A server logs into `log_dir`, by
-    default a temporary directory that is kept after an error. With `share`, the path of a file that ends with
-    `.json`, other processes can use the engine meanwhile: they give this path as `engine`. Raises JobError or
-    EngineStartError.
+    `engine` is as for `generate`; `task` is the task of all jobs that run on the engine. A server that is
+    started logs into `log_dir`, by default a temporary directory that is kept after an error. With `share`,
+    the path of a file that ends with `.json`, other processes can use the engine, too, if they pass this path
+    as `engine`. Raises JobError or EngineStartError.
     """
     if task != GENERATE and task not in TASKS:
-        raise JobError(f"task {task!r}", hint=f"give one of {', '.join((GENERATE, *TASKS))}")
+        raise JobError(f"unknown task {task!r}", hint=f"give one of {', '.join((GENERATE, *TASKS))}")
     spec = parse_engine(engine)
     if share is not None and (spec.kind == "simulated" or Path(share).suffix != ".json"):
         raise JobError(
-            f"share {share}", hint="give a path that ends in .json, and an engine that is not simulated"
+            f"the engine cannot be shared as {share}",
+            hint="give a path that ends in .json, and an engine that is not simulated",
         )
     with _log_directory(log_dir) as logs, LoopThread() as loop:
         limits = LimitsSpec(request_timeout=request_timeout_s)
@@ -58,24 +59,27 @@ def open_engine(
             with _shared(backend, share):
                 yield OpenEngine(loop=loop, spec=spec, engine=backend, info=info, task=task)
         finally:
-            loop.cancel_all()
+            loop.cancel_all()  # Runs that have not ended still use the engine.
             loop.call(backend.close)
 
 
 @contextmanager
 def _log_directory(path: str | Path | None) -> Iterator[Path]:
-    """Yield the directory, or a temporary one, which is kept after an error that may name a log in it."""
+    """Yield the directory `path` for logs; without a path a temporary one, which is removed afterwards."""
     if path is not None:
         yield Path(path).expanduser()
         return
     temporary = Path(tempfile.mkdtemp(prefix="batchrunner-"))
-    yield temporary
+    yield temporary  # An exception here skips the removal, because its message may name a log file.
     shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager
 def _shared(engine: Any, share: str | Path | None) -> Iterator[None]:
-    """Let other processes use an engine by the file `share`; a private file beside it has the API key."""
+    """Write the file `share`, by which other processes can use an engine, and remove it after the block.
+
+    The API key is in a second file beside `share`, which only this user can read.
+    """
     if share is None:
         yield
         return
@@ -85,7 +89,7 @@ def _shared(engine: Any, share: str | Path | None) -> Iterator[None]:
         files.callback(key.unlink, missing_ok=True)
         files.callback(path.unlink, missing_ok=True)
         with writing(path):
-            key.unlink(missing_ok=True)
+            key.unlink(missing_ok=True)  # `touch` does not change the mode of a file that exists.
             key.touch(0o600)
             key.write_text(engine.api_key or "")
             write_json(path, {"kind": "attach", "urls": [*engine.replicas], "api_key_file": str(key)})
@@ -93,13 +97,14 @@ def _shared(engine: Any, share: str | Path | None) -> Iterator[None]:
 
 
 def engine_of(engine: OpenEngine | EngineLike | None) -> tuple[OpenEngine | None, EngineSpec]:
-    """Return the open engine of a call, None if it is not open yet, and its specification."""
+    """Return the open engine of a call and its specification; None for an engine that is not open yet."""
     if isinstance(engine, OpenEngine):
         return engine, engine.spec
     return None, parse_engine(engine)
 
 
 JobSource = Job | Mapping[str, Any] | str | Path
+"""A job as `run` takes it: a Job, a mapping with the keys of a job file, or the path of a job file."""
 
 
 def run(
@@ -138,7 +143,9 @@ def awaited(blocking: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
         return await call_in_thread(blocking, *args, **options)
 
     call.__name__ = f"a{blocking.__name__}"
-    call.__doc__ = f"Run `{blocking.__name__}` in a thread; cancelling it cancels the requests in flight."
+    call.__doc__ = (
+        f"Run `{blocking.__name__}` in a thread. Cancelling this coroutine cancels the requests in flight."
+    )
     return call
 
 
@@ -146,7 +153,10 @@ arun = awaited(run)
 
 
 def run_blocking(job: Job, engine: OpenEngine | None, **options: Any) -> Report:
-    """Run a job, on an open engine if there is one, and wait for it; `options` are those of `execute`."""
+    """Run a job and return its report; `options` are those of `execute`.
+
+    The job runs on the open engine `engine`, or, if that is None, on an engine that is opened for this run.
+    """
     if engine is not None:
         return engine.start_run(job, **options).wait()
     with LoopThread() as loop:
@@ -154,9 +164,12 @@ def run_blocking(job: Job, engine: OpenEngine | None, **options: Any) -> Report:
 
 
 def _spec_of(engine: OpenEngine | None) -> EngineSpec | None:
-    if engine is not None and not isinstance(engine, OpenEngine):
+    """Return the specification of an open engine; None for None. Raises JobError for another object."""
+    if engine is None:
+        return None
+    if not isinstance(engine, OpenEngine):
         raise JobError(
             "engine: not an open engine",
             hint="give the result of `open_engine`, or describe the engine in the job under `engine`",
         )
-    return engine.spec if engine is not None else None
+    return engine.spec

@@ -1,4 +1,4 @@
-"""Answers, row by row as they finish."""
+"""The library call `stream`, which yields each row as soon as the row has its answer."""
 
 from collections.abc import AsyncIterable, AsyncIterator, Iterator, Sequence
 from typing import Any, Unpack
@@ -16,7 +16,7 @@ from batchrunner.runner.stream import StreamCall
 
 
 class Stream(AsyncIterator[dict[str, Any]]):
-    """The rows of one call of `stream`, for `async for` or a plain `for`."""
+    """The result rows of one call of `stream`, for `async for` or a plain `for`."""
 
     def __init__(self, call: StreamCall) -> None:
         self._rows = call.rows()
@@ -36,7 +36,7 @@ class Stream(AsyncIterator[dict[str, Any]]):
                 loop.call(self.aclose)
 
     async def aclose(self) -> None:
-        """Cancel the requests in flight and close the engine, as leaving the loop does."""
+        """Cancel the requests in flight and close the engine, as the end of the program's loop does."""
         await self._rows.aclose()
 
 
@@ -63,14 +63,14 @@ def stream(
     `task` is the task of a job; `task_options` are the arguments that only `embed`, `score` or `rerank` have.
 
     Leaving the loop, closing the generator or cancelling the task cancels the requests in flight. It also
-    closes the engine, unless that comes from `open_engine`. Raises BatchrunError. An exception of the
-    iterator is raised after the rows that it yielded before.
+    closes the engine, unless the engine comes from `open_engine`. Raises BatchrunError. An exception of the
+    iterator `rows` is raised after the results of the rows that the iterator yielded before.
     """
     open_engine, spec = engine_of(engine)
     if open_engine is not None:
         open_engine.refuse_other_task(call.get("task", GENERATE))
     if paths_of(rows) is not None:
-        raise JobError("rows: stream takes no files", hint="give pyarrow.dataset.dataset(path)")
+        raise JobError("rows: stream does not read files", hint="give pyarrow.dataset.dataset(path)")
     library_call = LibraryCall(engine=spec, columns=columns, own_rows=True, **call)
     displays = make_displays(progress=progress, on_progress=on_progress)
     return Stream(StreamCall(rows, library_call, open_engine, displays))

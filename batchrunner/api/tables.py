@@ -1,4 +1,4 @@
-"""Tables of answers: generate, embed, score and rerank for all rows."""
+"""The library calls that return a table with a result for each row: generate, embed, score, rerank."""
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -42,25 +42,28 @@ def results_of(
     on_progress: ProgressListener | None,
     **fields: Any,
 ) -> pa.Table:
-    """Run the job of a call in a temporary directory and return its results.
+    """Run the job of a library call in a temporary directory, and return its results in input order.
 
-    `fields` are the arguments of the call.
+    `fields` are the further arguments of the call, as fields of LibraryCall.
     """
     displays = make_displays(progress=progress, on_progress=on_progress)
     open_engine, spec = engine_of(engine)
     paths = paths_of(rows)
     call = LibraryCall(engine=spec, own_rows=paths is None, **fields)
     with tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch:
-        source, out = Path(scratch) / "input.parquet", Path(scratch) / "run"
+        run_path = Path(scratch) / "run"
         if paths is None:
+            # A run reads its input from files, so rows in memory are written to a file first.
+            input_file = Path(scratch) / "input.parquet"
             try:
-                write_parquet(batches_of(rows, _unless_stopped), source)
+                write_parquet(batches_of(rows, _unless_stopped), input_file)
             except pa.ArrowException as failure:
                 raise InputError(f"rows: cannot be written as Parquet: {first_line(failure)}") from None
-        spec_of_rows = InputSpec(path=paths or str(source))
-        files = with_merged_results(spec_of_rows.path)
-        dataset = Dataset(spec_of_rows, copies=RunDir(out).copies, paths=files)
-        job = call.job(dataset.schema, paths or [str(source)], out)
+            paths = [str(input_file)]
+        input_spec = InputSpec(path=paths)
+        files = with_merged_results(input_spec.path)
+        dataset = Dataset(input_spec, copies=RunDir(run_path).copies, paths=files)
+        job = call.job(dataset.schema, paths, run_path)
         if not dataset.total_rows:
             return _no_results(job, dataset)
         report = run_blocking(job, open_engine, displays=displays)
@@ -68,24 +71,27 @@ def results_of(
             raise BatchrunError(
                 f"{report.reason}: {report.rows_left:,} of {report.rows_total:,} rows were not sent"
             )
-        merged = merge(out)
+        merged = merge(run_path)
         return pa.concat_tables(pq.read_table(file) for file in sorted(merged.path.glob("*.parquet")))
 
 
 def _unless_stopped(rows: T) -> T:
-    """Return the rows; raises CancelledError if the call was cancelled meanwhile."""
+    """Return the rows unchanged; raises CancelledError if the library call was cancelled meanwhile."""
     if (stop := STOP.get()) is not None and stop.done():
         raise CancelledError
     return rows
 
 
 def _no_results(job: Job, dataset: Dataset) -> pa.Table:
-    """Check the job of an input without rows, and return an empty table. Pipelines produce such inputs."""
+    """Check the job of an input without rows, and return an empty table with the columns of the results.
+
+    An input without rows is not an error, because pipelines produce empty inputs.
+    """
     functions = open_functions(job)
     with closing(functions) if functions else nullcontext():
         plan = plan_answers(job, functions)
         renderer = Renderer(job, dataset, plan, functions)
-        AnswerConditions(job, plan, dataset.schema.names)  # raises errors of the conditions
+        AnswerConditions(job, plan, dataset.schema.names)  # Raises JobError for a faulty `accept`.
     return schema_of_run(renderer.carried_schema, plan).empty_table()
 
 

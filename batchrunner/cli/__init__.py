@@ -1,6 +1,6 @@
-"""The command line: parses, calls the library, prints, and ends with an exit code.
+"""The command line `batchrun`: parses arguments, calls the library, prints, and ends with an exit code.
 
-entry: the program `batchrun`. commands: its commands. No other folder imports from here.
+The file entry is the program, and the file commands has its commands. No other folder imports from this one.
 """
 
 from batchrunner.cli.entry import app, main

@@ -1,7 +1,8 @@
 """The commands of `batchrun`, with their arguments and options.
 
-Annotations are evaluated at once here, not kept as texts. Typer would evaluate each text four times, which
-would add 10 ms to every start of the command. Heavy modules are imported where a command uses them.
+This file does not use `from __future__ import annotations`, which keeps annotations as texts. Typer would
+evaluate each text four times, which would add 10 ms to every start of the command. For a fast start, too,
+heavy modules are imported inside the commands that use them.
 """
 
 import contextlib
@@ -50,7 +51,7 @@ BatchEngineOption = Annotated[
     list[str],
     typer.Option(
         metavar="MODEL|URL|BASE.yaml",
-        help="A model, the address of a server (repeat it for replicas), or a job with an engine.",
+        help="A model, the address of a server (repeat the option for replicas), or a job with an engine.",
     ),
 ]
 RetryFailedOption = Annotated[bool, typer.Option("--retry-failed", help="Retry failed rows.")]
@@ -62,7 +63,7 @@ JsonOption = Annotated[
 
 
 def _all_overrides(overrides: list[str] | None, limit: int | None, *, background: bool = False) -> list[str]:
-    """Return the overrides of `--set`, then those that `--limit` and `--background` stand for."""
+    """Return the job overrides of `--set`, followed by the overrides for `--limit` and `--background`."""
     all_overrides = [*(overrides or [])]
     if limit is not None:
         all_overrides.append(f"input.limit={limit}")
@@ -73,7 +74,7 @@ def _all_overrides(overrides: list[str] | None, limit: int | None, *, background
 
 @contextlib.contextmanager
 def reporting_failures(*, quiet: bool) -> Iterator[None]:
-    """Print the report of a run that fails in the block: the error does not say how many rows are done."""
+    """Print the report of a run that fails in the block, because the error lacks the number of rows done."""
     try:
         yield
     except BatchrunError as error:
@@ -83,7 +84,10 @@ def reporting_failures(*, quiet: bool) -> Iterator[None]:
 
 
 def _finish(report: Any, *, exit_code: int, results: list[str], quiet: bool, as_json: bool) -> NoReturn:
-    """Print a report and the paths of its results, and end the command."""
+    """Print a report and the paths of its results, and end the command with the exit code.
+
+    With `quiet`, a report is printed only if the exit code is not 0.
+    """
     if as_json:
         show(report.as_dict())
     elif not quiet or exit_code:
@@ -105,7 +109,7 @@ def run(
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run or resume a job; `batchrun JOB.yaml` is short for it.
+    """Run or resume a job; `batchrun JOB.yaml` does the same.
 
     Example: batchrun jobs/summarize.yaml --set engine.model=Qwen/Qwen3-8B --set input.limit=1000
     """
@@ -130,7 +134,7 @@ def batch(
     engine: BatchEngineOption,
     output: Annotated[
         str,
-        typer.Option("--output", "-o", metavar="RESULTS", help="The file to write."),
+        typer.Option("--output", "-o", metavar="RESULTS", help="The file for the results."),
     ],
     errors: Annotated[
         str | None,
@@ -193,33 +197,37 @@ def engine(
 ) -> None:
     """Start SGLang servers as a run does, and print their URLs.
 
-    Jobs use a server with `--set engine=URL`; Ctrl-C stops it. It gets the same arguments and environment as
-    in a run, also on a CPU. Its API key is the value of SGLANG_API_KEY, or else a new key, which is printed.
-    With --gateway, the one URL is that of a Model Gateway before the servers.
+    Jobs use a server with `--set engine=URL`; Ctrl-C stops the servers. A server gets the same arguments and
+    environment as in a run, also on a CPU. Its API key is the value of SGLANG_API_KEY, or else a new key. The
+    command prints the key. With --gateway, the only URL is that of a Model Gateway in front of the servers.
 
     Example: batchrun engine Qwen/Qwen3-8B --set engine.args.tp-size=2
     """
     from batchrunner.api.runs import open_engine  # noqa: PLC0415
     from batchrunner.engines.registry import launched_model  # noqa: PLC0415
+    from batchrunner.job.engine import API_KEY_VARIABLE  # noqa: PLC0415
     from batchrunner.job.load import load_job  # noqa: PLC0415
     from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
 
     log_to_stderr(verbose=verbose)
-    is_job = source.endswith((".yaml", ".yml", ".json"))
+    # A job must have an input, a prompt and an output, which a model without a job file does not use.
     unused_parts = {"input": {"path": "-"}, "prompt": {"text": "-"}, "output": {"path": "-"}}
-    options = [] if replicas is None else [f"engine.replicas={replicas}"]
-    options += ["engine.gateway=true"] if gateway else []
-    job = load_job(
-        source if is_job else {**unused_parts, "engine": source}, overrides=[*options, *(overrides or ())]
-    )
+    is_job = source.endswith((".yaml", ".yml", ".json"))
+    job_source = source if is_job else {**unused_parts, "engine": source}
+    options = []
+    if replicas is not None:
+        options.append(f"engine.replicas={replicas}")
+    if gateway:
+        options.append("engine.gateway=true")
+    job = load_job(job_source, overrides=[*options, *(overrides or ())])
     if launched_model(job.engine) is None:
         raise JobError(f"engine: kind {job.engine.kind} starts no server", hint="give a model")
-    key = os.environ.setdefault("SGLANG_API_KEY", secrets.token_hex(24))
+    key = os.environ.setdefault(API_KEY_VARIABLE, secrets.token_hex(24))
     with open_engine(job.engine, task=job.task) as open_server, contextlib.suppress(KeyboardInterrupt):
-        tell(f"ready until Ctrl-C; its users need: export SGLANG_API_KEY={key}")
-        started = getattr(open_server.shared.engine, "gateway", None)
-        show(open_server.info.routes if started is None else (started.url,))
-        threading.Event().wait()
+        tell(f"the engine is ready until Ctrl-C; its users need: export {API_KEY_VARIABLE}={key}")
+        model_gateway = getattr(open_server.shared.engine, "gateway", None)
+        show(open_server.info.routes if model_gateway is None else (model_gateway.url,))
+        threading.Event().wait()  # Nothing sets the event, so only Ctrl-C ends the wait.
 
 
 def serve(
@@ -318,7 +326,7 @@ def ray(
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="Head node of the cluster, or `local` for a trial on this machine.",
+            help="Head node of the cluster, or `local` for a test on this machine.",
         ),
     ] = None,
     cpus: Annotated[float, typer.Option(metavar="N", help="Cores that Ray reserves for each worker.")] = 1,
@@ -390,15 +398,15 @@ def check(
 ) -> None:
     """Validate a job or batch file, show three prompts, send nothing.
 
-    It reads the first 1,000 rows, or all requests of a batch file, and counts those that cannot be sent. The
-    exit code is 3 if none can be sent.
+    The command reads the first 1,000 rows, or all requests of a batch file, and counts those that cannot be
+    sent. The exit code is 3 if none can be sent.
 
     Example: batchrun check jobs/summarize.yaml
     """
     from batchrunner.runner.check import check as check_job  # noqa: PLC0415
     from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
 
-    log_to_stderr()  # the job's Python functions may print
+    log_to_stderr()  # The log shows what the job's Python functions print.
     result = check_job(job, _all_overrides(overrides, limit))
     show(result.as_dict() if as_json else result.lines())
     raise typer.Exit(result.exit_code)
@@ -474,7 +482,7 @@ def tune(
     from batchrunner.runner.tune import tune as tune_job  # noqa: PLC0415
 
     log_to_stderr(quiet=True)
-    # The log of the trials' runs would hide the progress of the command.
+    # Only the command's own log is shown, because the logs of the trials' runs would hide it.
     logging.getLogger("batchrunner.runner.tune").setLevel(logging.ERROR if quiet else logging.INFO)
     result = tune_job(
         job,

@@ -55,38 +55,42 @@ from batchrunner.core.timing import TIMING
 
 HELP_OPTIONS = ("-h", "--help")
 _OPTIONS_OF_BATCHRUN = {*HELP_OPTIONS, "--version"}
-"""Options of `batchrun` itself, which need no command."""
+"""Options of `batchrun` that need no command."""
 _FLAGS = {"--json", "--quiet", "-q", "--verbose", "-v"}
-"""Options without a value that may come before the command."""
+"""Options of `run` that take no value. A word after another option may be the value of that option."""
 _UsageError: Any = typer.BadParameter.__base__
 """Base class of usage errors, for which typer has no public name."""
 
 
 class CommandGroup(TyperGroup):
-    """Inserts `run` before a job file, and turns errors into one line and an exit code."""
+    """All commands. Inserts `run` before a job file, and turns errors into one line and an exit code."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Insert `run` before a job file; raises JobError for a word that looks like a misspelt command."""
         args = args or ["--help"]
-        place = next((i for i, arg in enumerate(args) if arg == "-" or not arg.startswith("-")), None)
-        if place is not None and args[place] not in self.commands and args[0] not in _OPTIONS_OF_BATCHRUN:
-            if _FLAGS.issuperset(args[:place]):
-                self._refuse_misspelt(args[place])
-            args = ["run", *args]
+        is_word = [arg == "-" or not arg.startswith("-") for arg in args]
+        if True in is_word and args[0] not in _OPTIONS_OF_BATCHRUN:
+            position = is_word.index(True)
+            word = args[position]
+            if word not in self.commands:
+                # After an option with a value, the word is that value rather than a misspelt command.
+                if _FLAGS.issuperset(args[:position]):
+                    self._refuse_misspelt(word)
+                args = ["run", *args]
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; an interrupt that it does not handle becomes a BatchrunError."""
+        """Run the command; a Ctrl-C that the command does not handle becomes a BatchrunError."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise interrupted() from None
 
     def main(self, *positional: Any, **options: Any) -> Any:
-        """Run the command of `args` (default: `sys.argv`) and exit with its code.
+        """Run the command of `args` (default: `sys.argv`) and exit with its exit code.
 
-        With `standalone_mode=False` the code is returned instead. With `--json` among the arguments an error
-        is also printed as an object on standard output.
+        With `standalone_mode=False` the exit code is returned instead. With `--json` among the arguments, an
+        error is also printed as a JSON object on standard output.
         """
         options = {**dict(zip(("args", "prog_name"), positional, strict=False)), **options}
         args = options.pop("args", None)
@@ -123,7 +127,8 @@ class Interrupts:
     _count = 0
 
     def receive(self, number: signal.Signals) -> None:
-        """Handle a signal; see `SignalWatch`. A run handles its signals itself."""
+        """Handle a signal; the listener of a `SignalWatch`."""
+        # A run sets `ignore_signal` and handles the signal itself. SIG_IGN and SIG_DFL need no help.
         is_handled_elsewhere = signal.getsignal(number) in {signal.SIG_IGN, signal.SIG_DFL, ignore_signal}
         if number != signal.SIGINT or is_handled_elsewhere:
             return
@@ -136,7 +141,7 @@ class Interrupts:
 
 
 def _end_process() -> None:
-    """End the process, whatever its threads do. No file is left half written, because each appears whole."""
+    """End the process, whatever its threads do. No file is half written, because files appear as a whole."""
     os._exit(tell_failure(interrupted(), as_json=wants_json(sys.argv[1:])))
 
 
@@ -145,10 +150,10 @@ _SIGNAL_CODES = {EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP}
 
 
 class _NoPandas:
-    """Import hook that hides pandas.
+    """Import hook that hides pandas from pyarrow.
 
-    Otherwise pyarrow imports pandas when it first makes a column from a Python list, which takes 1 s and 47
-    MB. Only Ray Data needs pandas.
+    Otherwise pyarrow imports pandas, which takes 1 s and 47 MB, when it first makes a column from a Python
+    list. Only Ray Data needs pandas.
     """
 
     @staticmethod
@@ -160,19 +165,27 @@ class _NoPandas:
 
 def start(app: Typer) -> NoReturn:
     """Run the command of `sys.argv` and end the process with its exit code, whatever happens."""
-    sys.meta_path.insert(0, _NoPandas)
+    sys.meta_path.insert(0, _NoPandas)  # Hooks are asked in order, so this one comes before Python's own.
     open_standard_streams()
     with SignalWatch(Interrupts().receive):
         code = _run(app)
+        # The command is over: a Ctrl-C now ends the process at once, instead of raising KeyboardInterrupt
+        # during the exit. A SIGINT that is ignored, as under nohup, stays ignored.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to interrupt
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
     if lost := lost_output():
         tell(f"batchrun: standard output: cannot be written: {lost}")
         code = code or EXIT_STOPPED
-    other_threads = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
-    if code in _SIGNAL_CODES or (code and any(not thread.daemon for thread in other_threads)):
-        os._exit(code)  # sys.exit would wait for these threads
+    if code in _SIGNAL_CODES or (code and _has_other_threads()):
+        os._exit(code)  # sys.exit would wait for threads, which may hang after an error.
     sys.exit(code)
+
+
+def _has_other_threads() -> bool:
+    """Tell whether the exit of the process would wait for a thread besides the main thread."""
+    return any(
+        thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate()
+    )
 
 
 def _run(app: Typer) -> int:
@@ -181,7 +194,7 @@ def _run(app: Typer) -> int:
         app()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except KeyboardInterrupt:  # before a command began, or after it
+    except KeyboardInterrupt:  # The Ctrl-C came before the command began, or after its end.
         return tell_failure(interrupted(), as_json=wants_json(sys.argv[1:]))
     except Exception as failure:  # noqa: BLE001 - a defect, which the user reports
         return tell_failure(unforeseen(failure), as_json=wants_json(sys.argv[1:]), cause=failure)

@@ -1,8 +1,8 @@
-"""Errors, records and small tools for all other folders; imports nothing else of the package.
+"""Errors, records and small tools for all other folders. This folder imports no other one of the package.
 
-Records: types (Request, Outcome, sets of row ordinals, endpoints), engine_info (EngineInfo, SchedulerLoad,
-QueueBand), media, errors (all exceptions and exit codes). Tools: timing (`TIMING`), retry, files, console
-(the command's streams), processes (threads and signals), loop_thread (threads and event loops),
-server_replies (JSON, errors and aborts of SGLang). The hook_ files and rollout_worker run a job's Python
-functions in processes of their own.
+The records are in types (Request, Outcome, sets of row ordinals, endpoints), engine_info (EngineInfo,
+SchedulerLoad, QueueBand), media, and errors (all exceptions and exit codes). The tools are in timing
+(`TIMING`), retry, files, console (the command's streams), processes (threads and signals), loop_thread
+(threads and event loops), and server_replies (JSON, errors and aborts of SGLang). The hook_ files and
+rollout_worker run a job's Python functions in separate processes.
 """

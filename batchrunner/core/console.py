@@ -19,20 +19,21 @@ from batchrunner.core.errors import BatchrunError
 
 
 def wants_json(words: Sequence[str]) -> bool:
-    """Tell whether `--json` is among the options of the command; after `--` it would be an argument."""
+    """Tell whether the command line has the option `--json`. After `--`, the word is an argument instead."""
     options = words[: words.index("--")] if "--" in words else words
     return "--json" in options
 
 
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Characters that a terminal or a page obeys instead of showing: controls, line ends, text directions."""
+"""Characters that a terminal or browser acts on instead of displaying: control characters, line separators,
+and marks that change the direction of text."""
 
 
 def escaped(text: str) -> str:
     """Return a text as one line, with control characters escaped as in JSON.
 
-    Everything that this package prints passes through it, so that data cannot move the cursor, add lines or
-    hide text.
+    Everything that this package prints passes through this function, so that data cannot move the cursor, add
+    lines or hide text.
     """
 
     def escape(match: re.Match[str]) -> str:
@@ -42,12 +43,12 @@ def escaped(text: str) -> str:
 
 
 def tell(*lines: str) -> None:
-    """Print lines to standard error. A failure to print changes no exit code, see `StandardStream`."""
+    """Print lines to standard error. A failed write does not change the exit code, see `StandardStream`."""
     print("\n".join(map(escaped, lines)), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def show(result: Sequence[str] | Mapping[str, Any]) -> None:
-    """Print a result to standard output: lines, or an object as JSON."""
+    """Print a result to standard output: a sequence as lines, a mapping as a JSON object."""
     if isinstance(result, Mapping):
         lines: Sequence[str] = json.dumps(result, indent=2, ensure_ascii=False, default=str).split("\n")
     else:
@@ -64,9 +65,10 @@ class LogLine(logging.Formatter):
 
 
 def tell_failure(failure: BatchrunError, *, as_json: bool, cause: BaseException | None = None) -> int:
-    """Print an error as lines, and with `as_json` also as JSON; return its exit code.
+    """Print an error to standard error, with `as_json` also as JSON to standard output; return its exit code.
 
-    The JSON includes the report of the rows that are done. Its `type` is the class of `cause` if given.
+    The JSON object includes the report of the rows that are done. The `type` of the error is the class of
+    `cause`, or of `failure` without a cause.
     """
     if as_json:
         report = failure.report.as_dict() if failure.report else {}
@@ -77,13 +79,13 @@ def tell_failure(failure: BatchrunError, *, as_json: bool, cause: BaseException 
 
 
 class StandardStream(io.TextIOWrapper):
-    """Standard output or error that drops unwritable text instead of raising OSError.
+    """Standard output or standard error that drops text instead of raising OSError for a failed write.
 
-    `failure` is the first error.
+    `failure` is the first error of a write, or None.
     """
 
     def __init__(self, descriptor: int, encoding: str | None) -> None:
-        """Write to a descriptor, which stays open when this stream is closed."""
+        """Open a stream on a file descriptor, which stays open when the stream is closed."""
         raw = io.FileIO(descriptor, "w", closefd=False)
         super().__init__(
             io.BufferedWriter(raw),
@@ -110,7 +112,10 @@ class StandardStream(io.TextIOWrapper):
 
 
 def open_missing_descriptors() -> None:
-    """Open /dev/null in place of closed standard streams, for child processes too."""
+    """Open /dev/null in place of each closed standard stream, and let child processes inherit it.
+
+    Otherwise the next file that is opened would get the descriptor of a standard stream.
+    """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -123,10 +128,11 @@ def open_missing_descriptors() -> None:
 
 
 def open_standard_streams() -> None:
-    """Make the three standard streams usable, whatever the command was started with."""
+    """Make the three standard streams usable, even if the command was started with closed streams."""
     open_missing_descriptors()
     if sys.stdin is None:
-        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - open to the end
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - open until the process ends
+    # A stream that a test has replaced stays as it is.
     if sys.stdout is sys.__stdout__:
         sys.stdout = StandardStream(1, getattr(sys.stdout, "encoding", None))
     if sys.stderr is sys.__stderr__:
@@ -134,14 +140,16 @@ def open_standard_streams() -> None:
 
 
 def lost_output() -> str | None:
-    """Flush both streams; return why standard output is incomplete, or None.
+    """Flush standard output and error; return the reason why standard output is incomplete, or None.
 
-    A closed pipe counts as complete: its reader has read all it wants.
+    Output to a closed pipe counts as complete, because the reader of the pipe has read all that it wants.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     failure = sys.stdout.failure if isinstance(sys.stdout, StandardStream) else None
-    return None if failure is None or failure.errno == errno.EPIPE else failure.strerror or str(failure)
+    if failure is None or failure.errno == errno.EPIPE:
+        return None
+    return failure.strerror or str(failure)
 
 
 def counted(number: int, noun: str) -> str:
@@ -150,7 +158,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration for people: 4.2 s, 3 min 20 s, 2 h 5 min."""
+    """Format a number of seconds as a text such as 4.2 s, 3 min 20 s or 2 h 5 min."""
     if seconds < 60:  # noqa: PLR2004
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -161,23 +169,26 @@ def duration(seconds: float) -> str:
 
 
 def background_line(background: Mapping[str, Any]) -> str:
-    """Summarise the engine's use in a background run: our share, its users' share, preempted rows."""
+    """Describe how a background run and the users of the server shared the engine's time.
+
+    `background` is the value of this key in report.json.
+    """
     our_share, users_share = background["our_share"], background["users_share"]
-    line = f"engine {our_share:.0%} ours, {users_share:.0%} its users'"
+    line = f"engine: {our_share:.0%} of its time for this run, {users_share:.0%} for its users"
     if rows := background["rows_given_back"]:
         line += f", {counted(rows, 'row')} preempted ({background['tokens_lost']:,} tokens lost)"
     return line
 
 
 SOURCE_TREE = "from a source tree"
-"""Shown in place of the version where this package is not installed."""
+"""Text in place of the version if this package runs from a source tree and is not installed."""
 
 
 @functools.cache
 def installed_version(name: str) -> str | None:
-    """Return the version of a package; None if it is not installed, such as batchrunner in a source tree.
+    """Return the version of an installed package; None if the package is not installed.
 
-    The first result is kept: a package that is upgraded meanwhile stays imported in its old version.
+    The result is cached, because an upgrade during the run does not change a package that is imported.
     """
     from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415 - takes 10 ms
 
@@ -188,17 +199,17 @@ def installed_version(name: str) -> str | None:
 
 
 def version_line() -> str:
-    """Return the line of `batchrun --version`."""
+    """Return the line that `batchrun --version` prints."""
     return f"batchrun {installed_version('batchrunner') or SOURCE_TREE}"
 
 
 def unforeseen(failure: BaseException) -> BatchrunError:
-    """Write the traceback of an error to a new file; return an error for the user that names the file."""
+    """Write the traceback of an unforeseen error to a new file; return an error that names the file."""
     summary = " ".join(f"{type(failure).__name__}: {failure}".split())[:300]
     path = _write_traceback(failure)
     return BatchrunError(
-        f"unforeseen error: {summary}: its traceback is in {path}",
-        hint="report it with that file; results on disk are kept: run the same command again to resume",
+        f"unforeseen error: {summary}: the traceback is in {path}",
+        hint="report the error with that file; finished rows are kept: run the same command again to resume",
     )
 
 

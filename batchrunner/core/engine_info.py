@@ -1,4 +1,4 @@
-"""Immutable records of an engine: its properties, its load and healthy queue, and events in its life.
+"""Immutable records about an engine: properties, load samples, healthy queue, and events such as restarts.
 
 The fields of EngineInfo, TokenizerInfo and SchedulerLoad are keys in run.json, report.json and the event log.
 """
@@ -12,22 +12,24 @@ from typing import Any, Literal, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class TokenizerInfo:
-    """How an engine tokenizes prompts, as it reports."""
+    """How an engine tokenizes prompts, according to the engine."""
 
     tokenizer: str
     """Directory or name of the tokenizer."""
     model: str
     """Directory or name of the model."""
     why_server: str | None = None
-    """Why only the engine can tokenize prompts; None if this process can too."""
+    """Reason why only the engine can tokenize prompts; None if this process can tokenize them, too."""
     why_server_chat: str | None = None
-    """Why only the engine can tokenize messages or parse their answers; None if this process can too."""
+    """Reason why only the engine can tokenize chat messages or parse answers to them; None if this process
+    can do both, too."""
     model_sampling: bool = True
-    """Whether the engine takes sampling parameters that a chat omits from generation_config.json."""
+    """Whether the engine reads sampling parameters that a chat request omits from the model's
+    generation_config.json."""
     cuts: bool = False
     """Whether the engine truncates a prompt that is too long, instead of refusing it."""
     longest_prompt: int | None = None
-    """A prompt must have fewer tokens than this; None for no limit."""
+    """Limit of prompt tokens: a prompt must have fewer tokens. None if there is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class EngineInfo:
     kind: str
     """`engine.kind` of the job."""
     model: str
-    """Identity of the model as the engine names it; a run cannot resume with another model."""
+    """Name or path of the model, as the engine reports it. A run cannot resume with another model."""
     version: str | None = None
     """Version of SGLang."""
     weights: str | None = None
@@ -49,19 +51,19 @@ class EngineInfo:
     max_total_tokens: int | None = None
     """Size of the KV pool in tokens, summed over schedulers."""
     context_length: int | None = None
-    """Limit of prompt and output tokens together."""
+    """Limit of prompt and output tokens of one request together."""
     prefill_tokens: int | None = None
     """Limit of prompt tokens in one forward pass of a scheduler."""
     caches_prefixes: bool = True
     """Whether the engine has a prefix cache, which computes a common prefix once."""
     routes: tuple[str, ...] = ("engine",)
-    """Destinations of requests at the start: the URLs of replicas, or "engine"."""
+    """Destinations of requests when the engine was opened: the URLs of replicas, or "engine"."""
     tokenizing: TokenizerInfo | None = None
     """How the engine tokenizes prompts."""
     connections: int | None = None
-    """Limit of open requests over all routes; None for no limit."""
+    """Limit of HTTP requests that are open at the same time over all routes; None for no limit."""
     connections_by: str | None = None
-    """Origin of the limit `connections`, for messages."""
+    """Source of the limit `connections`, as words in messages."""
     takes_images: bool | None = None
     """Whether the model accepts images in prompts."""
     takes_audio: bool | None = None
@@ -69,23 +71,26 @@ class EngineInfo:
     takes_videos: bool | None = None
     """Whether the model accepts videos in prompts."""
     simulated: bool = False
-    """Whether the answers are made up."""
+    """Whether the engine is simulated, so that its answers are made up."""
     card: str | None = None
     """GPU model, if the engine runs on this machine and all its GPUs are of one model."""
     gpus: int | None = None
-    """GPUs of this machine, if the engine was started here and may use all of them."""
+    """Number of GPUs of this machine, if the engine was started here and may use all of them."""
     tp: int | None = None
-    """GPUs over which the weights of a replica are split, if the engine was started here."""
+    """Number of GPUs over which the weights of a replica are split, if the engine was started here."""
     log: str | None = None
     """Path of the engine's log, if it is on this machine."""
     one_by_one: str | None = "the engine accepts only one row in a request"
-    """Why each row is a request of its own; None where a request can hold several rows."""
+    """Reason why each row is sent in a separate request; None if a request can hold several rows."""
     only_short_share: str | None = None
-    """Why only rows with short outputs share a request; None where all may."""
+    """Reason why only rows with short outputs may share a request; None if all rows may."""
+    prefix_rows_alone: bool = False
+    """Whether a row that shares a prefix with other rows needs a request of its own. A gateway that chooses
+    the server by the prompt looks at the first prompt of a request only."""
     unsupported: Mapping[str, str] = field(default_factory=dict)
-    """Parts of a job that the engine cannot do, and why."""
+    """Reasons why the engine cannot do a part of a job, by the name of the part, such as `prompt.images`."""
     no_thinking_budget: str | None = None
-    """Why the engine would not obey a limit of thinking; None where it does."""
+    """Reason why the engine would ignore a limit of thinking tokens; None if it obeys the limit."""
     yields: bool | None = None
     """Whether the server schedules its users' requests before those of this background run; None if the run
     is not in the background."""
@@ -95,12 +100,12 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLoad:
-    """Load sample of one scheduler."""
+    """One reading of the load of one scheduler of SGLang."""
 
     scheduler: str
-    """URL of the replica, with `#dpN` where it has several data-parallel ranks."""
+    """URL of the replica, with `#dpN` at its end if the replica has several data-parallel ranks."""
     source: Literal["loads", "gateway", "engine", "simulated"]
-    """Origin of the numbers."""
+    """Source of the numbers, such as "loads" for `/v1/loads` of the server."""
     running: int
     """Running requests, SGLang's `#running-req`."""
     queue: int
@@ -114,15 +119,17 @@ class SchedulerLoad:
     max_running: int | None = None
     """Limit of running requests."""
     route: str = "engine"
-    """Route that leads to the scheduler."""
+    """Route by which requests reach the scheduler."""
     taken_at: float | None = None
-    """Time of the sample by the scheduler's clock; two polls may return the same sample."""
+    """Time of the reading by the scheduler's clock. Two polls with an equal time returned the same
+    reading."""
     work: float | None = None
-    """Counter that grows with the scheduler's forward passes; None if there is none."""
+    """Counter that grows with the scheduler's forward passes; None if the engine has no such counter."""
     retracted: int | None = None
     """Requests that were retracted between the scheduler's last two reports; None if unreported."""
     state_usage: float = 0.0
-    """Fraction of the state pool that running requests take, 0 to 1; 0 for a model without states."""
+    """Fraction of the pool of recurrent states (Mamba and such) in use, 0 to 1; 0 for a model without such
+    states."""
 
     @property
     def server(self) -> str:
@@ -139,8 +146,9 @@ class Incident(NamedTuple):
     """An event in the life of a server during a run, for the event log."""
 
     what: Literal["recalled", "died", "healed", "hangs", "back", "lost", "adapts", "adapted"]
-    """`recalled`: started with the safer flags of an earlier run; `healed`: restarted with safer flags;
-    `adapts`: restarted with other flags; `adapted`: their effect was measured."""
+    """Kind of the event. A `recalled` server was started with the safer flags of an earlier run, a `healed`
+    one restarted with safer flags. `adapts` is a restart with other flags, `adapted` a measurement of their
+    effect."""
     who: str
     """Name of the server in log lines, or its URL."""
     why: str = ""
@@ -149,25 +157,27 @@ class Incident(NamedTuple):
 
 
 USUAL_MAX_RUNNING = 256
-"""If a scheduler's limit of running requests is at least this number, the band applies unchanged. For a lower
-limit the band is scaled down."""
+"""Limit of running requests from which a scheduler's healthy queue is QueueBand's default. For a scheduler
+with a lower limit, the queue is scaled down."""
 LEAST_LOW = 8
-"""Minimum of the lower end of a scaled band, in requests."""
+"""Minimum of the lower end of a scaled QueueBand, in queued requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueBand:
-    """Healthy `#queue-req` of one scheduler, in requests."""
+    """Range of healthy numbers of queued requests (`#queue-req`) of one scheduler."""
 
     low: int = 100
     high: int = 2000
-    why: str = "the guide's"
+    why: str = "SGLang's tuning guide"
+    """Source of the two numbers, as words in messages."""
 
     def scaled(self, max_running: int | None) -> QueueBand:
-        """Return the band for a scheduler with this limit of running requests."""
+        """Return the range for a scheduler with this limit of running requests."""
         if max_running is None or max_running >= USUAL_MAX_RUNNING:
             return self
         share = max_running / USUAL_MAX_RUNNING
+        # The minimums LEAST_LOW and 4 * low keep the range of a small scheduler wide enough to be met.
         low = min(self.low, max(LEAST_LOW, round(self.low * share)))
         high = min(self.high, max(4 * low, round(self.high * share)))
         return QueueBand(low, high, f"scaled down: the scheduler runs {max_running} at once")

@@ -1,8 +1,9 @@
 """All errors that batchrunner raises.
 
-There are two kinds. A `BatchrunError` ends a run or prevents its start, and carries the exit code of the
-command. A `RequestError` is the failure of one attempt of one row and never ends a run: `dispatch` decides
-what follows. Their texts contain no secrets: see `hidden`.
+There are two kinds of errors. A `BatchrunError` ends a run or prevents its start, and carries the exit code
+of the command. A `RequestError` is the failure of one attempt at one row. It never ends a run, because
+`dispatch` retries the row or writes the error into its result. The texts of errors contain no secrets, see
+`hidden`.
 """
 
 import contextlib
@@ -16,6 +17,8 @@ SHORTEST_SECRET = 8
 """Minimum number of characters of a key that is hidden in messages. A shorter key, such as EMPTY or test,
 protects nothing and may be a word of a message."""
 _USER_OF_URL = re.compile(r"(?<=got ')[^'\s]+:[^'\s]+@|(?<=://)[^/\s]+@")
+"""User and password of a URL. The first alternative matches a URL without `http://` that a message quotes
+after `got`."""
 
 
 def hidden(text: str) -> str:
@@ -61,14 +64,14 @@ class BatchrunError(Exception):
 
     exit_code = 1
     advice: ClassVar[str] = "run the same command again: it resumes"
-    """Hint of an error of this class that has none of its own; printed only with `--json`."""
+    """Hint of an error of this class that was raised without a hint; printed only with `--json`."""
     report: Any = None
-    """Report of the rows that are done; None where the run had not started."""
+    """Report of the rows that are done; None if the run had not started."""
 
     def __init__(self, message: str = "", *, hint: str | None = None) -> None:
-        """Take the message and a `hint`: what to do, or what the user may have meant.
+        """Take the message, and a `hint` that tells the user what to do or what may have been meant.
 
-        The text of the error ends with the hint, unless the message contains it.
+        The text of the error is the message, followed by the hint if the message does not contain it.
         """
         message = hidden(message)
         super().__init__(message if hint is None or hint in message else f"{message}: {hint}")
@@ -139,9 +142,9 @@ class OutputError(BatchrunError):
 
 
 class TaskHeldError(OutputError):
-    """Another running process holds the lock of this worker."""
+    """Another running process holds the lock of this worker in the run's directory."""
 
-    advice = "wait for its end, or use another output.path"
+    advice = "wait until that process has ended, or use another output.path"
 
 
 class NoResultYetError(BatchrunError):
@@ -167,13 +170,16 @@ class EngineStartError(BatchrunError):
 
 
 class EngineAwayError(EngineStartError):
-    """An attached server does not answer yet, or not as an engine; it may be ready later."""
+    """An attached server does not answer yet, or another program answers at its address.
+
+    The server may be ready later.
+    """
 
 
 class CannotTokenizeError(EngineStartError):
-    """Prompts cannot be tokenized in this process, or not to the same tokens as in the engine."""
+    """Prompts cannot be tokenized in this process, or the tokens would differ from those of the engine."""
 
-    advice = "remove `tokenize: client`: then the server tokenizes"
+    advice = "remove `tokenize: client`, so that the server tokenizes"
 
 
 class EngineLostError(BatchrunError):
@@ -183,7 +189,10 @@ class EngineLostError(BatchrunError):
 
 
 class AnotherModelError(BatchrunError):
-    """A server serves another model than at the start of the run. The run can resume with the first model."""
+    """A server no longer serves the model that it served at the start of the run.
+
+    The run can be resumed once the server serves the first model again.
+    """
 
     advice = "serve the model of the run again and run the same command, or use another output.path"
 
@@ -207,7 +216,7 @@ class StorageError(BatchrunError):
 
 
 class TaskLockLostError(StorageError):
-    """Another process took over the lock of this worker, so that this one may no longer write results."""
+    """Another process took over the lock of this worker, so that this process may no longer write results."""
 
     advice = "let the other process continue; `batchrun status RUN` shows it"
 
@@ -219,26 +228,27 @@ class StoreAwayError(StorageError):
 
 
 class StoreRequestError(OSError):
-    """A request to an object store failed; its text says why in a few words."""
+    """A request to an object store failed; the text of the error gives the reason in a few words."""
 
     is_away = False
-    """Whether the store is unavailable for now: the same request may succeed later."""
+    """Whether the store is only unavailable for now, so that the same request may succeed later."""
 
     def __str__(self) -> str:
-        """Return the reason alone."""
+        """Return the reason without the error number."""
         return str(self.strerror)
 
 
 def or_away(error: BatchrunError, failure: BaseException) -> BatchrunError:
-    """Return the error, or a StoreAwayError in its place if `failure` says that the store may come back."""
+    """Return `error`, or a StoreAwayError with its message if `failure` says that the store may come back."""
     return StoreAwayError(error.message) if getattr(failure, "is_away", False) else error
 
 
 _STATUS = re.compile(r"(\d{3}): (.*)", re.DOTALL)
+"""Matches the error of a row that a server refused with an HTTP status, see `error_with_status`."""
 
 
 def error_with_status(status: int, explanation: str) -> str:
-    """Return the error of a row that a server refused; `status_in` reads it."""
+    """Return the text of the error of a row that a server refused with an HTTP status."""
     return f"{status}: {explanation}"
 
 
@@ -249,10 +259,10 @@ def status_in(error: str) -> tuple[int, str]:
 
 
 class RequestError(Exception):
-    """One attempt of one row failed; the message becomes the row's `error` unless it is retried."""
+    """One attempt at one row failed; the message becomes the row's `error` unless the row is retried."""
 
     body: bytes | None = None
-    """Body of the reply that refused the row; None where there is none."""
+    """Body of the reply that refused the row; None if no reply refused it."""
 
     def __init__(self, message: str) -> None:
         """Take the message."""
@@ -260,22 +270,25 @@ class RequestError(Exception):
 
 
 class RowRefusedError(RequestError):
-    """The row itself is at fault (too long, bad schema, template error); it is not retried."""
+    """The row itself is at fault (too long, bad schema, template error), so it is not retried."""
 
 
 class AttemptFailedError(RequestError):
-    """The attempt failed, possibly because of the row (status 500, aborted, empty); retried a few times."""
+    """The attempt failed, possibly because of the row (status 500, abort, empty answer).
+
+    The row is retried a few times.
+    """
 
 
 class PreemptedError(RequestError):
     """The runner preempted the row in favour of the server's users. The row is requeued."""
 
     tokens = 0
-    """Output tokens of the row so far, which are lost."""
+    """Number of output tokens that the row had so far, which are lost."""
 
 
 class EngineBusyError(RequestError):
-    """The engine refused the row for now (429, 502 to 504, no connection): see `dispatch.attempt`."""
+    """The engine refused the row for now (status 429 or 502 to 504, or no connection)."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         """Take the message, and the pause in seconds that the server asks for."""
@@ -292,7 +305,7 @@ class EngineDiedError(EngineDownError):
 
 
 class BundleRefusedError(RequestError):
-    """The engine refused several rows in one request; they are sent in halves, down to single rows."""
+    """The engine refused a request with several rows, which are then sent in halves, down to single rows."""
 
 
 class NoAnswerError(AttemptFailedError):

@@ -1,4 +1,4 @@
-"""Names of files: formats by ending, URIs, the cache directory; and small JSON files."""
+"""File formats by the ending of a name, URIs, the cache directory, and reading of small JSON files."""
 
 import json
 import os
@@ -21,7 +21,8 @@ ENDINGS: dict[str, Kind] = {
     ".ipc": "Arrow",
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4", ".br": "brotli"}
-"""pyarrow's codecs by the last ending of a name. Parquet compresses by itself."""
+"""pyarrow's codecs by the last ending of a file name. Parquet files have no such ending, because they
+compress their data inside the file."""
 LONGEST_LINE_BYTES = 64 << 20
 """Maximum length of a line in a text file, in bytes. A record with a longer line fails."""
 
@@ -41,7 +42,9 @@ def known_format(path: str) -> FileFormat | None:
     """Return the format that the ending of a path names; None for an unknown ending."""
     suffixes = [suffix.lower() for suffix in PurePosixPath(path).suffixes]
     compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
-    ending = "".join((suffixes[:-1] if compression else suffixes)[-1:])
+    if compression:
+        suffixes.pop()
+    ending = suffixes[-1] if suffixes else ""
     kind = ENDINGS.get(ending)
     if kind is None or (kind == "Parquet" and compression):
         return None
@@ -59,7 +62,7 @@ def is_special(path: Path) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; {} where the file is missing or has no JSON object."""
+    """Return the JSON object in a file; {} if the file is missing or holds no JSON object."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -76,7 +79,8 @@ def cache_directory() -> Path:
 
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""Beginning of a URI. One slash suffices: a `Path` made of a URI keeps only one."""
+"""Beginning of a URI. The pattern requires only one slash, because a `Path` made from a URI keeps only
+one."""
 
 
 def is_uri(text: str) -> bool:

@@ -15,9 +15,9 @@ from batchrunner.core.hook_process import POLL_S, Arguments, HookProcess, Proces
 from batchrunner.core.hook_protocol import HookFacts, HookResult, WorkerSetup
 
 MOST_PROCESSES = 8
-"""Default maximum number of processes. If there are fewer cores, their number is the default."""
+"""Default maximum number of processes. On a machine with fewer CPU cores the default is one for each core."""
 CHUNK_ROWS = 64
-"""Maximum number of rows that a process gets at once."""
+"""Maximum number of rows that are sent to a process in one message."""
 
 
 class HookPool:
@@ -27,21 +27,21 @@ class HookPool:
     """
 
     def __init__(self, setup: WorkerSetup, processes: int | None = None) -> None:
-        """Prepare a pool of at most `processes` processes, by default one a core up to MOST_PROCESSES."""
+        """Prepare a pool of at most `processes` processes; by default one per core, up to MOST_PROCESSES."""
         self.setup = setup
         self.most_processes = processes or min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
         self._threads = ThreadPoolExecutor(self.most_processes, "batchrunner functions")
-        self._of_thread = threading.local()
+        self._local = threading.local()
         self._processes: list[HookProcess] = []
         self._lock = threading.Lock()
         self._is_closed = False
         self._waiting: dict[str, list[tuple[Arguments, asyncio.Future[HookResult]]]] = {}
         self._senders: dict[str, set[asyncio.Task[None]]] = {}
         self.facts: dict[str, HookFacts] = {}
-        """Properties of the functions, by place in the job."""
+        """Properties of the functions by their places in the job, such as `prompt.python`."""
 
     def open(self) -> None:
-        """Load the functions in a first process; raises JobError for one that cannot be called."""
+        """Load the functions in a first process; raises JobError if a function cannot be called."""
         try:
             self._threads.submit(self._process).result()
         except HookLostError as failure:
@@ -54,10 +54,10 @@ class HookPool:
     def call_many(
         self, place: str, rows: Sequence[Arguments], is_stopped: Callable[[], object] = lambda: False
     ) -> list[HookResult]:
-        """Call a function with each row and return the results in order. Blocks.
+        """Call the function at `place` in the job with each row, and return the results in order. Blocks.
 
-        Once `is_stopped`, which may raise, returns true, the last results may be missing. Raises
-        HookLostError where the functions can no longer be loaded.
+        Once `is_stopped`, which may raise, returns true, results of the last rows may be missing. Raises
+        HookLostError if the functions can no longer be loaded.
         """
         chunk_rows = max(1, min(CHUNK_ROWS, -(-len(rows) // self.most_processes)))
         chunks = [
@@ -73,16 +73,17 @@ class HookPool:
                     break
                 results += chunk.result()
         except CancelledError:
-            pass
+            pass  # The pool was closed: the caller gets the results so far.
         finally:
             for chunk in chunks:
                 chunk.cancel()
         return results
 
     async def call(self, place: str, *row: Any) -> Any:
-        """Call a function with one row. Calls that wait at the same time are sent to a process together.
+        """Call the function at `place` in the job with one row, and return its result.
 
-        Raises RowRefusedError where the call fails, HookLostError as `call_many` does.
+        Calls that wait at the same time are sent to a process together. Raises RowRefusedError if the call
+        fails, and HookLostError if the functions can no longer be loaded.
         """
         result: asyncio.Future[HookResult] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(place, []).append((row, result))
@@ -97,19 +98,19 @@ class HookPool:
         return value
 
     def close(self) -> None:
-        """Kill the processes; calls that wait are cancelled."""
+        """Kill the processes, and cancel the calls that wait."""
         with self._lock:
             self._is_closed = True
             processes = [*self._processes]
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in processes:
-            process.kill()
+            process.kill()  # The thread that waits for the process then ends, too.
         self._threads.shutdown()
         for process in processes:
             process.close()
 
     async def _send_waiting(self, place: str) -> None:
-        """Send the waiting calls of a function in chunks until there are none."""
+        """Send the waiting calls of the function at `place` in chunks until no call waits."""
         await asyncio.sleep(0)  # Calls made in the same turn of the loop share a chunk.
         while waiting := self._waiting.get(place):
             chunk, self._waiting[place] = waiting[:CHUNK_ROWS], waiting[CHUNK_ROWS:]
@@ -125,11 +126,14 @@ class HookPool:
                         result.set_exception(failure)
                 continue
             for (_, result), value in zip(chunk, results, strict=True):
-                if not result.done():  # otherwise its caller was cancelled
+                if not result.done():  # It is done already if the caller was cancelled.
                     result.set_result(value)
 
     def _submit(self, place: str, rows: Sequence[Arguments]) -> Future[list[HookResult]]:
-        """Let a process call a function with these rows. If the pool is closed, the future is cancelled."""
+        """Have a process call the function at `place` with these rows; return the future of the results.
+
+        If the pool is closed, the future is cancelled.
+        """
         try:
             return self._threads.submit(self._results, place, rows)
         except RuntimeError:  # The pool is closed.
@@ -140,21 +144,26 @@ class HookPool:
     def _results(self, place: str, rows: Sequence[Arguments]) -> list[HookResult]:
         """Return a result for each row; a row that ends its process gets an error."""
         results: list[HookResult] = []
-        number = [*self.facts].index(place)
+        number = [*self.facts].index(place)  # A process numbers the functions in the order of `facts`.
+        # A process may return the results of only the first rows, see FLUSH_S.
         while len(results) < len(rows):
             try:
                 results += self._process().call(number, rows[len(results) :])
             except ProcessEndedError as failure:
                 if self._is_closed:
                     raise CancelledError from None
-                if len(rows) > 1:  # One of these rows ended the process: called alone, it shows which.
+                if len(rows) > 1:
+                    # One of the rows ended the process. To learn which, call the function with each alone.
                     return results + [self._results(place, [row])[0] for row in rows[len(results) :]]
                 results = [HookResult(None, f"{place}: {self.facts[place].name}: {failure}")]
         return results
 
     def _process(self) -> HookProcess:
-        """Return the process of this thread; raises HookLostError where one cannot load the functions."""
-        process: HookProcess | None = getattr(self._of_thread, "process", None)
+        """Return the process of this thread, a new one if the thread has no process that can take rows.
+
+        Raises HookLostError if a new process cannot load the functions.
+        """
+        process: HookProcess | None = getattr(self._local, "process", None)
         if process is not None and process.is_fit:
             return process
         with self._lock:
@@ -163,7 +172,7 @@ class HookPool:
             if process is not None:
                 self._processes.remove(process)
                 process.close()
-            process = self._of_thread.process = HookProcess(self.setup)
+            process = self._local.process = HookProcess(self.setup)
             self._processes.append(process)
         for facts in process.facts():
             self.facts.setdefault(facts.where, facts)

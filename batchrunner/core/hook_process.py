@@ -1,7 +1,7 @@
-"""The run's side of a worker process for a job's Python functions.
+"""A worker process for a job's Python functions, as the run starts, calls and kills it.
 
-Pools of other libraries do not fit. `concurrent.futures` and loky have no time limit, and break or hang when
-a process dies. Pebble has a time limit, but its processes import the user's main module again.
+Process pools of other libraries do not fit. `concurrent.futures` and loky have no time limit, and break or
+hang when a process dies. Pebble has a time limit, but its processes import the user's main module again.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ log = logging.getLogger(__name__)
 POLL_S = 0.2
 """Seconds between two checks whether a process is alive and whether its run has been stopped."""
 _LONGEST_LINE = 2000
+"""Maximum number of characters of a printed line that is logged as one line; a longer line is split."""
 Arguments = tuple[Any, ...]
-"""Arguments of one call."""
+"""Arguments of one call of a job's Python function."""
 
 
 class ProcessEndedError(Exception):
-    """A process ended, or was killed, during a call; the message says how."""
+    """A worker process ended, or was killed, during a call; the message says how."""
 
 
 class HookProcess:
     """A worker process. One thread owns it and calls its methods, which block; it dies with that thread."""
 
     def __init__(self, setup: WorkerSetup, step_descriptor: int | None = None) -> None:
-        """Start the process. It loads the functions when it gets the setup, see `facts`.
+        """Start the process. `facts` then sends it the setup, with which the process loads the functions.
 
-        `step_descriptor` is the file descriptor of the step memory. With it the process runs rollouts,
-        without it plain calls.
+        `step_descriptor` is the file descriptor of the step memory, see `rollout_worker`. A process with step
+        memory runs rollouts, a process without step memory plain calls.
         """
         self._setup = setup
         self.is_fit = True
-        """Whether it can take rows."""
+        """Whether the process can take rows. A process that died, timed out or ran out of memory cannot."""
         our_end, its_end = socket.socketpair()
         paths = [*setup.directories, *map(os.path.abspath, sys.path)]  # "" is the current directory
         code = (
@@ -62,7 +63,8 @@ class HookProcess:
                 stderr=subprocess.STDOUT,
                 errors="replace",
                 pass_fds=shared,
-                # Ctrl-C in the terminal then does not reach it, and `kill` also ends what a function starts.
+                # In a session of its own, Ctrl-C in the terminal does not reach the process, and `kill` also
+                # ends the programs that a function has started.
                 start_new_session=True,
             )
         self.channel = Channel(our_end)
@@ -70,7 +72,10 @@ class HookProcess:
         self._printing.start()
 
     def facts(self) -> Sequence[HookFacts]:
-        """Wait until the functions are loaded; return their properties. Raises HookLostError."""
+        """Wait until the functions are loaded; return their properties.
+
+        Raises HookLostError if the functions cannot be loaded.
+        """
         try:
             (reply,) = self._request(self._setup, limit_s=TIMING.hook_import)
         except ProcessEndedError as failure:
@@ -82,9 +87,10 @@ class HookProcess:
         return facts
 
     def call(self, number: int, rows: Sequence[Arguments]) -> list[HookResult]:
-        """Call a function with each of these rows, in order. Raises ProcessEndedError.
+        """Call the function of this number with each of these rows, in order, and return the results.
 
-        After FLUSH_S the process stops early, and the results are those of the first rows only.
+        After FLUSH_S the process stops early, and returns the results of the first rows only. Raises
+        ProcessEndedError if the process ends or exceeds the time limit of the call.
         """
         limit_s = self._setup.limit_s
         results, self.is_fit = self._request(number, rows, limit_s=limit_s, limit_name=" (limits.python)")
@@ -92,19 +98,22 @@ class HookProcess:
         return checked
 
     def kill(self) -> None:
-        """Kill the process and what it started; a call that waits for the process then fails."""
+        """Kill the process and its child processes; a call that waits for the process then fails."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill the process and wait for its end; called by its own thread, or after that thread has ended."""
+        """Kill the process and wait for its end.
+
+        Only the thread that owns the process may call this method, or any thread after that one has ended.
+        """
         self.kill()
         self._process.wait()
         self.channel.close()
-        self._printing.join(1.0)  # a program that a function started may keep its output open
+        self._printing.join(1.0)  # A program that a function started may keep the output open for longer.
 
     def has_ended(self) -> bool:
-        """Tell whether the process has ended. A process that it started may keep the channel open."""
+        """Tell whether the process has ended. A child of an ended process may still keep the channel open."""
         return self._process.poll() is not None
 
     def how_it_ended(self) -> str:
@@ -116,12 +125,18 @@ class HookProcess:
             return "closed its connection"
         how = f"exit code {status}" if status >= 0 else signal.Signals(-status).name
         if how == "SIGKILL":
-            how = "SIGKILL, which the kernel sends where memory runs out"
+            how = "SIGKILL, which the kernel sends when memory runs out"
         return f"ended its process ({how})"
 
     def _request(self, *values: Any, limit_s: float, limit_name: str = "") -> tuple[Any, ...]:
-        """Send values and return the reply; raises ProcessEndedError."""
+        """Send values and return the reply.
+
+        Raises ProcessEndedError if the process ends, or does not reply within `limit_s`. `limit_name` names
+        the limit in the message.
+        """
+        # The worker ends a call at its limit itself, and may have worked on earlier rows before that call.
         ends_at = time.monotonic() + limit_s + FLUSH_S + TIMING.hook_end
+        # An EOFError or OSError means that the process has closed its end of the channel.
         with contextlib.suppress(EOFError, OSError):
             self.channel.send(*values)
             while time.monotonic() < ends_at:
@@ -136,7 +151,7 @@ class HookProcess:
 
 
 def _log_lines(output: IO[str]) -> None:
-    """Log what a process prints."""
+    """Log each line that a worker process prints."""
     with output:
         while line := output.readline(_LONGEST_LINE):
             if text := line.rstrip():

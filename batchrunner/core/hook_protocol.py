@@ -1,6 +1,6 @@
-"""The protocol between a run and its worker processes: frames on a socket, and the records in them.
+"""The protocol between a run and its worker processes: frames on a socket, and the records that they carry.
 
-A frame is a pickle after its length.
+A frame is a pickle, preceded by its length in eight bytes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FLUSH_S = 1.0
-"""Seconds of work after which a worker returns its finished results."""
+"""Seconds of work after which a worker returns the finished results, even if rows of the frame remain."""
 _OTHERS_CODE = (str(Path(__file__).parent.parent), *{*sysconfig.get_paths().values(), "<frozen"})
-"""Path prefixes of code that is not the user's: this package, Python and its installed packages."""
+"""Path prefixes of code that the user did not write: this package, Python and its installed packages."""
 _LONGEST_ERROR = 500
+"""Maximum number of characters of a row's error."""
 _LENGTH = struct.Struct("=Q")
+"""Format of the length of a frame."""
 
 
 def frame(*values: Any) -> bytes:
-    """Return values as a frame."""
+    """Return a frame that contains the values."""
     content = pickle.dumps(values)
     return _LENGTH.pack(len(content)) + content
 
@@ -52,11 +54,11 @@ class Channel:
         self._poll.register(connection, select.POLLIN)
 
     def send(self, *values: Any) -> None:
-        """Send values as a frame; raises OSError where the other end has closed."""
+        """Send the values as a frame; raises OSError if the other end has closed."""
         self.socket.sendall(frame(*values))
 
     def can_receive(self, timeout_s: float) -> bool:
-        """Wait for a frame, for at most `timeout_s`; tell whether data, or the end, can be read."""
+        """Wait at most `timeout_s` for a frame; tell whether data, or the end of the stream, can be read."""
         return bool(self._poll.poll(1000 * timeout_s))
 
     def receive(self) -> tuple[Any, ...]:
@@ -66,7 +68,7 @@ class Channel:
         return values
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this end of the socket."""
         self._reader.close()
         self.socket.close()
 
@@ -85,20 +87,21 @@ class HookResult(NamedTuple):
 
 
 class HookFacts(NamedTuple):
-    """Properties of a loaded function."""
+    """Properties of a loaded Python function of a job."""
 
     where: str
-    """Its place in the job, such as `prompt.python`."""
+    """Place of the function in the job, such as `prompt.python`."""
     name: str
-    """Its name in messages, `module:function`."""
+    """Name of the function in messages, `module:function`."""
     columns: tuple[tuple[str, Any], ...] = ()
-    """Result columns that it makes, with their types."""
+    """Result columns that the function makes, with their types."""
     takes_row: bool = False
-    """Whether its arguments are the answer and the row, instead of the answer alone."""
+    """Whether the function's arguments are the answer and the row, instead of the answer alone."""
     reads: tuple[str, ...] | None = None
-    """Columns of the row that it reads, from the annotation of its argument; None for all."""
+    """Columns of the row that the function reads, according to the annotation of its argument; None means all
+    columns."""
     code_digest: str | None = None
-    """Digest of its code; None if there is no source."""
+    """Digest of the function's source code; None if the source is not available."""
 
 
 class HookLoadError(Exception):
@@ -106,19 +109,19 @@ class HookLoadError(Exception):
 
 
 class UnusableValueError(Exception):
-    """A function returned an unusable value. The row's error has the function's place before the message."""
+    """A function returned an unusable value; the message becomes the error of its row."""
 
 
 class WorkerSetup(NamedTuple):
-    """Everything a worker needs before its first call."""
+    """Everything that a worker process needs before its first call."""
 
     load: Callable[[], tuple[Sequence[HookFacts], Sequence[Callable[..., Any]]]]
-    """Returns the functions and their properties; raises HookLoadError. A call of a function may raise
-    UnusableValueError."""
+    """Returns the properties of the functions, and the functions, which may raise UnusableValueError. Raises
+    HookLoadError."""
     names: str
     """Names of the functions, for messages."""
     directories: tuple[str, ...]
-    """Directories where modules are looked up first, in order."""
+    """Directories that are searched for modules before `sys.path`, in order."""
     limit_s: float
     """Time limit of one call, in seconds."""
     memory_bytes: int
@@ -126,11 +129,11 @@ class WorkerSetup(NamedTuple):
 
 
 class CallTooLongError(BaseException):
-    """A call exceeded its time limit. As a BaseException, it passes any `except Exception` of the user."""
+    """A call exceeded its time limit. This is a BaseException, which `except Exception` does not catch."""
 
 
 def failure_text(place: str, failure: BaseException, limit_s: float = 0.0) -> str:
-    """Return a function's exception as the error of its row: place, file and line, class, message."""
+    """Return the row's error for an exception of a function: place, file and line, class, message."""
     if isinstance(failure, UnusableValueError):
         return f"{place}: {failure}"
     frames = traceback.extract_tb(failure.__traceback__)
@@ -139,7 +142,7 @@ def failure_text(place: str, failure: BaseException, limit_s: float = 0.0) -> st
         frames += traceback.extract_tb(failure.__traceback__)
     file = ""
     line: int | None = None
-    for frame_summary in frames:
+    for frame_summary in frames:  # The last frame in the user's code is the line that helps the user.
         if not frame_summary.filename.startswith(_OTHERS_CODE):
             file, line = frame_summary.filename, frame_summary.lineno
     if isinstance(failure, SyntaxError):

@@ -1,7 +1,4 @@
-"""The program of a worker process, which calls a job's Python functions for `hook_process`.
-
-It runs in a session of its own, without the job's engine.
-"""
+"""The program of a worker process, which calls a job's Python functions for `hook_process`."""
 
 from __future__ import annotations
 
@@ -31,12 +28,14 @@ from batchrunner.core.processes import STOP_SIGNALS
 from batchrunner.core.rollout_worker import run_rollouts
 
 _PR_SET_PDEATHSIG = 1
+"""Option of Linux's `prctl`: the signal that this process gets when the thread that started it ends."""
 
 
 def main(descriptor: int, step_descriptor: int | None) -> None:
-    """Load the functions, and call them until the other end closes.
+    """Load the functions, and call them until the run closes its end of the socket.
 
-    With the descriptor of step memory the worker runs rollouts, otherwise plain calls.
+    `descriptor` is this process's end of the socket. With `step_descriptor`, the file descriptor of the step
+    memory, the worker runs rollouts, otherwise plain calls.
     """
     channel = Channel(socket.socket(fileno=descriptor))
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
@@ -58,8 +57,9 @@ def main(descriptor: int, step_descriptor: int | None) -> None:
 
 def _prepare_process() -> None:
     """Set up this process before the user's code runs in it."""
-    with contextlib.suppress(AttributeError, OSError):  # Without prctl it ends at its next read.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # dies with its pool's thread
+    # The process is killed when the thread that owns it ends. Without prctl, its next read fails instead.
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     _leave_stop_signals_to_the_run()
     faulthandler.enable()
 
@@ -70,7 +70,7 @@ def _answer_calls(
     facts: Sequence[HookFacts],
     functions: Sequence[Callable[..., Any]],
 ) -> None:
-    """Call functions with the rows of each frame until the worker is unfit for more."""
+    """Call functions with the rows of each frame, until this process cannot take more rows."""
     signal.signal(signal.SIGALRM, _raise_call_too_long)
     is_fit = True
     while is_fit:
@@ -82,9 +82,9 @@ def _answer_calls(
 def _call_all(
     function: Callable[..., Any], place: str, rows: Sequence[tuple[Any, ...]], limit_s: float
 ) -> tuple[list[HookResult], bool]:
-    """Return the results of the first rows, and whether this process is fit for further rows.
+    """Return the results of the first rows, and whether this process can take further rows.
 
-    The rest of the rows is left out after FLUSH_S, or once the process is unfit.
+    The remaining rows are not called after FLUSH_S, or once the process cannot take further rows.
     """
     results: list[HookResult] = []
     process, flush_at = os.getpid(), time.monotonic() + FLUSH_S
@@ -96,10 +96,10 @@ def _call_all(
                 result = HookResult(function(*row))
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-                if os.getpid() != process:  # The function forked, and this is the child.
+                if os.getpid() != process:  # The function has forked, and this is the child process.
                     os._exit(0)
         except BaseException as failure:  # noqa: BLE001 - a function may raise anything, SystemExit too
-            # A function that was interrupted anywhere may still hold a lock.
+            # A function that was interrupted at any point may still hold a lock.
             is_fit = not isinstance(failure, (CallTooLongError, MemoryError))
             result = HookResult(None, failure_text(place, failure, limit_s))
         results.append(result)
@@ -113,23 +113,26 @@ def _raise_call_too_long(*_: object) -> None:
 
 
 def _leave_stop_signals_to_the_run() -> None:
-    """Ignore the signals that stop a run, but not in processes that a function starts."""
+    """Ignore the signals that stop a run in this process, but not in the child processes of a function."""
 
     def restore_in_child() -> None:
         for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_DFL)  # multiprocessing ends its processes by SIGTERM
+            signal.signal(number, signal.SIG_DFL)  # multiprocessing ends child processes by SIGTERM.
 
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: None)  # child processes would inherit SIG_IGN
+        signal.signal(number, lambda *_: None)  # Programs that a function starts would inherit SIG_IGN.
     os.register_at_fork(after_in_child=restore_in_child)
 
 
 def _limit_memory(extra_bytes: int) -> None:
-    """Limit the memory of this process to its present size plus `extra_bytes`; beyond it is a MemoryError."""
+    """Limit the data memory of this process to its present size plus `extra_bytes`.
+
+    An allocation beyond the limit raises MemoryError.
+    """
     with contextlib.suppress(OSError, OverflowError, ValueError):
         sizes = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         limit = (int(sizes["VmData"].split()[0]) << 10) + extra_bytes
         _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
-        if hard_limit >= 0:
+        if hard_limit != resource.RLIM_INFINITY:
             limit = min(limit, hard_limit)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, hard_limit))

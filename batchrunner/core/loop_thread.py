@@ -1,4 +1,4 @@
-"""Bridge between threads and event loops: each side can start, cancel and await work on the other."""
+"""Bridge between threads and event loops: a thread can run work on a loop, and a loop in a thread."""
 
 from __future__ import annotations
 
@@ -19,38 +19,39 @@ from batchrunner.core.errors import BatchrunError
 T = TypeVar("T")
 _CLOSED = "the engine is closed: use it within its `with open_engine(…)`"
 STOP: ContextVar[Future[None] | None] = ContextVar("STOP", default=None)
-"""Completes when the blocking call in this context is cancelled; then the work of the call is cancelled."""
+"""Future that completes when the caller cancels the blocking call that runs in this context. Work that the
+call has started on an event loop is then cancelled, too. None outside `call_in_thread`."""
 
 
 class LoopWork(Generic[T]):
-    """Work on the event loop of another thread.
+    """A coroutine that runs on the event loop of another thread.
 
-    It is cancelled at most once. A cancelled run still awaits the writing of its finished rows, which a
+    The coroutine is cancelled at most once, because a cancelled run still writes its finished rows, which a
     second cancellation would interrupt.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
-        """Start the work; raises RuntimeError where the loop is closed."""
+        """Start the coroutine that `work` returns; raises RuntimeError if the loop is closed."""
         self._loop = loop
         self._task: asyncio.Task[T] | None = None
         self._is_cancelled = False
         self.result: Future[T] = Future()
-        """Completes once the work has ended. Cancelled work ends with BatchrunError."""
-        self.result.set_running_or_notify_cancel()  # Only the end of the work can complete it now.
+        """Completes when the coroutine has ended, with a BatchrunError if it was cancelled."""
+        self.result.set_running_or_notify_cancel()  # From now on, nobody can cancel this future.
         loop.call_soon_threadsafe(self._begin, work)
         if (stop := STOP.get()) is not None:
             stop.add_done_callback(lambda _: self.cancel())
 
     def cancel(self) -> None:
-        """Cancel the work unless it has ended. Thread-safe; does not wait."""
+        """Cancel the coroutine unless it has ended. Thread-safe; does not wait."""
         if not self.result.done():
-            with contextlib.suppress(RuntimeError):  # It ended meanwhile, and its loop is closed.
+            with contextlib.suppress(RuntimeError):  # The coroutine has just ended, and the loop is closed.
                 self._loop.call_soon_threadsafe(self._cancel)
 
     def wait(self) -> T:
-        """Wait for the end and return the result; an interrupt cancels the work.
+        """Wait for the coroutine and return its result; a Ctrl-C cancels the coroutine.
 
-        Raises BatchrunError if the work was cancelled, as happens when the engine closes.
+        Raises BatchrunError if the coroutine was cancelled, as happens when the engine is closed.
         """
         try:
             return self.result.result()
@@ -59,9 +60,9 @@ class LoopWork(Generic[T]):
             raise
 
     async def wait_async(self) -> T:
-        """Wait for the end and return the result; cancelling this call cancels the work.
+        """Wait for the coroutine and return its result; cancelling this call cancels the coroutine.
 
-        Raises BatchrunError if the work was cancelled, as happens when the engine closes.
+        Raises BatchrunError if the coroutine was cancelled, as happens when the engine is closed.
         """
         try:
             return await asyncio.wrap_future(self.result)
@@ -70,12 +71,12 @@ class LoopWork(Generic[T]):
             raise
 
     def cancel_and_wait(self) -> None:
-        """Cancel the work unless it has ended, and wait for its end."""
+        """Cancel the coroutine unless it has ended, and wait for its end. Blocks."""
         self.cancel()
         self.result.exception()
 
     async def cancel_and_wait_async(self) -> None:
-        """Cancel the work unless it has ended, and wait for its end."""
+        """Cancel the coroutine unless it has ended, and wait for its end."""
         self.cancel()
         await asyncio.gather(asyncio.wrap_future(self.result), return_exceptions=True)
 
@@ -101,7 +102,7 @@ class LoopWork(Generic[T]):
 
 
 class LoopThread:
-    """An event loop in a thread of its own, which runs while the `with` block does."""
+    """An event loop that runs in a separate thread for the duration of a `with` block."""
 
     def __init__(self) -> None:
         self._loop = uvloop.new_event_loop()
@@ -118,15 +119,16 @@ class LoopThread:
 
     def __exit__(self, *_: object) -> None:
         """Cancel the work that has not ended, wait for its end, and end the thread."""
-        self.cancel_all()  # calls that begin before `_is_closed` is set are cancelled below
+        # A thread whose work is cancelled may make a last call here, so `_is_closed` is not set before.
+        self.cancel_all()
         with self._lock:
             self._is_closed = True
-        self.cancel_all()
+        self.cancel_all()  # Other threads may have started work before `_is_closed` was set.
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
     def start(self, work: Callable[[], Coroutine[Any, Any, T]]) -> LoopWork[T]:
-        """Start work on the loop; raises BatchrunError where the block has ended."""
+        """Start a coroutine on the loop; raises BatchrunError if the `with` block has ended."""
         with self._lock:
             if self._is_closed:
                 raise BatchrunError(_CLOSED)
@@ -140,7 +142,7 @@ class LoopThread:
         return self.start(work).wait()
 
     def cancel_all(self) -> None:
-        """Cancel all work, such as streams that a program did not end, and wait for its end. Blocks."""
+        """Cancel all work, such as streams that a program left open, and wait until the work has ended."""
         for work in list(self._works):
             work.cancel_and_wait()
 
@@ -150,15 +152,19 @@ class LoopThread:
 
 
 async def call_in_thread(blocking: Callable[..., T], *args: Any, **options: Any) -> T:
-    """Run a blocking call in its own thread. If this coroutine is cancelled, so is the work of the call."""
+    """Run a blocking call in a separate thread and return its result.
+
+    If this coroutine is cancelled, the work that the call has started on an event loop is cancelled, too.
+    """
     stop: Future[None] = Future()
     context = copy_context()
     context.run(STOP.set, stop)
     work = functools.partial(context.run, blocking, *args, **options)
-    thread = ThreadPoolExecutor(1, "batchrunner call")  # The program's own executor stays free.
+    # The call may last for hours, so it must not take a thread of the program's default executor.
+    thread = ThreadPoolExecutor(1, "batchrunner call")
     call = asyncio.get_running_loop().run_in_executor(thread, work)
     try:
-        return await asyncio.shield(call)
+        return await asyncio.shield(call)  # The call ends by itself once STOP completes.
     except asyncio.CancelledError:
         stop.set_result(None)
         await asyncio.gather(call, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Media of a prompt: properties of each file before it is sent, and the parts of a chat that refer to it."""
+"""Images, audio and videos of a prompt: properties of the files, and message parts that refer to them."""
 
 import re
 import sys
@@ -13,30 +13,30 @@ class BadFileError(Exception):
 
 
 class MediaKind(NamedTuple):
-    """A kind of media, with its names in jobs and in SGLang (0.5.23)."""
+    """A kind of media (image, audio or video), with its names in jobs and in SGLang (0.5.23)."""
 
     name: KindName
-    """Type of its part in chats of Hugging Face; also its name in messages."""
+    """Type of a part of a chat message in Hugging Face's format; also the name of the kind in messages."""
     media_type: str
-    """Media type in the data URL; SGLang reads only the content."""
+    """Media type in data URLs. SGLang does not read the media type, only the content."""
     field: str
-    """Field of `prompt` with the names of its columns."""
+    """Field of the job's `prompt` that names the columns of such files."""
     usual_bytes: int
-    """Expected size in bytes of a file that is not read yet, used to limit the memory of files read ahead."""
+    """Assumed size in bytes of a file that has not been read yet, to limit the memory of files read ahead."""
 
     @property
     def url_part(self) -> str:
-        """Type of the part with the data URL in `/v1/chat/completions`."""
+        """Type of a message part with a data URL in `/v1/chat/completions`, such as `image_url`."""
         return f"{self.name}_url"
 
     @property
     def data_field(self) -> str:
-        """Field of `/generate` with the data URLs."""
+        """Field of `/generate` with the data URLs, such as `image_data`."""
         return f"{self.name}_data"
 
     @property
     def mark(self) -> str:
-        """Placeholder of a file in texts of LLaVA's form."""
+        """Placeholder of a file in the text of a prompt in LLaVA's format, such as `<image>`."""
         return f"<{self.name}>"
 
 
@@ -47,66 +47,70 @@ KINDS: Mapping[KindName, MediaKind] = {kind.name: kind for kind in (IMAGE, AUDIO
 PDF_FIELD = "pdf"
 """Field of `prompt` with PDF documents, whose pages are sent as images."""
 KIND_OF_FIELD = {**{kind.field: kind for kind in KINDS.values()}, PDF_FIELD: IMAGE}
-"""Kind of media that is sent for the files of a field of `prompt`, by the field's name."""
+"""Kind of media that is sent to the engine, by the field of `prompt` that names the column of the files."""
 
 
 class MediaRules(NamedTuple):
-    """Rules for the files of a column; see `prompt.images`, `audio`, `videos` and `pdf`."""
+    """Options of the files in a column: those of the job's `prompt.images`, `audio`, `videos` or `pdf`."""
 
     folder: str
-    """Directory of relative paths."""
+    """Directory that relative paths start from."""
     confined: bool
-    """Whether paths must stay in `folder`."""
+    """Whether all paths must lie inside `folder`."""
     allow_urls: bool
+    """Whether a value may be a URL, which is then downloaded."""
     max_pixels: int | None
+    """Limit of pixels of an image; None for no limit. A larger image is scaled down."""
     dpi: float | None = None
     """Dots per inch of the pages of a PDF document; None for other files."""
     kind: KindName = "image"
-    """Kind of media that is sent."""
+    """Kind of media that is sent to the engine."""
 
     @property
     def field(self) -> str:
-        """Field of the job with the name of the column."""
+        """Field of the job that names the column, such as `prompt.images`."""
         return f"prompt.{KINDS[self.kind].field if self.dpi is None else PDF_FIELD}"
 
 
 class PromptFile(NamedTuple):
-    """A file of a prompt: an image, audio, a video, or a PDF document, whose pages are images."""
+    """A file of a prompt: an image, audio, a video, or a PDF document, whose pages are sent as images."""
 
     key: bytes
     """Hash of the content, or of the path or URL; equal files have equal keys."""
     tokens: int
-    """Estimated prompt tokens of the file."""
+    """Estimated number of prompt tokens of the file."""
     label: str
-    """Origin of the file, for messages."""
+    """Origin of the file in words, for messages."""
     content: bytes
-    """Bytes of the file; empty for a path or URL, and once the file is ready."""
+    """Bytes of the file from the input. Empty if the input has a path or URL, and once `ready` is set."""
     place: str
-    """Path or URL, or empty."""
+    """Path or URL of the file; empty if the input has the bytes."""
     pages: str
-    """Pages of a PDF document."""
+    """Pages of a PDF document to send, such as `1-3,7` or `all`; see `page_ranges`."""
     rules: MediaRules
+    """Options of the column that the file comes from."""
     ready: tuple[bytes, ...] | None = None
-    """Files to send (PNG, WAV, MP4 and such): one, or one for each page; None before they are ready."""
+    """Bytes to send (PNG, WAV, MP4 and such): one entry, or one for each page; None before the file is
+    prepared."""
 
     @property
     def kind(self) -> MediaKind:
-        """Kind of media that is sent."""
+        """Kind of media that is sent to the engine."""
         return KINDS[self.rules.kind]
 
     @property
     def size(self) -> int:
-        """Bytes of the file in memory."""
+        """Number of bytes that the file takes in memory now."""
         return len(self.content) + sum(map(len, self.ready or ()))
 
     @property
     def expected_size(self) -> int:
-        """Bytes in memory once it is ready; an estimate before."""
+        """Number of bytes that the file will take in memory; an estimate if it has not been read yet."""
         return self.size or self.kind.usual_bytes
 
 
 def file_of_part(part: Any) -> int | None:
-    """Return the index of the file that a part of a message refers to; None for any other part."""
+    """Return the index of the file that a part of a message refers to; None for a part without a file."""
     if not isinstance(part, Mapping):
         return None
     kind = part.get("type")
@@ -115,7 +119,7 @@ def file_of_part(part: Any) -> int | None:
 
 
 def with_labels(message: Mapping[str, Any], files: Sequence[PromptFile]) -> Mapping[str, Any]:
-    """Return a message for a person, with the label of each file in place of its index."""
+    """Return a message with the label of each file in place of its index, to show it to a person."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -131,19 +135,19 @@ _PAGES = re.compile(r"\s*\d+\s*(-\s*\d+\s*)?(,\s*\d+\s*(-\s*\d+\s*)?)*")
 
 
 def page_ranges(pages: str) -> list[range]:
-    """Return the ranges of page numbers in a text, counted from 1; `all` is a range without an end.
+    """Return the ranges of page numbers in a text such as `1-3,7`; `all` is a range without an end.
 
-    Raises ValueError, whose text says what is wrong.
+    Page numbers start at 1. Raises ValueError for another text; the message tells what is wrong.
     """
     if pages.strip() == "all":
         return [range(1, sys.maxsize)]
     if not _PAGES.fullmatch(pages):
-        raise ValueError(f"pages are `all`, a number, or ranges such as 1-3,7 (got {pages!r})")
+        raise ValueError(f"pages must be `all`, a number, or ranges such as 1-3,7 (got {pages!r})")
     ranges = []
     for part in pages.split(","):
         first, _, last = part.partition("-")
         numbers = range(int(first), int(last or first) + 1)
         if numbers.start < 1 or not numbers:
-            raise ValueError(f"pages are counted from 1, and a range goes up (got {part.strip()!r})")
+            raise ValueError(f"page numbers start at 1, and a range must not go down (got {part.strip()!r})")
         ranges.append(numbers)
     return ranges

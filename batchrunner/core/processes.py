@@ -10,8 +10,8 @@ from types import FrameType
 from typing import Self
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that stop a run. Slurm, systemd and `timeout` send them to all processes of a run. Its child
-processes ignore them, because the run still needs them for its rows in flight."""
+"""Signals that stop a run. Slurm, systemd and `timeout` send a signal to all processes of a run. The child
+processes of a run ignore these signals, because the run still needs the processes for its rows in flight."""
 
 
 class SignalWatch:
@@ -19,16 +19,17 @@ class SignalWatch:
 
     Python runs the handler of a signal in the main thread, and an event loop runs its handlers between two
     callbacks. Both must wait while a call blocks. Python's C handler, however, writes the number of the
-    signal to a pipe at once (`signal.set_wakeup_fd`), and a thread reads this pipe here. The numbers are
-    passed on to the pipe that was set before, such as the event loop's.
+    signal to a pipe at once (`signal.set_wakeup_fd`). A thread of this class reads the pipe, and copies the
+    numbers to the pipe that was set before, such as the pipe of an event loop.
     """
 
     def __init__(
         self, listener: Callable[[signal.Signals], None], caught: Collection[signal.Signals] = ()
     ) -> None:
-        """Call `listener` with each signal, in a thread of its own.
+        """Prepare to call `listener` with each signal, in a separate thread.
 
-        Meanwhile the signals in `caught` have no other effect. Signals that were ignored stay ignored.
+        The signals in `caught` have no other effect during the `with` block. Signals that were ignored before
+        the block stay ignored.
         """
         self._listener = listener
         self._caught = caught
@@ -37,7 +38,7 @@ class SignalWatch:
         self._thread = threading.Thread(target=self._read, daemon=True, name="signals")
 
     def __enter__(self) -> Self:
-        """Start listening; outside the main thread, where Python refuses it, do nothing."""
+        """Start listening. Outside the main thread, in which Python sets no handlers, do nothing."""
         if threading.current_thread() is not threading.main_thread():
             return self
         self._read_end, self._write_end = os.pipe()
@@ -62,19 +63,19 @@ class SignalWatch:
 
     def _read(self) -> None:
         while numbers := os.read(self._read_end, 64):
-            with contextlib.suppress(OSError):  # There is no other pipe, or it is full of numbers to read.
+            with contextlib.suppress(OSError):  # No other pipe was set, or that pipe is full of numbers.
                 os.write(self._previous_pipe, numbers)
             for number in numbers:
                 self._listener(signal.Signals(number))
 
 
 def ignore_signal(_number: int, _frame: FrameType | None) -> None:
-    """Do nothing: the handler of a signal whose SignalWatch has a listener."""
+    """Do nothing. This handler is set for a signal that a SignalWatch passes to its listener."""
 
 
 @contextlib.contextmanager
 def repeating(action: Callable[[], object], every_s: float, *, thread: str) -> Iterator[None]:
-    """Call `action` every `every_s` seconds during the block, in a thread of this name."""
+    """Call `action` every `every_s` seconds during the `with` block, in a thread with the name `thread`."""
     is_over = threading.Event()
 
     def repeat() -> None:
@@ -92,7 +93,10 @@ def repeating(action: Callable[[], object], every_s: float, *, thread: str) -> I
 
 @contextlib.contextmanager
 def thread_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
-    """Open a pool of threads and wait for their end. After a Ctrl-C do not wait: a mount may never answer."""
+    """Yield a pool of threads, and wait for the end of the threads after the block.
+
+    After a Ctrl-C do not wait, because a thread may hang on a network mount that never answers.
+    """
     pool = ThreadPoolExecutor(threads)
     try:
         yield pool

@@ -1,4 +1,4 @@
-"""The policy by which failed requests to stores and the Hub are repeated."""
+"""The policy by which failed requests to object stores and the Hugging Face Hub are repeated."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,7 @@
-"""Rollouts in a worker process: coroutines of the job's function, for many rows side by side.
+"""Multi-turn rollouts in a worker process: coroutines of the job's function, for many rows side by side.
 
-`dispatch.rollouts` starts them and answers their calls of `generate`. A frame has the number of a rollout,
-the number of its call of `generate` (None for the rollout itself), and a value.
+`dispatch.rollouts` starts the rollouts and answers their calls of `generate`. A frame has the number of a
+rollout, the number of its call of `generate` (None for the rollout itself), and a value.
 """
 
 from __future__ import annotations
@@ -24,20 +24,27 @@ from batchrunner.core.hook_protocol import Channel, HookFacts, failure_text, fra
 from batchrunner.core.types import ROLLOUT
 
 STEP_BYTES = 16
-"""Size in bytes of the step memory, which this process shares with the run. It holds the start time of the
-running step, and the number of the rollout that runs."""
-_STARTED, _ROLLOUT = 0, 1
+"""Size in bytes of the step memory, which this process shares with the run. A step is the code that a rollout
+runs between two awaits. The memory holds the start time of the running step and the number of its rollout,
+so that the run can end a step that exceeds its time limit."""
+_STARTED = 0
+"""Index in the step memory of the start time of the running step, in seconds of `time.monotonic`."""
+_ROLLOUT = 1
+"""Index in the step memory of the number of the rollout that runs; 0 while no rollout runs."""
 
 
 def step_memory(descriptor: int) -> memoryview[float]:
-    """Return step memory as two numbers. Each is read and written as a whole, unlike with `struct`."""
+    """Return the step memory behind a file descriptor as two doubles.
+
+    A memoryview reads and writes each double as a whole; `struct` would do so byte by byte.
+    """
     return memoryview(mmap.mmap(descriptor, STEP_BYTES)).cast("d")
 
 
 def running_step(memory: memoryview[float]) -> tuple[int, float]:
-    """Return the rollout whose code runs, 0 for none, and when this step started.
+    """Return the number of the rollout that runs (0 for none), and the start time of its step.
 
-    The worker may write meanwhile. It writes the start before the rollout, so the rollout is read first.
+    The rollout is read first, because the worker may write at the same time, and writes the start time first.
     """
     return int(memory[_ROLLOUT]), memory[_STARTED]
 
@@ -55,7 +62,7 @@ class RolloutToolCall:
     id: str | None
     name: str
     arguments: Any
-    """The arguments, parsed as JSON; the text itself where it is not JSON."""
+    """The arguments, parsed as JSON; the text as it is if it is not JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +79,12 @@ class RolloutAnswer:
 
     @property
     def reasoning(self) -> str | None:
-        """Reasoning of the model before its answer to a chat."""
+        """Reasoning of the model before its answer to a chat; None if the job does not ask for reasoning."""
         return self.columns.get("reasoning")
 
     @property
     def message(self) -> dict[str, Any]:
-        """The answer as a message of the conversation, with its tool calls."""
+        """The answer as an assistant message with its tool calls, to append to the conversation."""
         message = {"role": "assistant", "content": self.text}
         if tool_calls := self.columns.get("tool_calls"):
             message["tool_calls"] = tool_calls
@@ -85,7 +92,7 @@ class RolloutAnswer:
 
     @property
     def tool_calls(self) -> list[RolloutToolCall]:
-        """The tool calls."""
+        """Tool calls of the answer, parsed."""
         return [
             RolloutToolCall(
                 id=call["id"],
@@ -97,6 +104,7 @@ class RolloutAnswer:
 
 
 def _parsed(text: str) -> Any:
+    """Return the value of a JSON text; the text as it is if it is not JSON."""
     try:
         return json.loads(text)
     except (TypeError, ValueError):
@@ -109,22 +117,22 @@ def run_rollouts(
     facts: Sequence[HookFacts],
     functions: Sequence[Callable[..., Any]],
 ) -> None:
-    """Run rollouts until the other end closes, then end the process."""
+    """Run rollouts until the run closes its end of the channel, then end the process."""
     places = [function.where for function in facts]
-    solve = functions[places.index(ROLLOUT)]
+    rollout_function = functions[places.index(ROLLOUT)]
     loop = _Loop(step_memory(step_descriptor))
     try:
-        loop.run_until_complete(_serve(solve, os.dup(channel.socket.fileno())))
+        loop.run_until_complete(_serve(rollout_function, os.dup(channel.socket.fileno())))
     except (EOFError, ConnectionError):
-        pass
+        pass  # The run has closed its end: there is nothing left to do.
     except BaseException:  # noqa: BLE001 - for example, the function has stopped the loop
         traceback.print_exc()
         os._exit(1)
-    os._exit(0)  # Threads and other rows of the function may be busy for long.
+    os._exit(0)  # sys.exit would wait for threads of the function, which may be busy for long.
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """An event loop that records in step memory whose code runs."""
+    """An event loop that records in step memory which rollout runs, and since when."""
 
     def __init__(self, steps: memoryview[float]) -> None:
         self._steps = steps
@@ -133,7 +141,7 @@ class _Loop(asyncio.SelectorEventLoop):
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: Any = None
     ) -> asyncio.Handle:
-        """Call a function in the next round, such as the next step of a coroutine."""
+        """Call a function, such as the next step of a coroutine, in the next iteration of the loop."""
         return super().call_soon(self._call, callback, args, context=context)
 
     def _call(self, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -142,7 +150,7 @@ class _Loop(asyncio.SelectorEventLoop):
         try:
             callback(*args)
         except (SystemExit, KeyboardInterrupt):
-            pass  # The exception would end the loop and all rows. The rollout gets it, too.
+            pass  # The exception would end the loop and all rollouts. The rollout's task has it already.
         finally:
             self._steps[_ROLLOUT] = 0
 
@@ -153,28 +161,33 @@ _CURRENT: ContextVar[int] = ContextVar("current rollout", default=0)
 
 @dataclass(slots=True, eq=False)
 class _Rollout:
-    """The coroutine of a row, and its calls of `generate` that have no answer yet."""
+    """The rollout of one row, with its calls of `generate` that have no answer yet."""
 
     number: int
+    """Number by which the run refers to the rollout."""
     send: Callable[[bytes], None]
     """Sends a frame to the run."""
     call_numbers: count[int] = field(default_factory=count)
+    """Numbers of the rollout's calls of `generate`."""
     unanswered: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+    """Futures of the answers that the run has not sent yet, by the numbers of the calls."""
 
-    async def run(self, solve: Callable[..., Coroutine[Any, Any, Any]], row: dict[str, Any]) -> None:
-        """Run the function for a row, and send what it returns or the error of the row."""
+    async def run(
+        self, rollout_function: Callable[..., Coroutine[Any, Any, Any]], row: dict[str, Any]
+    ) -> None:
+        """Run the function for a row, and send its result, or the error of the row, to the run."""
         try:
-            reply = frame(self.number, None, (await solve(row, self.generate), None))
+            reply = frame(self.number, None, (await rollout_function(row, self.generate), None))
         except BaseException as failure:  # noqa: BLE001 - a function may raise anything
             reply = frame(self.number, None, ([], failure_text(ROLLOUT, failure)))
-        for answer in self.unanswered.values():  # awaited by coroutines that the function did not end
-            answer.cancel()
+        for answer in self.unanswered.values():
+            answer.cancel()  # The function started a coroutine that still waits for this answer.
         self.send(reply)
 
     async def generate(
         self, prompt: Any, *, schema: Any = None, tools: Any = None, **sampling: Any
     ) -> RolloutAnswer:
-        """Ask the model and return a good answer; raises GenerateError where there is none.
+        """Ask the model and return an accepted answer; raises GenerateError if there is none.
 
         `prompt` is a list of messages, a text or a list of token ids; `schema` is a JSON Schema or a pydantic
         model. `tools` and `sampling` take precedence over those of the job.
@@ -202,20 +215,25 @@ class _Rollout:
 
 
 def _plain(value: Any) -> Any:
-    if hasattr(value, "tolist"):  # numpy
+    """Return a NumPy array or scalar as plain Python values for JSON; raises TypeError for other objects."""
+    if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is neither a scalar nor a list or dict of scalars")
 
 
-async def _serve(solve: Callable[..., Coroutine[Any, Any, Any]], descriptor: int) -> None:
-    """Start rollouts and pass their answers on; raises EOFError once the run has closed its end."""
+async def _serve(rollout_function: Callable[..., Coroutine[Any, Any, Any]], descriptor: int) -> None:
+    """Start, cancel and answer rollouts as the run asks; raises EOFError once the run closes its end.
+
+    In a frame, the first number is that of the rollout. Without a second number, a row starts a rollout and
+    None cancels it. With a second number, the value answers this call of `generate`.
+    """
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
     running: dict[int, tuple[_Rollout, asyncio.Task[None]]] = {}
 
     def send(content: bytes) -> None:
         try:
             writer.write(content)
-        except MemoryError:  # Part of the frame may be sent already: the connection is of no more use.
+        except MemoryError:  # Half of the frame may have been sent, so the connection cannot be used again.
             os._exit(1)
 
     while True:
@@ -223,11 +241,11 @@ async def _serve(solve: Callable[..., Coroutine[Any, Any, Any]], descriptor: int
         if call_number is None and value is not None:
             rollout = _Rollout(number, send)
             context = copy_context()
-            context.run(_CURRENT.set, number)
-            task = asyncio.create_task(rollout.run(solve, value), context=context)
+            context.run(_CURRENT.set, number)  # Every step of the task then knows its rollout.
+            task = asyncio.create_task(rollout.run(rollout_function, value), context=context)
             running[number] = rollout, task
             task.add_done_callback(partial(running.pop, number))
-        elif number in running:
+        elif number in running:  # Otherwise the rollout has just ended.
             rollout, task = running[number]
             if call_number is None:
                 task.cancel()

@@ -1,6 +1,6 @@
-"""What all replies of SGLang have in common: JSON that may need repair, errors, and aborts.
+"""Parsing of SGLang's replies, the same for all endpoints: JSON that may need repair, errors, and aborts.
 
-Whatever bytes a server sends, reading them ends with a value or with a RequestError of the row.
+Whatever bytes a server sends, reading them ends with a value or with the RequestError of a row.
 """
 
 import json
@@ -24,23 +24,27 @@ from batchrunner.core.errors import (
 )
 
 MOST_TOKENS = (1 << 31) - 1
+"""Maximum value of a token count or token id, because the columns of the results have signed 32-bit
+integers."""
 TokenCount = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
-"""A count of tokens, or a token id. It is limited because the columns of the results have 32 bits."""
+"""A count of tokens, or a token id, in a reply."""
 Word = Annotated[str, msgspec.Meta(max_length=100)]
-"""A finish reason. It is limited in length, far above the length of SGLang's reasons."""
+"""A finish reason in a reply. The limit of its length is far above the length of SGLang's finish reasons."""
 
 LOWEST = -sys.float_info.max
-"""Replacement of minus infinity: the lowest finite double."""
+"""Number that replaces minus infinity in a reply: the lowest finite double."""
 REPLACEMENT = "\ufffd"
-"""Replacement of half a surrogate pair, which UTF-8 cannot encode."""
+"""Character that replaces half a surrogate pair in a reply, because UTF-8 cannot encode half a pair."""
 _MOST_DIGITS = 300
-"""An integer of at most this number of characters certainly fits into a double."""
+"""Maximum number of characters of an integer that is parsed as an integer. It certainly fits into a
+double."""
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
+"""Matches half a surrogate pair."""
 Value = TypeVar("Value")
 
 
 def strict_json(content: bytes) -> bytes:
-    """Return strict JSON unchanged; repair other JSON.
+    """Return the body of a reply as strict JSON, repaired if necessary.
 
     NaN, infinity and numbers too large for a double become null. Minus infinity and numbers too low for a
     double become LOWEST. Half a surrogate pair becomes REPLACEMENT. Content that cannot be repaired is
@@ -54,11 +58,11 @@ def strict_json(content: bytes) -> bytes:
 
 
 def decode_reply(decoder: msgspec.json.Decoder[Value], content: bytes) -> Value:
-    """Decode a reply, after a repair if necessary; raises AttemptFailedError if that fails."""
+    """Decode the body of a reply, repaired if necessary; raises AttemptFailedError for an invalid body."""
     try:
         return decoder.decode(content)
-    except (ValueError, RecursionError):  # the JSON may need a repair
-        pass
+    except (ValueError, RecursionError):
+        pass  # The JSON may need a repair, see `strict_json`.
     try:
         return decoder.decode(_repaired(content))
     except (ValueError, RecursionError):
@@ -68,6 +72,7 @@ def decode_reply(decoder: msgspec.json.Decoder[Value], content: bytes) -> Value:
 
 
 def _repaired(content: bytes) -> bytes:
+    """Return strict JSON, as `strict_json` describes; the content unchanged if it cannot be repaired."""
     try:
         value = json.loads(
             content.decode("utf-8", "surrogatepass"),
@@ -82,6 +87,7 @@ def _repaired(content: bytes) -> bytes:
 
 
 def _number(text: str) -> float | None:
+    """Return a JSON number as a finite double: LOWEST in place of minus infinity, None if there is none."""
     number = float(text)
     if math.isfinite(number):
         return number
@@ -89,51 +95,64 @@ def _number(text: str) -> float | None:
 
 
 def _whole_number(text: str) -> float | int | None:
+    """Return a JSON integer as an integer, or as `_number` does if it may not fit into a double."""
     return int(text) if len(text) <= _MOST_DIGITS else _number(text)
 
 
 ERROR_CHARACTERS = 500
 """Maximum number of characters of an error message in a result row."""
 _BUSY = {429, 502, 503, 504}
+"""Statuses of a server that is overloaded or restarting, so that any row would be refused for now."""
 _REFUSED = {400, 404, 413, 422}
+"""Statuses with which a server refuses one row for good."""
 
 
 def error_of(status: int, body: bytes, retry_after: str | None = None) -> RequestError:
-    """Convert a reply without an answer to an error. With status 200 the body was not JSON."""
+    """Return the error for a reply without an answer.
+
+    `status` is the HTTP status. A reply with status 200 has no answer if its body is not JSON. `retry_after`
+    is the header of this name.
+    """
     body = strict_json(body)
     explanation = short(_sentence_in(body))
     message = error_with_status(status, explanation or "no explanation")
     error: RequestError
     if status == HTTPStatus.OK:
         error = EngineDownError(f"not an answer of SGLang: {explanation or 'nothing'}")
-    elif status == HTTPStatus.UNAUTHORIZED:  # every row would be refused
+    elif status == HTTPStatus.UNAUTHORIZED:  # Every row would be refused, so the engine counts as down.
         error = EngineDownError(f"refuses the API key ({message}): see engine.api_key_env")
     elif status in _BUSY:
         pause_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
         error = EngineBusyError(message, pause_s)
+    elif status in _REFUSED:
+        error = RowRefusedError(message)
     else:
-        error = (RowRefusedError if status in _REFUSED else AttemptFailedError)(message)
+        error = AttemptFailedError(message)
     error.body = body
     return error
 
 
 def known_status(code: Any) -> int:
-    """Return the status of an error inside a reply with status 200; 500 if `code` is no error status."""
+    """Return the status `code` of an error inside a reply; 500 if `code` is not an HTTP error status."""
     is_status = type(code) is int and HTTPStatus.BAD_REQUEST <= code < 600  # noqa: PLR2004
     return code if is_status else HTTPStatus.INTERNAL_SERVER_ERROR.value
 
 
 def short(text: str) -> str:
-    """Return the first paragraph as one line of at most 500 characters; a stack trace may follow it."""
-    line = " ".join(hidden(text).strip().split("\n\n")[0].split())  # before the cut, which may split a key
+    """Return the first paragraph of an error as one line of at most ERROR_CHARACTERS.
+
+    A stack trace may follow the first paragraph.
+    """
+    # Secrets are hidden before the text is shortened, which may cut a key in two.
+    line = " ".join(hidden(text).strip().split("\n\n")[0].split())
     return line if len(line) <= ERROR_CHARACTERS else line[: ERROR_CHARACTERS - 1] + "…"
 
 
 def _sentence_in(body: bytes) -> str:
-    """Return the sentence in an error's body, of which SGLang has several formats."""
+    """Return the message in the body of an error reply, of which SGLang has several formats."""
     try:
         value = orjson.loads(body)
-        for key in ("error", "message", "detail"):
+        for key in ("error", "message", "detail"):  # One format nests `message` inside `error`.
             if isinstance(value, dict) and value.get(key):
                 value = value[key]
         return value if isinstance(value, str) else orjson.dumps(value).decode()
@@ -142,7 +161,7 @@ def _sentence_in(body: bytes) -> str:
 
 
 class FinishReason(msgspec.Struct):
-    """Why an output ended, with the status of an abort."""
+    """The finish reason of an output, as an object. An abort has a message and an HTTP status."""
 
     type: Word
     matched: Any = None
@@ -151,7 +170,10 @@ class FinishReason(msgspec.Struct):
 
 
 def raise_abort(reason: FinishReason | str | None) -> None:
-    """Raise the error of a row whose output was aborted; a reply with status 200 may report an abort."""
+    """Raise the error of a row if the finish reason of its output is an abort.
+
+    A reply with status 200 may report an abort.
+    """
     if not isinstance(reason, FinishReason):
         if reason == "abort":
             raise AttemptFailedError("aborted by the engine")

@@ -1,4 +1,4 @@
-"""Immutable records of rows that pass between folders, such as Request and Outcome.
+"""Immutable records about rows that pass between folders, such as Request and Outcome.
 
 A record that exists once for every row is a named tuple, because creating a frozen dataclass takes four times
 as long.
@@ -24,38 +24,46 @@ import base64
 from array import array
 
 PromptKind = Literal["messages", "text", "input_ids", "body"]
-"""Form of a prompt, named like the key of the job's `prompt`; `body` is a whole request of a batch file."""
+"""Kind of a prompt, named like the key of the job's `prompt`. `body` is a whole request of a batch file."""
 BYTES_PER_TOKEN = 4
 """Average number of bytes of text per token, by which the tokens of a prompt are estimated."""
 LEFT_OUT = "left_out"
-"""Finish reason of a row that `prompt.python` left out; no engine reports it."""
+"""Finish reason of a row that the function of `prompt.python` left out. No engine reports this reason."""
 FinishReason = str
-"""SGLang's finish reason: "stop", "length" or "abort"; or REPETITION in `job.output`, which is ours."""
-PROMPT, PARSE, CHECK, ROLLOUT = "prompt.python", "parse", "accept.python", "prompt.rollout"
-"""Places of a job's Python functions: they make the prompt of a row, the columns of an answer, a judgement of
-an answer, or the rows of a multi-turn rollout."""
+"""Reason why an output ended: SGLang's "stop", "length" or "abort", or batchrunner's REPETITION."""
+PROMPT = "prompt.python"
+"""Place in a job of the Python function that makes the prompt of a row."""
+PARSE = "parse"
+"""Place in a job of the Python function that turns an answer into result columns."""
+CHECK = "accept.python"
+"""Place in a job of the Python function that accepts or rejects an answer."""
+ROLLOUT = "prompt.rollout"
+"""Place in a job of the Python function that runs a multi-turn rollout for a row."""
 MEDIA = "prompt"
-"""Place of this package's function that prepares the files of a row; it runs as a job's functions do."""
+"""Place of this package's function that prepares the images and other files of a row. The function runs in a
+worker process, as a job's Python functions do."""
 ColumnKind: TypeAlias = str | tuple[str, Any]
 """Type of a column: the name of a plain type, ("list", kind), or ("struct", ((name, kind), …))."""
 NO_COLUMNS: Mapping[str, list[Any]] = MappingProxyType({})
+"""Value of `Completion.columns` for an answer without further columns."""
 
 
 class RowRef(NamedTuple):
-    """Origin of a row: its ordinal in the input, and its carried columns."""
+    """Reference to an input row: its ordinal, and its columns that are copied to the output."""
 
     row: int
-    """Ordinal in the input, counted from 0 over all files."""
+    """Ordinal of the row in the input, counted from 0 over all files."""
     carried: pa.RecordBatch
-    """Batch with the columns that are copied to the output."""
+    """Batch of rows with the columns that are copied to the output."""
     position: int
     """Index of the row in `carried`."""
     digests: list[bytes | None] | None = None
-    """Digests of the requests of the rows in `carried`, filled in as rows are rendered; None if unused."""
+    """Digests of the requests of all rows in `carried`, filled in as the rows are rendered. None if the run
+    needs no digests."""
 
 
 class RequestBody(NamedTuple):
-    """The body of a whole request, as a batch file has it."""
+    """The body of a whole request, as a line of a batch file has it."""
 
     path: str
     """Endpoint of the request, such as /v1/chat/completions."""
@@ -64,29 +72,30 @@ class RequestBody(NamedTuple):
     model: str | None
     """Model that the request names."""
     most_tokens: int
-    """Limit of output tokens; an estimate where the request has no limit."""
+    """Limit of output tokens; an estimate if the request has no limit."""
     most_thinking: int | None = None
-    """Limit of thinking tokens; None where the request has none."""
+    """Limit of thinking tokens; None if the request has no limit."""
 
 
 class AskedColumns(NamedTuple):
-    """Result columns that a request asks for, beyond those of every result."""
+    """Result columns that a request asks for, beyond the columns that every result has."""
 
     names: frozenset[str]
-    """Keys of ANSWER_COLUMNS in `job.output`."""
+    """Names of the columns: keys of ANSWER_COLUMNS in `job.output`."""
     top_logprobs: int
-    """Number of likeliest tokens for each position."""
+    """Number of most likely tokens to return for each position."""
     of_tokens: bool
-    """Whether the answer must include token ids or probabilities."""
+    """Whether the answer must include token ids or log probabilities."""
     only_reasoning: bool = False
-    """Whether reasoning is the only such column, as in most chats."""
+    """Whether `reasoning` is the only column in `names`, as in most chats."""
 
 
 class Tools(NamedTuple):
     """Tools that the model may call in a chat."""
 
     tools: list[Any] | None
-    """In OpenAI's form: `{"type": "function", "function": {"name": …}}`; None if messages include them."""
+    """Tools in OpenAI's format, `{"type": "function", "function": {"name": …}}`; None if the prompt's
+    messages include them."""
     choice: Any = None
     """`tool_choice` of the chat endpoint; None for its default."""
     by_row: bool = False
@@ -94,51 +103,57 @@ class Tools(NamedTuple):
 
 
 class Request(NamedTuple):
-    """One rendered row."""
+    """The request of one row, rendered from the job's templates."""
 
     ref: RowRef
+    """Reference to the input row."""
     kind: PromptKind
+    """Kind of the prompt."""
     prompt: Any
-    """By `kind`: a list of `{"role", "content"}`, a text, a list of token ids, or a RequestBody."""
+    """The prompt according to `kind`: a list of `{"role", "content"}`, a text, a list of token ids, or a
+    RequestBody."""
     sampling: dict[str, Any]
     """Sampling parameters, named as for SGLang's `/generate`."""
     lora_path: str | None = None
+    """Name of a LoRA adapter; None for the model without an adapter."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template, such as `enable_thinking`."""
     continues: bool = False
-    """Whether the last message, of the assistant, is the beginning of the answer."""
+    """Whether the last message of the prompt, of the assistant, is the beginning of the answer."""
     asks: AskedColumns | None = None
-    """Columns that the answer must have besides its text; None for none."""
+    """Columns that the answer must have besides its text; None if it needs only the text."""
     row: Mapping[str, Any] | None = None
-    """Values of the row that the checks of its answer use; None for none."""
+    """Values of the input row that the checks of the answer use; None if they use none."""
     task: ForwardTask | None = None
     """Task of the model; None for generating text."""
     tools: Tools | None = None
-    """Tools of a chat; None for none."""
+    """Tools that the model may call in a chat; None for a request without tools."""
     media: tuple[PromptFile, ...] = ()
     """Images, audio and videos of the prompt. A part `{"type": "image", "image": n}` of a message refers to
     file n."""
     items: tuple[str, ...] = ()
-    """Texts that the task combines with the prompt: choices or documents."""
+    """Texts that the task combines with the prompt: choices to score, or documents to rerank."""
     item_ids: tuple[list[int], ...] = ()
-    """Token ids of the choices as continuations of the prompt; empty where they are not tokenized here."""
+    """Token ids of the choices as continuations of the prompt; empty if this process does not tokenize
+    them."""
     stops_repetition: bool = False
-    """Whether its answer is stopped once it repeats itself without end."""
+    """Whether generation is stopped once the answer repeats the same text without end."""
 
     @property
     def shown(self) -> Any:
-        """The prompt for a person, with the label of each file in place of its index."""
+        """The prompt to show to a person, with the label of each file in place of its index."""
         if not self.media or not isinstance(self.prompt, list):
             return self.prompt
         return [with_labels(message, self.media) for message in self.prompt]
 
     @property
     def media_bytes(self) -> int:
-        """Bytes of its files in memory."""
+        """Number of bytes that the files of the prompt take in memory."""
         return sum(file.size for file in self.media) if self.media else 0
 
 
 class Completion(NamedTuple):
-    """The engine's answer to one request; the lists have one entry for each of `sampling.n` completions."""
+    """The engine's answer to one request. Each list has one entry for each of `sampling.n` completions."""
 
     texts: list[str]
     finish_reasons: list[FinishReason | None]
@@ -146,31 +161,33 @@ class Completion(NamedTuple):
     prompt_tokens: int | None
     cached_tokens: int | None
     retractions: int = 0
-    """Times that the scheduler preempted the request because the KV pool was full."""
+    """Number of times that the scheduler retracted the request because the KV pool was full."""
     weights: str | None = None
-    """Version of the weights (`weight_version`); None where the engine does not report it."""
+    """Version of the model's weights (`weight_version`); None if the engine does not report a version."""
     thinking_cut: bool = False
-    """Whether the thinking of a completion took all of `max_thinking_tokens`."""
+    """Whether the thinking in any completion took all of `max_thinking_tokens`."""
     columns: Mapping[str, list[Any]] = NO_COLUMNS
-    """Values of further columns by name: one for each completion, or a single one about the prompt."""
+    """Values of further result columns by name. A list has one value for each completion, or a single value
+    about the prompt."""
 
     @property
     def output_tokens(self) -> int:
-        """Output tokens of all completions; unreported ones count as 0."""
+        """Number of output tokens of all completions. A number that the engine did not report counts as 0."""
         tokens = self.completion_tokens
         return (tokens[0] or 0) if len(tokens) == 1 else sum(filter(None, tokens))
 
 
 class Outcome(NamedTuple):
-    """Final result of a row: a completion, an error, or both where the answer made the row fail."""
+    """Final result of a row: a completion, an error, or both if the answer made the row fail."""
 
     ref: RowRef
     completion: Completion | None
     error: str | None
     latency_s: float | None
-    """Seconds from sending the last attempt to the end of its answer; None where nothing was sent."""
+    """Seconds from sending the last attempt to the end of its answer; None if the row was not sent."""
     attempts: int
-    """Attempts that were sent; 0 for a row that was refused here or got the answer of an equal row."""
+    """Number of attempts that were sent to the engine. It is 0 for a row that was refused before sending, or
+    got the answer of an equal row."""
 
     @classmethod
     def unsent(cls, ref: RowRef, error: str | None) -> Outcome:
@@ -187,41 +204,43 @@ class Outcome(NamedTuple):
 class ForwardTask(ABC):
     """A task that a model does in one forward pass, without decoding, such as an embedding. Pure.
 
-    A subclass in `batchrunner.job.tasks` holds everything that differs between tasks. Its instance has the
-    values of the task's fields in the job; each request refers to it.
+    A subclass in `batchrunner.job.tasks` holds everything that differs between tasks. An instance has the
+    values of the task's fields in the job, and each request refers to the instance.
     """
 
     name: ClassVar[str]
-    """`task` of a job."""
+    """Name of the task: the value of `task` in a job."""
     path: ClassVar[str]
-    """Endpoint of SGLang for one row or a list of rows."""
+    """Path of SGLang's endpoint, which takes one row or a list of rows."""
     architectures: ClassVar[str] = ""
-    """Pattern that the names of suitable architectures contain; empty for all."""
+    """Regular expression that matches the names of suitable model architectures; empty if all are
+    suitable."""
     by_generation: ClassVar[bool] = False
-    """Whether it needs a generating model (a server without `--is-embedding`)."""
+    """Whether the task needs a generative model (a server without `--is-embedding`)."""
     takes: ClassVar[tuple[str, ...]] = ()
-    """Job fields that only this task accepts, as dotted names; the subclass has a field for the last part of
-    each."""
+    """Job fields that only this task accepts, as dotted names. The subclass has a field for the last part of
+    each name."""
     meanings: ClassVar[Mapping[str, str]]
-    """Its result columns, with their meanings."""
+    """Meanings of the task's result columns, by name."""
 
     @property
     @abstractmethod
     def columns(self) -> tuple[tuple[str, ColumnKind], ...]:
-        """Its result columns with their types, in order."""
+        """Names and types of the task's result columns, in order."""
 
     @abstractmethod
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return the bodies for `path`, which are sent one after the other.
+        """Return the JSON bodies for `path` that ask for the answers to the requests.
 
-        Several requests have either all texts, or all token ids.
+        The bodies are sent one after the other. The prompts of the requests are either all texts, or all
+        token ids.
         """
 
     @abstractmethod
     def answers(
         self, requests: Sequence[Request], replies: Sequence[bytes]
     ) -> list[Completion | RequestError]:
-        """Read the replies to `bodies`; return the answer or the error of each request.
+        """Return the answer to each request, or its error, from the replies to `bodies`.
 
         Each value in `Completion.columns` is a list with one element. Raises AttemptFailedError, or
         an error of msgspec, for an invalid reply.
@@ -230,43 +249,47 @@ class ForwardTask(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Rows that are leased to one worker."""
+    """A set of rows that one of the workers of a run has leased, so that no other worker sends them."""
 
     number: int
+    """Number of the lease in the run."""
     turn: int
     """Number of workers that held the lease before."""
     rows: BitMap64
-    """Ordinals of the rows."""
+    """Ordinals of the rows in the input."""
     positions: range | None
-    """Positions of the rows in sending order; None where they are in input order."""
+    """Positions of the rows in sending order; None if the rows are sent in input order."""
     copy: Path | None = None
-    """The sorted copy, with the rows in sending order; None for the input itself."""
+    """Path of the copy of the input in sending order; None if the rows are read from the input."""
 
 
 CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
 EMBEDDINGS_PATH = "/v1/embeddings"
 BATCH_PATHS = (CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH)
-"""Endpoints that the lines of a batch file may name."""
+"""Paths of the endpoints that the lines of a batch file may name."""
 
 
 def rows_to_text(rows: BitMap64) -> str:
-    """Return rows as base-85 text for a JSON file: a few bytes per consecutive range, 2.5 per single row."""
+    """Return a set of row ordinals as base-85 text for a JSON file.
+
+    The text takes a few bytes for each range of consecutive rows, and 2.5 bytes for each single row.
+    """
     rows = rows.copy()
     rows.run_optimize()
     return base64.b85encode(rows.serialize()).decode()
 
 
 def rows_from_text(text: str) -> BitMap64:
-    """Return the rows that `rows_to_text` encoded."""
+    """Return the set of row ordinals that `rows_to_text` encoded."""
     return BitMap64.deserialize(base64.b85decode(text))
 
 
 def rows_of_column(rows: pa.ChunkedArray) -> BitMap64:
-    """Return the rows in a column of whole numbers without nulls.
+    """Return the set of row ordinals in a column of whole numbers without nulls.
 
-    The numbers are copied from Arrow's memory; as Python integers they would take five times as much.
+    The numbers are copied from Arrow's memory, because Python integers would take five times as much memory.
     """
     numbers = array("Q")
-    for chunk in filter(len, rows.cast("uint64").chunks):
+    for chunk in filter(len, rows.cast("uint64").chunks):  # A chunk without numbers may have no buffer.
         numbers.frombytes(chunk.buffers()[1].slice(8 * chunk.offset, 8 * len(chunk)))
     return BitMap64(numbers)

@@ -1,4 +1,4 @@
-"""Sends rows to the engine: reading ahead, order, tokenisation, windows, retries, checks, load control.
+"""Sends rows to the engine: reading ahead, order, tokenization, concurrency limits, retries, and checks.
 
 The runner builds these objects (`runner/send.py`). `Feeder` (feeder.py) and `Dispatcher` (dispatcher.py) move
 rows through the `Backlog` (queue.py) to the `Routes` (route.py). bundles.py puts several rows into one

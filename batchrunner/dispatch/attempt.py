@@ -1,7 +1,8 @@
-"""What happens to a row whose attempt failed, decided by one table of rules. Pure: no clock, no loop.
+"""The fate of a row whose attempt failed, decided by one table of rules. Pure: no clock, no event loop.
 
-`RULES` is the table, and a `FailedAttempt` holds the facts that the rules read. The rest of this file treats
-temporary refusals (429, 502 to 504, 401). It weighs the evidence that the row itself is their cause.
+An attempt sends a row once. `RULES` is the table, and a `FailedAttempt` holds the facts that the rules read.
+The rest of this file treats temporary refusals (HTTP status 429, 502 to 504, 401). It weighs the evidence
+that the row itself is their cause.
 
 An engine that is down or has no room refuses every row, so its refusals alone are no evidence. A refusal
 counts against a row only if the same route has meanwhile answered a request that was sent after the row's
@@ -35,11 +36,12 @@ from batchrunner.core.types import CHAT_PATH, EMBEDDINGS_PATH, Request
 from batchrunner.dispatch.route import Route, RouteRecord
 
 MOST_DEATHS = 4
-"""A row is given up at this number of engine deaths. See `PoisonRows` for why it must then be the cause."""
+"""Number of engine deaths at which a row that was in flight at each of them is given up. `PoisonRows` (in
+queue.py) explains why the row must then be the cause."""
 
 
 class FailureKind(Enum):
-    """Why an attempt has no answer."""
+    """The reason why an attempt has no answer."""
 
     PREEMPTED = auto()
     """We preempted the row for the engine's users."""
@@ -70,15 +72,17 @@ KINDS: tuple[tuple[type[RequestError], FailureKind], ...] = (
 """Types of errors with their kinds. The first match counts, so a subclass stands before its base."""
 
 REJECTED = {FailureKind.INVALID, FailureKind.REFUSED}
-"""The row is at fault: another attempt at the same server would end in the same way."""
+"""Kinds of failures for which the row is at fault: another attempt at the same server would fail, too."""
 FAILED = {FailureKind.FAILED, FailureKind.NO_ANSWER}
-"""The row may be at fault. After `limits.max_attempts` failures of these kinds it is given up."""
+"""Kinds of failures for which the row may be at fault. After `limits.max_attempts` of them it is given up."""
 UNAVAILABLE = {FailureKind.BUSY, FailureKind.DOWN, FailureKind.DIED}
-"""The server could not serve the row. The row is not at fault, unless there is evidence against it."""
+"""Kinds of failures of a server that could not serve the row. The row is not at fault, unless there is
+evidence against it."""
 REFUSED_FOR_NOW = {FailureKind.BUSY, FailureKind.DOWN}
-"""The row is not at fault, unless it is refused again and again while other rows are answered."""
+"""Kinds of temporary refusals. The row is not at fault, unless it is refused repeatedly while other rows are
+answered."""
 CONGESTED = {FailureKind.BUSY, FailureKind.NO_ANSWER}
-"""The server may be overloaded, so the windows of its route shrink."""
+"""Kinds of failures of a server that may be overloaded, so that the windows of its route shrink."""
 
 
 def kind_of(error: RequestError) -> FailureKind:
@@ -90,7 +94,7 @@ def kind_of(error: RequestError) -> FailureKind:
 
 
 class Fate(Enum):
-    """What becomes of a row after a failed attempt."""
+    """The fate of a row after a failed attempt: another attempt, an error, or the end of the run."""
 
     REQUEUE = auto()
     """The row is sent again at once; the attempt does not count."""
@@ -113,9 +117,10 @@ class FailedAttempt(NamedTuple):
 
     kind: FailureKind
     has_other_route: bool = False
-    """Whether there is a route, not suspended, on which the row has not yet failed in this way."""
+    """Whether there is a route, not suspended, on which the row has not yet had a failure of this kind."""
     is_confirmed: bool = False
-    """Whether the row has failed in this way before, and at least one route where it failed is in order."""
+    """Whether the row had a failure of this kind before, and at least one route where it had one is in
+    order (answers other rows)."""
     was_refused: bool = False
     """Whether a route that is in order refused the row in an earlier attempt."""
     failures: int = 1
@@ -143,7 +148,7 @@ def _always(_: FailedAttempt) -> bool:
 
 
 def _another_may_answer(attempt: FailedAttempt) -> bool:
-    """Tell whether another server should be asked: the first one may be at fault, and not the row."""
+    """Tell whether another server should get the row, because the first server may be at fault instead."""
     return attempt.has_other_route and not attempt.is_confirmed
 
 
@@ -159,11 +164,11 @@ RULES = (
     FateRule(FAILED, lambda attempt: attempt.failures >= attempt.max_attempts, Fate.END),
     FateRule(FAILED | UNAVAILABLE, _always, Fate.RETRY),
 )
-"""The table: the first rule that applies decides."""
+"""The table of fates after a failed attempt. The first rule that applies decides."""
 
 
 def fate_of(attempt: FailedAttempt) -> Fate:
-    """Return the fate of a row, by the table."""
+    """Return the fate of a row after a failed attempt, by the table RULES."""
     return next(rule.fate for rule in RULES if attempt.kind in rule.kinds and rule.applies(attempt))
 
 
@@ -186,7 +191,9 @@ class RouteTally(msgspec.Struct):
     """The counts that a route had when it first refused a row, and its later refusals of this row."""
 
     answered: int
+    """Requests that the route had answered when it first refused the row."""
     refused: int
+    """Refusals by the route before it first refused the row."""
     refusals: int = 0
     """Number of later refusals that came while the route answered other requests."""
 
@@ -195,14 +202,17 @@ class Refusals(msgspec.Struct):
     """Temporary refusals of a row (429, 502 to 504, 401)."""
 
     last: float
-    """Time of the last refusal; initially the time when the refused attempt was sent."""
+    """Time of the last refusal in seconds of the monotonic clock; initially the time when the refused attempt
+    was sent."""
     total: int = 0
     """Number of all refusals."""
     count: int = 1
-    """Number of refusals that count: the first, and later ones while the route answered other requests."""
+    """Number of refusals that count as evidence against the row: the first, and later ones while the route
+    answered other requests."""
     answers_others: bool = False
-    """Whether the route answered other requests between the last two refusals."""
+    """Whether the route answered other requests between the last two refusals of the row."""
     by_route: dict[RouteRecord, RouteTally] = {}
+    """Counts of each route that refused the row."""
 
     def record(self, record: RouteRecord, now: float) -> None:
         """Record a refusal by a route. A route's first refusal of this row also counts in its record."""
@@ -211,7 +221,7 @@ class Refusals(msgspec.Struct):
         self.last = now
         tally = self.by_route.get(record)
         if tally is None:  # no evidence yet: the route may just have gone down
-            self.by_route[record] = RouteTally(record.answered, record.refused)
+            self.by_route[record] = RouteTally(answered=record.answered, refused=record.refused)
             record.record_refusal()
         elif self.answers_others:
             tally.refusals += 1
@@ -226,11 +236,11 @@ class RefusalCause(Enum):
     """The cause of a row's temporary refusals, as far as it is known."""
 
     ROW = auto()
-    """The row itself."""
+    """The row itself is the cause."""
     OPEN = auto()
-    """Unknown: later refusals, or answers to other rows, will tell."""
+    """The cause is unknown. Later refusals, or answers to other rows, will show it."""
     NEEDS_CONTROL = auto()
-    """Unknown, and no other row is in flight that could tell. So a control must be sent."""
+    """The cause is unknown, and no other row in flight could show it. So a control request must be sent."""
 
 
 def cause_of(
@@ -239,20 +249,25 @@ def cause_of(
     """Return the cause of a row's temporary refusals; `record` is that of the route that refused it last."""
     if is_culprit(refusals, max_attempts):
         return RefusalCause.ROW
-    is_first = refusals.total == 1  # the engine may just have had no room
-    others_will_tell = refusals.answers_others and others_in_flight
-    if is_first or others_will_tell or record.has_control:
+    if refusals.total == 1:  # The engine may just have had no room.
         return RefusalCause.OPEN
+    if record.has_control or (refusals.answers_others and others_in_flight):
+        return RefusalCause.OPEN  # Replies to the control, or to the other rows, will show the cause.
     return RefusalCause.NEEDS_CONTROL
 
 
 def is_culprit(refusals: Refusals, max_attempts: int) -> bool:
-    """Tell whether a refused row is itself the cause of its refusals."""
+    """Tell whether a refused row is itself the cause of its refusals.
+
+    It is if chance can hardly explain them, at the rate at which each route refused requests since its first
+    refusal of the row.
+    """
     chance = 1.0
     for record, tally in refusals.by_route.items():
         refused = record.refused - tally.refused
         answered = record.answered - tally.answered
-        chance *= (refused / (answered + refused + 1)) ** tally.refusals
+        refusal_rate = refused / (answered + refused + 1)
+        chance *= refusal_rate**tally.refusals
     return refusals.count >= max_attempts and chance < BY_CHANCE
 
 
@@ -267,9 +282,9 @@ class FailureHistory(msgspec.Struct):
     refused_by: tuple[Route, ...] = ()
     """Routes whose servers refused the row as faulty, before another route was asked."""
     refusal: RequestError | None = None
-    """The error of the last of these refusals."""
+    """The error of the last refusal by a route in `refused_by`."""
     failed_on: tuple[Route, ...] = ()
-    """Routes on which an attempt failed, because of the row or of the server."""
+    """Routes on which an attempt ended with a failure of the kinds FAILED."""
     refusals: Refusals | None = None
     """Temporary refusals of the row; None if there were none."""
 
@@ -283,19 +298,22 @@ class FailureHistory(msgspec.Struct):
         """Whether a route that is in order has refused the row."""
         return any(route.is_in_order for route in self.refused_by)
 
-    def routes_before(self, kind: FailureKind) -> tuple[Route, ...]:
-        """Return the routes on which the row has failed in this way before."""
+    def failed_routes(self, kind: FailureKind) -> tuple[Route, ...]:
+        """Return the routes on which the row had failures like this one: FAILED, or refusals as faulty."""
         return self.failed_on if kind in FAILED else self.refused_by
 
-    def routes_with(self, kind: FailureKind, route: Route) -> tuple[Route, ...]:
-        """Return `routes_before(kind)`, and the route on which the row has failed now."""
-        before = self.routes_before(kind)
-        return before if route in before else (*before, route)
+    def failed_routes_with(self, kind: FailureKind, route: Route) -> tuple[Route, ...]:
+        """Return `failed_routes(kind)` and the `route` on which the row has failed now."""
+        routes = self.failed_routes(kind)
+        return routes if route in routes else (*routes, route)
 
     def record_refusal(self, record: RouteRecord, *, sent_at: float, now: float) -> Refusals:
-        """Record that an attempt, sent at `sent_at`, was refused for now; return all refusals of the row."""
+        """Record a temporary refusal of an attempt, which was sent at `sent_at`; return the row's refusals.
+
+        `record` is that of the route that refused the row.
+        """
         if self.refusals is None:
-            self.refusals = Refusals(sent_at)
+            self.refusals = Refusals(last=sent_at)
         self.refusals.record(record, now)
         return self.refusals
 
@@ -304,10 +322,11 @@ class FailureHistory(msgspec.Struct):
         if kind is FailureKind.DIED:
             self.deaths += 1
         elif kind in FAILED:
-            self.failed_on = self.routes_with(kind, route)
+            self.failed_on = self.failed_routes_with(kind, route)
             self.failures += fate is not Fate.ASK_ANOTHER
         elif fate is Fate.ASK_ANOTHER:
-            self.refused_by, self.refusal = self.routes_with(kind, route), error
+            self.refused_by = self.failed_routes_with(kind, route)
+            self.refusal = error
 
     def blame(self, kind: FailureKind, error: RequestError) -> RowRefusedError:
         """Return the error for a row that itself made the engine die or refuse it."""
@@ -320,11 +339,16 @@ class FailureHistory(msgspec.Struct):
 
 
 FEW_TOKENS = {"max_new_tokens": 8, "temperature": 0}
-"""Sampling parameters of a control. It requests several tokens: a single token may have no text yet, and an
-empty text would not count as an answer."""
-_WORD = [{"role": "user", "content": "1"}]
-_PROMPTS: dict[str, tuple[str, Any]] = {CHAT_PATH: ("messages", _WORD), EMBEDDINGS_PATH: ("input", "1")}
-"""Prompt field of a control's body and its value, by endpoint; other endpoints have a `prompt`."""
+"""Sampling parameters of a control request. It asks for several tokens, because a single token may have no
+text yet, and an empty text would not count as an answer."""
+_SHORT_CHAT = [{"role": "user", "content": "1"}]
+"""Messages of a control request to the chat endpoint: the cheapest possible chat."""
+_PROMPTS: dict[str, tuple[str, Any]] = {
+    CHAT_PATH: ("messages", _SHORT_CHAT),
+    EMBEDDINGS_PATH: ("input", "1"),
+}
+"""For each endpoint, the prompt field of a control request's body and its value. Other endpoints have a field
+`prompt`."""
 
 
 def control_for(record: RouteRecord, refused: Request) -> Request:
@@ -332,10 +356,10 @@ def control_for(record: RouteRecord, refused: Request) -> Request:
     request = record.last or refused
     prompt: Any = request.prompt
     if request.kind == "body":
-        name, word = _PROMPTS.get(prompt.path, ("prompt", "1"))
-        prompt = prompt._replace(content=orjson.dumps({name: word, "max_tokens": 8}))
-    elif record.last is None:
-        prompt = _WORD if request.kind == "messages" else prompt[:1]
+        name, content = _PROMPTS.get(prompt.path, ("prompt", "1"))
+        prompt = prompt._replace(content=orjson.dumps({name: content, "max_tokens": 8}))
+    elif record.last is None:  # The refused request may be expensive, so its prompt is shortened.
+        prompt = _SHORT_CHAT if request.kind == "messages" else prompt[:1]
         request = request._replace(
             continues=False,
             tools=None,

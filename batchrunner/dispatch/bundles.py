@@ -1,6 +1,7 @@
-"""Bundles: rows of one route that are ready at the same time share one request.
+"""Bundles: several rows of one route that are ready at the same time share one HTTP request.
 
-A bundle is only a way of sending. Each row has its slot, its attempt and its answer as if it were alone.
+Bundling only changes how rows are sent. Each row has its slot, its attempt and its answer as if it were
+alone.
 """
 
 import asyncio
@@ -78,12 +79,12 @@ of 80 GB."""
 FIRST_ROW_TOKENS = 256
 """Expected prompt tokens of a row before any row was sent."""
 MEMORY_ROWS = 2000
-"""Rows over which the prompt length is averaged; older rows fade out."""
+"""Number of rows over which the prompt length is averaged; older rows fade out."""
 DEEPEST = 8
-"""Longest useful queue, in forward passes: more rows would only wait."""
+"""Longest useful queue of a scheduler, in forward passes. More rows would only wait."""
 FIRST_PASSES = 4
-"""First window, in forward passes: one pass is computed, one waits, and one is on its way in each
-direction."""
+"""First window of a scheduler, in forward passes: the rows of one pass are computed, those of one wait, and
+those of one are on their way in each direction."""
 
 
 class ForwardPasses:
@@ -116,31 +117,31 @@ class ForwardPasses:
     def band(self, max_running: int | None) -> QueueBand:
         """Return the healthy range of `#queue-req`: from the rows of one pass to those of DEEPEST passes."""
         rows = self.rows(max_running)
-        return QueueBand(
-            max(LEAST_LOW, rows), DEEPEST * max(LEAST_LOW, rows), f"a forward pass takes about {rows} rows"
-        )
+        low = max(LEAST_LOW, rows)
+        return QueueBand(low, DEEPEST * low, f"a forward pass takes about {rows} rows")
 
 
 MOST_ROWS = 64
 """Maximum number of rows in a bundle. At each event of a request, SGLang's front process wakes all waiting
 rows of this request, so its work grows with the square of their number. More than 16 rows save little."""
 MOST_LIST_ROWS = 256
-"""Maximum number of rows in a list, which is a bundle of a task without decoding. One reply holds the vectors
-of all its rows."""
+"""Maximum number of rows in a bundle of a task without decoding. One reply holds the vectors of all its
+rows."""
 MOST_TOKENS = 1 << 15
-"""A bundle is full at this number of prompt tokens. The server does nothing else while it parses the JSON of
-a bundle, so that must not take long."""
+"""Number of prompt tokens at which a bundle is full. The server does nothing else while it parses the JSON of
+a bundle, so parsing must not take long."""
 LEAST_ROWS_S = 25.0
-"""No bundles are sent if fewer rows than this end per second: the front process then has little to do."""
+"""Minimum number of rows that must end per second for bundles to be sent. With fewer, the server's front
+process has little to do, and bundles save nothing."""
 FIRST_ROWS = 16
-"""Bundle size in the first period if answers are short; otherwise 1."""
+"""Bundle size in rows before any measurement, if answers are short. Otherwise the first size is 1."""
 SHORT_TOKENS = 16
-"""Answers count as short if the job's `max_new_tokens` is at most this."""
+"""Maximum `max_new_tokens` of a job whose answers count as short."""
 PERIOD_S = 0.25
 """Minimum length, in seconds, of a period after which the bundle size is computed from the ended rows."""
 SHARE = 4
-"""A bundle has at most 1/SHARE of the outstanding rows of its route. A larger bundle would have to wait for
-rows that have only just begun. And while one bundle is in transit, the server still has other rows."""
+"""Minimum number of outstanding rows of a route for each row of a bundle. A larger bundle would have to wait
+for rows that have only just begun. And while one bundle is in transit, the server still has other rows."""
 
 
 class BundleSize:
@@ -167,12 +168,14 @@ class BundleSize:
         self.most_tokens = MOST_TOKENS if passes is None else passes.tokens
         """Maximum prompt tokens of a bundle. A single row may have more."""
         self._fill_s, self._fixed, self._passes = fill_s, fixed, passes
-        self._rows = MOST_LIST_ROWS if passes is not None else FIRST_ROWS if short else 1
+        self._rows = FIRST_ROWS if short else 1
+        if passes is not None:
+            self._rows = MOST_LIST_ROWS
         self._since: float | None = None  # begin of the period
         self._burst_began = 0.0
-        self._burst = 0
+        self._burst = 0  # rows that ended in the present burst
         self._ended = 0  # rows in the finished bursts of this period
-        self._squares = 0  # sum of the squared sizes of these bursts
+        self._squares = 0  # sum of the squared sizes of the finished bursts
 
     def record_sent(self, request: Request) -> None:
         """Count a row that is sent."""
@@ -193,27 +196,30 @@ class BundleSize:
         self._burst += 1
 
     def rows(self, outstanding: int) -> int:
-        """Return the bundle size; `outstanding` rows are in flight or wait in a bundle. 0 means 1 too."""
+        """Return the bundle size; `outstanding` rows are in flight or wait in a bundle. 0 means 1 as well."""
         if self._fixed is not None:
             return self._fixed
         return min(self._rows, outstanding // SHARE)
 
     def _end_period(self, now: float, span_s: float) -> None:
+        """Compute the bundle size from the bursts of a period of `span_s` seconds, if that is long enough."""
         if span_s >= PERIOD_S:
             is_fast = self._ended >= LEAST_ROWS_S * span_s
+            # The sum of squares divided by the rows is the size of the burst in which the average row ended.
             self._rows = min(MOST_ROWS, self._squares // self._ended) if is_fast else 1
             self._since, self._ended, self._squares = now, 0, 0
 
 
 MOST_REFUSALS = 32
-"""If an engine refuses this many bundles before it has answered one, it gets no more bundles."""
+"""Number of bundles that an engine may refuse before it has answered one. Then it gets no more bundles."""
 
 
 class BundledRow(NamedTuple):
-    """A row that waits for its answer: a completion, or None if the row must be sent alone."""
+    """A row that waits for its answer."""
 
     request: Request
     answer: asyncio.Future[Completion | None]
+    """Future of the answer. Its result is None if the row must be sent alone."""
 
 
 class Bundle:
@@ -232,7 +238,7 @@ class Bundle:
         return [row for row in self.rows if not row.answer.done()]
 
     def end_row(self, index: int, result: Completion | RequestError) -> None:
-        """Give a row its answer or its error; only the first one counts."""
+        """Set the answer or the error of a row of the bundle; a second one for the same row is ignored."""
         answer = self.rows[index].answer
         if answer.done():
             return
@@ -264,12 +270,18 @@ class BundleSender:
     _works: bool = False
     """Whether the engine has answered a bundle."""
     _refused: int = 0
+    """Number of bundles of which the engine answered no row."""
     _outstanding: int = 0
+    """Number of rows that are in flight or wait in a bundle."""
     _filling: Bundle | None = None
+    """The bundle that waits for further rows; None if no row waits."""
     _sending: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def send(self, request: Request, *, alone: bool) -> Completion:
-        """Send a request once, `alone` or with others, and wait for its answer; see `Engine.generate`."""
+        """Send a request once, alone or in a bundle, and wait for its answer; see `Engine.generate`.
+
+        `alone` says that the request must not share a bundle.
+        """
         self._outstanding += 1
         try:
             self.size.record_sent(request)
@@ -292,6 +304,7 @@ class BundleSender:
         await asyncio.gather(*self._sending, return_exceptions=True)
 
     def _may_share(self, request: Request) -> bool:
+        """Tell whether a request may be sent in a bundle; log each reason against it once."""
         why = self.one_by_one or why_alone(request)
         if why is not None and why not in self._logged:
             self._logged.add(why)
@@ -300,6 +313,7 @@ class BundleSender:
         return why is None
 
     async def _send_shared(self, request: Request, most: int) -> Completion | None:
+        """Send a request in a bundle of at most `most` rows; return None if it must be sent alone instead."""
         loop, tokens = asyncio.get_running_loop(), prompt_tokens(request)
         row = BundledRow(request, loop.create_future())
         most_tokens = self.size.most_tokens
@@ -324,9 +338,10 @@ class BundleSender:
             self._send_rows(filling.unanswered)
 
     def _send_if_nothing_else_comes(self) -> None:
-        """Send the bundle soon if all outstanding rows wait in it. Rows that are sent now still join."""
+        """Send the bundle that is being filled if all outstanding rows wait in it."""
         filling = self._filling
         if filling is not None and len(filling.rows) == self._outstanding:
+            # The next turn of the event loop is soon enough, and rows that are sent in this turn still join.
             asyncio.get_running_loop().call_soon(self._send_filled, filling)
 
     def _send_rows(self, rows: Sequence[BundledRow]) -> None:
@@ -343,18 +358,19 @@ class BundleSender:
         """Send a bundle once; its unanswered rows are sent again in smaller bundles, or fail."""
         requests = [row.request for row in bundle.rows]
         self.totals.add(len(requests))
-        why = "it answered none of their rows"
+        why = "the engine answered none of their rows"
         try:
             await self.engine.generate_many(requests, self.url, bundle.end_row)
         except BundleRefusedError as refusal:
             why = str(refusal)
         except AttemptFailedError as failure:
+            why = str(failure)
+            # Otherwise the engine may not support bundles at all, so that the rows deserve another attempt.
             if self._works or bundle.answers or isinstance(failure, NoAnswerError):
                 bundle.fail(failure)
-            why = str(failure)  # the engine may not be able to take bundles
         except (RequestError, BatchrunError) as failure:
-            self._refused += not bundle.answers
             why = str(failure)
+            self._refused += not bundle.answers
             bundle.fail(failure)
         except Exception as failure:
             log.debug("a bundle failed", exc_info=failure)
@@ -370,9 +386,10 @@ class BundleSender:
         self.totals.rows_resent += len(unanswered)
         if bundle.answers:
             for row in unanswered:
-                row.answer.set_result(None)
+                row.answer.set_result(None)  # `send` then sends the row alone.
             return
-        half = len(unanswered) // 2  # a single row may be the reason for the refusal
+        # A single row may be the reason for the refusal. Halves isolate it with few requests.
+        half = len(unanswered) // 2
         self._send_rows(unanswered[:half])
         self._send_rows(unanswered[half:])
 
@@ -395,14 +412,14 @@ class BundleSenders:
         self._events = events
         self._passes = passes
         self._fixed = {"auto": None, "off": 1}[job.bundle] if isinstance(job.bundle, str) else job.bundle
-        if info.simulated:  # a simulated engine has no tokenizer process, so bundles save nothing there
+        if info.simulated:  # A simulated engine has no tokenizer process, so bundles save nothing.
             self._fixed = 1
         most_tokens = job.sampling.max_new_tokens
         self._short = isinstance(most_tokens, int) and most_tokens <= SHORT_TOKENS
-        # a list without decoding has one reply, so the reasons against bundles of texts do not apply
-        self._one_by_one = info.one_by_one if passes is None else None
-        if passes is None and not self._short:
-            self._one_by_one = self._one_by_one or info.only_short_share
+        self._one_by_one: str | None = None
+        # A bundle without decoding has a single reply, so the engine's reasons against bundles do not apply.
+        if passes is None:
+            self._one_by_one = info.one_by_one or (None if self._short else info.only_short_share)
 
     def sender_to(self, url: str) -> BundleSender:
         """Return a new sender of rows to a server."""
@@ -418,15 +435,15 @@ class BundleSenders:
 
 
 def why_alone(request: Request) -> str | None:
-    """Return why a row needs a request of its own; None if it can share one."""
-    if request.task is not None:
+    """Return the reason why a row needs a request of its own; None if it can share one."""
+    if request.task is not None:  # A task without decoding: its bundle has a single reply.
         return None
     if request.kind != "input_ids":
         return "the engine tokenizes their prompts"
     sampling = request.sampling
     if (sampling.get("n") or 1) > 1:
         return "sampling.n is more than 1"
-    if THINKING in sampling:  # a request says for all of its rows whether they think
+    if THINKING in sampling:  # One field of a request switches thinking on for all of its rows.
         return f"sampling.{THINKING}"
     # While streaming, SGLang holds back text that may begin a stop string, but not text that may begin a
     # match of stop_regex.

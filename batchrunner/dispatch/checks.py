@@ -15,7 +15,7 @@ import orjson
 import regex
 
 from batchrunner.core.errors import JobError, RowRefusedError
-from batchrunner.core.types import CHECK, Completion, Outcome, Request
+from batchrunner.core.types import CHECK, Completion, Request
 from batchrunner.dispatch.queue import AnswerHistory, PendingRow
 from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.input.dataset import carried_of
@@ -38,28 +38,31 @@ LONGEST_SEARCH_S = 0.2
 KEPT_SCHEMAS = 256
 """Maximum number of compiled schemas that are kept if each row brings its own schema."""
 BLANKS = rf"\s{{{MOST_BLANKS}}}"
-"""`stop_regex` that ends an answer once it is padded with blanks. It is cheap to match, because the length of
-a match is bounded. But SGLang matches it against each output in each step, so it is sent only after an answer
-of the run was padded."""
+"""`stop_regex` that ends an answer of JSON which the model pads with blanks. It is cheap to match, because
+the length of a match is bounded. But SGLang matches it against each output in each step, so it is sent only
+after an answer of the run was padded."""
 PADDED = (
-    "the answer was padded with blanks: JSON allows any number of them between values; "
+    "the answer was padded with blanks: JSON allows any number of blanks between values; "
     f"start the server with --{MAX_BLANKS_FLAG} {MOST_BLANKS}"
 )
+"""Complaint about an answer of JSON that consists of blanks from some place on."""
 _STOPS = {"stop", "stop_token_ids", "stop_regex"}
 """Sampling parameters that may end an answer before it is a whole match of its regular expression."""
 LONGEST_COMPLAINT = 300
-"""Maximum characters of an error about a JSON value or a schema; longer ones are shortened."""
-SEED_STEP, MOST_SEED = 1_000_003, (1 << 31) - 1
-"""Difference between the seeds of two tries of a row, and the largest seed."""
+"""Maximum characters of an error about a JSON value or a schema; longer errors are shortened."""
+SEED_STEP = 1_000_003
+"""Difference between the sampling seeds of two tries of a row."""
+MOST_SEED = (1 << 31) - 1
+"""Largest sampling seed."""
 
 
 class Verdict(NamedTuple):
-    """An answer that was checked, and whether the row ends with it."""
+    """An answer that was checked, and the error or the next request of its row."""
 
     completion: Completion
-    error: str | None
-    """Why the row failed; None if the answer is good, or if there is a next request."""
-    again: Request | None = None
+    error: str | None = None
+    """The reason why the row failed; None if the answer is good, or if there is a next request."""
+    next_request: Request | None = None
     """The next request of the row; None if the row ends with this answer."""
 
 
@@ -110,48 +113,57 @@ class AnswerChecker:
         if complaint is None and self._functions is not None:
             complaint = await _python_complaint(self._functions, row.request, answer)
         if complaint is None:
-            return Verdict(_with_history(history, is_good=True), None)
+            return Verdict(_with_history(history, is_good=True))
         history.rejected.append(Rejected(complaint, answer.output_tokens))
-        again = await self._next_request(row, history, answer, complaint)
-        if again is None:
-            return Verdict(_with_history(history, is_good=False), complaint)
-        return Verdict(answer, None, again)
+        next_request = await self._next_request(row, history, answer, complaint)
+        if next_request is None:
+            return Verdict(_with_history(history, is_good=False), error=complaint)
+        return Verdict(answer, next_request=next_request)
 
     def last_answer(self, row: PendingRow) -> Completion | None:
         """Return the last answer of a row whose last attempt failed; None if the row had no answer."""
         history = row.answers
-        return None if history is None or history.last is None else _with_history(history, is_good=None)
+        if history is None or history.last is None:
+            return None
+        return _with_history(history, is_good=None)
 
     async def _next_request(
         self, row: PendingRow, history: AnswerHistory, answer: Completion, complaint: str
     ) -> Request | None:
-        """Return the next request; None if the row ends with this answer."""
+        """Return the next request of a row after a rejected answer; None if the row ends with this answer.
+
+        A truncated answer is requested again with more tokens. Any other answer is requested again with
+        another seed, and with the complaint in the chat if the job asks for feedback.
+        """
         limit = row.request.sampling.get("max_new_tokens")
         is_padded = complaint.endswith(PADDED)  # more tokens would be more blanks
         self._ends_padding |= is_padded
         is_truncated = CUT in answer.finish_reasons or answer.thinking_cut
-        is_cut = self._lengthens and is_truncated and not is_padded
-        if is_cut and limit and history.lengthened < MOST_LENGTHENED:
+        needs_tokens = self._lengthens and is_truncated and not is_padded
+        if needs_tokens and limit and history.lengthened < MOST_LENGTHENED:
             history.lengthened += 1
             sampling = {**row.request.sampling, "max_new_tokens": limit * 2}
             if answer.thinking_cut:
                 sampling[THINKING] *= 2
             return row.request._replace(sampling=sampling)
-        number = len(history.rejected) - history.lengthened
-        if number >= self._tries:
+        tries = len(history.rejected) - history.lengthened
+        if tries >= self._tries:
             return None
         unencoded = history.unencoded
-        again: Request | Outcome = _next_try(history.first, number)
-        if self._check.feedback and unencoded is not None and unencoded.kind == "messages":
-            chat = _with_complaint(_next_try(unencoded, number), answer, complaint)
-            (again,) = await self._tokenizer.tokenize([chat])
-        return again if isinstance(again, Request) else None
+        if not self._check.feedback or unencoded is None or unencoded.kind != "messages":
+            return _next_try(history.first, tries)
+        chat = _with_complaint(_next_try(unencoded, tries), answer, complaint)
+        (request,) = await self._tokenizer.tokenize([chat])
+        return request if isinstance(request, Request) else None  # The longer chat may be too long.
 
 
 def _with_history(history: AnswerHistory, *, is_good: bool | None) -> Completion:
-    """Return the last answer of a row. Unless the first answer was good, add a summary of all answers."""
+    """Return the last answer of a row. Unless the first answer was good, add a summary of all answers.
+
+    `is_good` is None if the row's last attempt had no answer that could be checked.
+    """
     assert history.last is not None
-    # one request for each rejected answer, and one more if the last answer was not rejected
+    # There was one request for each rejected answer, and one more if the last answer was not rejected.
     asks = len(history.rejected) + (is_good is not False)
     if asks == 1 and is_good:
         return history.last
@@ -160,7 +172,7 @@ def _with_history(history: AnswerHistory, *, is_good: bool | None) -> Completion
 
 
 async def _python_complaint(functions: HookPool, request: Request, completion: Completion) -> str | None:
-    """Return the complaint of the job's function about an answer, or the function's error; else None."""
+    """Return the complaint of `accept.python` about an answer, or the function's error; else None."""
     facts = functions.facts[CHECK]
     row = (carried_of(request.ref),) if facts.takes_row else ()
     for number, text in enumerate(completion.texts):
@@ -183,17 +195,20 @@ class AnswerConditions:
         self._fails_cut_thinking = job.on_length in {"fail", "longer"}
         self._fails_repetition = plan.on_repetition == "fail"
         self._only_with_schema = job.on_length is None
+        """Whether only an answer with a schema fails when it is truncated: the job sets no `on_length`."""
         self._wants_json = plan.checks_json
         self._adds_parsed = PARSED in plan.columns
         self._expression = None if accept.expression is None else AnswerExpression(accept.expression, columns)
         reads_parsed = self._expression is not None and self._expression.reads(PARSED)
         self._parses = self._wants_json or self._adds_parsed or reads_parsed
         self._by_row = plan.schema_by_row
+        """Whether each row brings its own schema, or none."""
         self._always_json = accept.json_ is True
+        """Whether the answers of rows without a schema must be JSON as well."""
         self._validator = None
         if self._parses and plan.schema is not None:
-            where = "accept.json" if isinstance(accept.json_, dict) else "sampling.json_schema"
-            self._validator = _validator({**plan.schema}, where)
+            field = "accept.json" if isinstance(accept.json_, dict) else "sampling.json_schema"
+            self._validator = _validator({**plan.schema}, field)
         self._kind = kind_of_schema(plan.schema)
         self._pattern = accept.regex
         conditions = (self._expression, self._pattern, plan.schema, job.sampling.regex)
@@ -205,50 +220,57 @@ class AnswerConditions:
 
         If the answer has several completions, all of them must be good; the first complaint is returned.
         """
-        first: str | None = None
-        fitted: list[Any] = []
+        first_complaint: str | None = None
+        parsed_values: list[Any] = []
         for number, text in enumerate(completion.texts):
-            value, in_column, complaint = None, None, None
+            value, column_value, json_error = None, None, None
             if self._parses:
-                value, in_column, complaint = self._parse(request, text)
-            fitted.append(in_column)
-            if first is None:
-                complaint = self._complaint(request, completion, number, value=value, of_json=complaint)
-                first = None if complaint is None else of_sample(complaint, number, completion)
+                value, column_value, json_error = self._parse(request, text)
+            parsed_values.append(column_value)
+            if first_complaint is None:
+                complaint = self._complaint(request, completion, number, value=value, json_error=json_error)
+                if complaint is not None:
+                    first_complaint = of_sample(complaint, number, completion)
         if self._adds_parsed:
-            completion = completion._replace(columns={**completion.columns, PARSED: fitted})
-        return completion, first
+            completion = completion._replace(columns={**completion.columns, PARSED: parsed_values})
+        return completion, first_complaint
 
     def _complaint(
-        self, request: Request, completion: Completion, number: int, *, value: Any, of_json: str | None
+        self, request: Request, completion: Completion, number: int, *, value: Any, json_error: str | None
     ) -> str | None:
-        """Return a complaint about an answer, or None; `of_json` is the complaint about its JSON `value`."""
+        """Return a complaint about completion `number` of an answer, or None.
+
+        `value` is its JSON value, and `json_error` the reason why it is not the JSON that was asked for.
+        """
         return (
-            self._ending_complaint(request, completion, number, of_json=of_json)
+            self._ending_complaint(request, completion, number, json_error=json_error)
             or self._regex_complaint(request, completion, number)
             or self._expression_complaint(request, completion, number, value=value)
         )
 
     def _ending_complaint(
-        self, request: Request, completion: Completion, number: int, *, of_json: str | None
+        self, request: Request, completion: Completion, number: int, *, json_error: str | None
     ) -> str | None:
-        """Return a complaint about the JSON of an answer or about the way it ended, or None."""
+        """Return a complaint about the way in which an answer ended, or about its JSON; None if it is good.
+
+        A truncated or endless answer is rarely valid JSON. So the way in which it ended comes first: this is
+        the cause, and `json_error` is only a consequence.
+        """
         reason = completion.finish_reasons[number]
         has_schema = not self._by_row or request.sampling.get("json_schema") is not None
-        fails_json = of_json is not None and self._wants_json and (has_schema or self._always_json)
-        fails_truncated = self._fails_truncated and (has_schema or not self._only_with_schema)
-        is_truncated = reason == CUT and (fails_json or fails_truncated)
-        may_be_padded = self._wants_json and (fails_json or is_truncated)
+        is_bad_json = json_error is not None and self._wants_json and (has_schema or self._always_json)
+        must_be_whole = self._fails_truncated and (has_schema or not self._only_with_schema)
+        is_truncated = reason == CUT and (is_bad_json or must_be_whole)
+        may_be_padded = self._wants_json and (is_bad_json or is_truncated)
         if may_be_padded and _is_padded(request, completion.texts[number], reason):
             return PADDED
         if is_truncated:
             return "the answer was truncated at max_new_tokens"
-        if reason == REPETITION and (fails_json or self._fails_repetition):
+        if reason == REPETITION and (is_bad_json or self._fails_repetition):
             return "the answer repeats itself without end"
-        of_thinking = self._thinking_complaint(completion)
-        if of_thinking is not None:
-            return of_thinking
-        return of_json if fails_json else None
+        if completion.thinking_cut and self._fails_cut_thinking:
+            return f"the thinking was truncated at {THINKING}"
+        return json_error if is_bad_json else None
 
     def _expression_complaint(
         self, request: Request, completion: Completion, number: int, *, value: Any
@@ -265,15 +287,11 @@ class AnswerConditions:
         }
         return self._expression.complaint({**(request.row or {}), **answer})
 
-    def _thinking_complaint(self, completion: Completion) -> str | None:
-        is_bad = completion.thinking_cut and self._fails_cut_thinking
-        return f"the thinking was truncated at {THINKING}" if is_bad else None
-
     def _regex_complaint(self, request: Request, completion: Completion, number: int) -> str | None:
         """Return a complaint if the answer does not match a regular expression of the job, else None."""
         pattern = request.sampling.get("regex")
         if pattern and not _may_follow(pattern, request, completion, number):
-            return f"the answer does not match sampling.regex {pattern!r}: the server ignores it, it seems"
+            return f"the answer does not match sampling.regex {pattern!r}: the server seems to ignore it"
         if self._pattern is None:
             return None
         text = completion.texts[number]
@@ -289,25 +307,29 @@ class AnswerConditions:
         try:
             value = msgspec.json.decode(text)
         except (msgspec.MsgspecError, RecursionError) as failure:
-            why = "it has a code fence (```) around it" if "```" in text else _short(str(failure))
+            why = "a code fence (```) surrounds it" if "```" in text else _short(str(failure))
             return None, None, f"the answer is not JSON: {why}"
         try:
-            validator, row_schema = self._validator, request.sampling.get("json_schema")
-            if self._by_row and row_schema is not None:
-                validator = _validator_of_text(
-                    row_schema if isinstance(row_schema, str) else orjson.dumps(row_schema).decode()
-                )
-            wrong = None if validator is None else next(validator.iter_errors(value), None)
+            validator = self._validator_for(request)
+            error = None if validator is None else next(validator.iter_errors(value), None)
         except JobError as failure:
             return value, None, str(failure)
         except Exception as failure:  # noqa: BLE001 - a schema may fail on a value in any way
             return value, None, f"the answer cannot be checked against its schema ({type(failure).__name__})"
-        if wrong is not None:
-            return value, None, f"the answer does not satisfy its schema: {_with_place(wrong)}"
+        if error is not None:
+            return value, None, f"the answer does not satisfy its schema: {_with_path(error)}"
         try:
             return value, fit(value, self._kind), None
         except ValueError as failure:
             return value, None, f"the answer does not fit its column: {_short(str(failure))}"
+
+    def _validator_for(self, request: Request) -> Any:
+        """Return the validator of the row's own schema, or of the job's; None without a schema."""
+        row_schema = request.sampling.get("json_schema")
+        if not self._by_row or row_schema is None:
+            return self._validator
+        is_text = isinstance(row_schema, str)
+        return _validator_of_text(row_schema if is_text else orjson.dumps(row_schema).decode())
 
 
 def _may_follow(pattern: str, request: Request, completion: Completion, number: int) -> bool:
@@ -319,24 +341,24 @@ def _may_follow(pattern: str, request: Request, completion: Completion, number: 
     answer was truncated, or a stop parameter may have ended it, the beginning of a match is enough.
     """
     calls = completion.columns.get(TOOL_CALLS)
-    if calls and calls[number]:
+    if calls and calls[number]:  # The text is only what the server left after it took out the tool calls.
         return True
     text = completion.texts[number]
     is_whole = completion.finish_reasons[number] == "stop" and _STOPS.isdisjoint(request.sampling)
-    readings = product((text, f" {text}"), (regex.DOTALL, regex.DOTALL | regex.ASCII))
+    attempts = product((text, f" {text}"), (regex.DOTALL, regex.DOTALL | regex.ASCII))
     try:
         return any(
             regex.fullmatch(
                 pattern, answer, flags, partial=not is_whole, timeout=LONGEST_SEARCH_S, concurrent=True
             )
-            for answer, flags in readings
+            for answer, flags in attempts
         )
     except (regex.error, TimeoutError):
         return True
 
 
-def _validator(schema: dict[str, Any], where: str) -> Any:
-    """Return the validator of a schema; raises JobError, which names `where`, if the schema is invalid.
+def _validator(schema: dict[str, Any], field: str) -> Any:
+    """Return the validator of a schema; raises JobError, which names its `field`, if the schema is invalid.
 
     The validator limits backtracking in the schema's patterns, and fetches no other schemas.
     """
@@ -345,36 +367,38 @@ def _validator(schema: dict[str, Any], where: str) -> Any:
     try:
         return jsonschema_rs.validator_for(schema, offline=True)
     except ValueError as failure:
-        wrong: Any = failure
-        while branches := getattr(getattr(wrong, "kind", None), "context", None):
-            # no alternative fits: report the one whose error lies deepest, which was probably meant
-            wrong = max(chain(*branches), key=lambda error: len(error.instance_path))
-        problem = f"not a JSON Schema that answers can be checked against: {_with_place(wrong)}"
-        raise JobError(f"{where}: {problem}") from None
+        error: Any = failure
+        while branches := getattr(getattr(error, "kind", None), "context", None):
+            # No alternative fits: report the one whose error lies deepest, which was probably meant.
+            error = max(chain(*branches), key=lambda branch_error: len(branch_error.instance_path))
+        problem = f"not a JSON Schema that answers can be checked against: {_with_path(error)}"
+        raise JobError(f"{field}: {problem}") from None
 
 
 @lru_cache(KEPT_SCHEMAS)
 def _validator_of_text(schema: str) -> Any:
+    """Return the validator of a row's own schema, given as JSON text; raises JobError."""
     try:
         return _validator(orjson.loads(schema), "the row's json_schema")
     except orjson.JSONDecodeError:
         raise JobError("the row's json_schema is not JSON") from None
 
 
-def _with_place(failure: Any) -> str:
-    """Return the error of a JSON value or a schema, preceded by the keys that lead to it."""
-    place = "".join(f"[{step!r}]" for step in getattr(failure, "instance_path", ()))
-    return f"{place} {_short(getattr(failure, 'message', str(failure)))}".lstrip()
+def _with_path(failure: Any) -> str:
+    """Return the error of a JSON value or a schema, preceded by the keys that lead to the wrong value."""
+    path = "".join(f"[{step!r}]" for step in getattr(failure, "instance_path", ()))
+    return f"{path} {_short(getattr(failure, 'message', str(failure)))}".lstrip()
 
 
 def _short(text: str) -> str:
+    """Return a text in one line of at most LONGEST_COMPLAINT characters."""
     line = " ".join(text.split())
     return line if len(line) <= LONGEST_COMPLAINT else line[: LONGEST_COMPLAINT - 1] + "…"
 
 
 RISING = (0.4, 0.8)
-"""Minimum temperature of the second try, and of all later tries. At temperature 0 the model would give the
-same answer again."""
+"""Minimum temperature of a row's second try, and of its later tries. At temperature 0 the model would give
+the same answer again."""
 
 
 def _is_padded(request: Request, text: str, reason: str | None) -> bool:
@@ -384,7 +408,7 @@ def _is_padded(request: Request, text: str, reason: str | None) -> bool:
 
 
 def _ending_padding(request: Request) -> Request:
-    """Return a request with the stop expression BLANKS, which ends its answer once that is padded."""
+    """Return a request with the stop expression BLANKS, which ends an answer that is padded with blanks."""
     stops = request.sampling.get("stop_regex") or []
     stops = [stops] if isinstance(stops, str) else stops
     if BLANKS in stops:
@@ -403,9 +427,9 @@ def _next_try(first: Request, number: int) -> Request:
 
 
 def _with_complaint(request: Request, answer: Completion, complaint: str) -> Request:
-    """Return the chat with the model's answer and a complaint about it at the end.
+    """Return the chat followed by the model's answer and a complaint about the answer.
 
-    Tool calls are written as text: chat templates expect a result after a real call.
+    Tool calls are written as text, because chat templates expect a result after a real call.
     """
     messages: list[dict[str, Any]] = list(request.prompt)
     calls = answer.columns.get(TOOL_CALLS, [None])[0] or []

@@ -1,6 +1,6 @@
 """The loop that sends a row of the backlog for each free slot, and then stores its outcome or retries it.
 
-If a row gets no answer, `attempt.py` decides what happens to it.
+If a row gets no answer, `attempt.py` decides whether the row is sent again or ends with an error.
 """
 
 from __future__ import annotations
@@ -49,11 +49,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ACCEPTED_RATIO, ACCEPTED_S = 2.0, 1.0
-"""A request counts as accepted once it has been in flight for more than ACCEPTED_S seconds, and for more than
-ACCEPTED_RATIO times as long as a refusal takes."""
+ACCEPTED_S = 1.0
+"""Minimum time in flight, in seconds, after which a request counts as accepted by the engine."""
+ACCEPTED_RATIO = 2.0
+"""Minimum time in flight after which a request counts as accepted, as a multiple of the time of a refusal."""
 MOST_CONTRADICTED = 3
-"""A route is suspended once this many rows have failed on it and were then answered by other routes."""
+"""Number of rows that failed on a route, and that other routes then answered, at which the route is
+suspended."""
 MOST_BODY_BYTES = 1 << 16
 """Maximum size, in bytes, of a server's error body that is stored with a row of a batch file. A larger body,
 for example with a stack trace, is dropped."""
@@ -61,7 +63,7 @@ for example with a stack trace, is dropped."""
 
 @dataclass(slots=True, kw_only=True)
 class Dispatcher:
-    """Sends rows as slots become free, until every row has an outcome."""
+    """Sends rows as slots of the routes become free, until every row has an outcome."""
 
     backlog: Backlog
     routes: Routes
@@ -105,7 +107,7 @@ class Dispatcher:
                     await route.sender.close()
 
     async def _use_slot(self, row: PendingRow | None, route: Route) -> None:
-        """Send a row, then further rows in the same slot. An asyncio task for each row would cost more."""
+        """Send a row, then further rows in the same slot, because an asyncio task for each row costs more."""
         try:
             while row is not None:
                 await self._attempt(row, route)
@@ -127,7 +129,10 @@ class Dispatcher:
             self._in_flight[row] = None
             if self.checker is not None:
                 row.request = self.checker.to_send(row.request)
-            completion = await self._sender_of(route).send(row.request, alone=row.attempts > 1)
+            is_alone = row.attempts > 1 or (
+                row.group is not None and self.load_control.concurrency.info.prefix_rows_alone
+            )
+            completion = await self._sender_of(route).send(row.request, alone=is_alone)
         except RequestError as failure:
             completion, error = None, failure
         finally:
@@ -140,13 +145,13 @@ class Dispatcher:
             self._record_answer(row, route, completion, now)
             if self.checker is not None:
                 completion, message, next_request = await self.checker.check(row, completion)
-                if next_request is not None:
+                if next_request is not None:  # The answer was rejected.
                     row.request = next_request
                     self.backlog.retry_after(row, 0.0)
                     return
         else:
             last_error = await self._handle_failure(row, route, error, now)
-            if last_error is None:  # the row is sent again
+            if last_error is None:  # The row is in the backlog again.
                 return
             message = str(last_error)
             completion = (
@@ -160,7 +165,7 @@ class Dispatcher:
             attempts=row.attempts,
         )
         await self.backlog.end(row, outcome)
-        # While the outcome waited to be stored, its slot sent nothing. That time must not count as refusal.
+        # While the outcome waited to be stored, its slot sent nothing. This time must not count as refusal.
         self._refused_since = None
 
     def _record_answer(self, row: PendingRow, route: Route, completion: Completion, now: float) -> None:
@@ -184,7 +189,7 @@ class Dispatcher:
         row.prefix_ready_at = min(row.prefix_ready_at, now)
 
     def _contradict(self, route: Route, now: float) -> None:
-        """Record that another route answered a row that failed on `route`; suspend `route` after a few."""
+        """Record that another route answered a row that failed on `route`; suspend it after a few rows."""
         doubt = route.doubt
         if doubt is None:
             return
@@ -200,7 +205,7 @@ class Dispatcher:
     async def _handle_failure(
         self, row: PendingRow, route: Route, error: RequestError, now: float
     ) -> RequestError | None:
-        """Decide what happens to a row whose attempt failed, and do it.
+        """Decide the fate of a row whose attempt failed: end it, or send it again.
 
         Return the error with which the row ends, or None if it is sent again. Raises EngineLostError if the
         engine has accepted no row for too long.
@@ -212,13 +217,14 @@ class Dispatcher:
         cause = RefusalCause.OPEN
         if kind in REFUSED_FOR_NOW and not history.was_refused:
             cause = await self._investigate_refusal(row, route, history, now)
+        # After the investigation: its control request may show that the engine accepts rows.
         if kind in UNAVAILABLE:
             self._record_unavailable(kind, now)
         fate = fate_of(self._failed_attempt(row, route, kind=kind, cause=cause, now=now))
         history.add(kind, fate, route, error)
         match fate:
             case Fate.END:
-                if kind in REJECTED:
+                if kind in REJECTED:  # The server works: it has judged the row.
                     self._record_reply(row, route, None, now)
                 return error
             case Fate.END_REFUSED:
@@ -235,7 +241,7 @@ class Dispatcher:
         """Send a row again: at once if it was preempted or another route gets it, otherwise after a pause."""
         pause_s = 0.0
         if isinstance(error, PreemptedError):
-            row.attempts -= 1
+            row.attempts -= 1  # A preempted attempt does not count.
             self.load_control.concurrency.count_returned(error.tokens)
         elif fate is Fate.ASK_ANOTHER:
             route.doubt = route.doubt or Doubt(str(error))
@@ -263,7 +269,10 @@ class Dispatcher:
         return cause
 
     def _record_unavailable(self, kind: FailureKind, now: float) -> None:
-        """Record that the engine accepted no row: set `_refused_since`; a death sets it anew."""
+        """Record the time since when the engine accepts no row; a death starts it anew.
+
+        An engine that died had accepted rows until then.
+        """
         if self._refused_since is None or kind is FailureKind.DIED:
             self._refused_since = now
 
@@ -273,12 +282,12 @@ class Dispatcher:
         """Collect the facts that decide the fate of a row without an answer."""
         history = row.failures
         assert history is not None
-        failed_on = history.routes_with(kind, route)
-        failed_before = bool(history.routes_before(kind))
+        failed_before = bool(history.failed_routes(kind))
+        failed_routes = history.failed_routes_with(kind, route)
         return FailedAttempt(
             kind,
-            has_other_route=self.routes.has_others(failed_on),
-            is_confirmed=failed_before and any(other.is_in_order for other in failed_on),
+            has_other_route=self.routes.has_others(failed_routes),
+            is_confirmed=failed_before and any(failed.is_in_order for failed in failed_routes),
             was_refused=history.was_refused,
             failures=history.failures + 1,
             max_attempts=self.limits.max_attempts,
@@ -306,7 +315,7 @@ class Dispatcher:
             if failure.body is None or isinstance(failure, EngineBusyError):
                 record.record_refusal()
                 return
-            # any other reply shows that the engine works
+            # Any other error came from a server that works, so it counts as an answer below.
         finally:
             record.has_control = False
             del self._in_flight[row]
@@ -317,8 +326,8 @@ class Dispatcher:
     def _is_engine_lost(self, row: PendingRow, now: float) -> bool:
         """Tell whether the engine has accepted no row for `limits.engine_wait` seconds.
 
-        A request that has been in flight for long counts as accepted, see ACCEPTED_S. The engine does not
-        count as lost while there is such a request.
+        `row` is the row that was refused last. A request that has been in flight for long counts as accepted,
+        see ACCEPTED_S. The engine does not count as lost while a request counts as accepted.
         """
         if self._refused_since is None:
             return False
@@ -328,6 +337,7 @@ class Dispatcher:
         return not is_accepted and now - self._refused_since > self.limits.engine_wait
 
     def _engine_lost(self, row: PendingRow, error: RequestError, now: float) -> EngineLostError:
+        """Return the error with which the run ends, because the engine has accepted no row for too long."""
         waited_s = now - (self._refused_since or now)
         return EngineLostError(
             f"the engine accepted no row for {waited_s:.0f} s (row {row.request.ref.row} "

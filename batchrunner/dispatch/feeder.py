@@ -20,6 +20,7 @@ LONGEST_PRIMING_S = 30.0
 """Maximum seconds to wait for a round of `PrimeTask`s. A round saves only about one prefill pass, so a longer
 wait would not pay."""
 ONE_TOKEN = {"max_new_tokens": 1, "temperature": 0}
+"""Sampling parameters of a request that only computes a shared prefix."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,16 +45,18 @@ class Feeder:
 
     async def run(self) -> None:
         """Read until the source ends or the run stops; raises the errors of the source, and StorageError."""
-        items = self.reorderer.reorder(self.source)
+        batches = self.reorderer.reorder(self.source)
+        # `Dispatcher.run` cancels the feeder once no row remains to be sent.
         with contextlib.suppress(asyncio.CancelledError):
             while not self.backlog.is_over:
-                batch = await asyncio.to_thread(next, items, None)
+                batch = await asyncio.to_thread(next, batches, None)
                 if batch is None:
                     break
-                await self._take(batch)
+                await self._add_batch(batch)
         self.backlog.finish_reading()
 
-    async def _take(self, batch: Sequence[PendingRow | PrimeTask | Outcome]) -> None:
+    async def _add_batch(self, batch: Sequence[PendingRow | PrimeTask | Outcome]) -> None:
+        """Prepare the rows of a batch and add them to the backlog; then wait until it has room again."""
         rows = [item for item in batch if isinstance(item, PendingRow)]
         self.backlog.expect(len(rows))
         for item in batch:
@@ -65,19 +68,19 @@ class Feeder:
         for row, request in zip(rows, requests, strict=True):
             if isinstance(request, Outcome):  # the prompt cannot be tokenized, or is too long
                 await self.backlog.end(row, request)
-            else:
-                if self.keeps_prompts:
-                    unencoded = row.request._replace(media=request.media)
-                    row.answers = AnswerHistory(request, unencoded=unencoded)
-                row.request = request
-                self.backlog.add(row)
+                continue
+            if self.keeps_prompts:
+                unencoded = row.request._replace(media=request.media)
+                row.answers = AnswerHistory(request, unencoded=unencoded)
+            row.request = request
+            self.backlog.add(row)
         self.backlog.wake()
         await self.backlog.wait_for_room()
 
     async def _prime(self, tasks: Sequence[PrimeTask]) -> None:
         """Compute shared prefixes on an empty engine, round by round: request one output token per prefix.
 
-        Errors are ignored. The rows of these tasks are sent again later, and will show the same errors.
+        Errors are ignored, because the rows of these tasks are sent again later and will show them.
         """
         by_round = attrgetter("round")
         for _, round_tasks in groupby(sorted(tasks, key=by_round), key=by_round):

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 
 SPARE = 8
-"""Number of slots that a run gets beyond its ready rows, for rows that become ready soon. Other runs cannot
-use these slots meanwhile."""
+"""Number of slots that a run gets in addition to its ready rows, for rows that become ready soon. Other runs
+of the same engine cannot use these slots."""
 
 
 def fair_shares(whole: int, wanted: Sequence[int]) -> list[int]:
@@ -35,14 +35,15 @@ def fair_shares(whole: int, wanted: Sequence[int]) -> list[int]:
     `wanted` has the number of slots that each run wants; the oldest run comes first. Slots that no run wants
     go to the oldest run.
     """
-    parts, remaining = [0] * len(wanted), whole
-    by_wish = sorted(range(len(wanted)), key=wanted.__getitem__)
-    for served, run in enumerate(by_wish):
-        equal_part = math.ceil(remaining / (len(wanted) - served))
-        parts[run] = min(wanted[run], equal_part)
-        remaining -= parts[run]
-    parts[0] += remaining
-    return parts
+    shares, remaining = [0] * len(wanted), whole
+    # Runs that want the fewest slots come first, so that the other runs share what they leave.
+    modest_first = sorted(range(len(wanted)), key=wanted.__getitem__)
+    for served, run in enumerate(modest_first):
+        equal_share = math.ceil(remaining / (len(wanted) - served))
+        shares[run] = min(wanted[run], equal_share)
+        remaining -= shares[run]
+    shares[0] += remaining
+    return shares
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +68,7 @@ class LoadControl:
     _runs: list[SendingRun] = field(default_factory=list)
     """Runs that send rows now; the oldest run comes first."""
     _poll: asyncio.Task[tuple[Sequence[SchedulerLoad], float]] | None = None
-    """The current or last poll, which all runs wait for together; None before the first."""
+    """The present or last poll of the load, for which all runs wait together; None before the first poll."""
 
     @property
     def in_use(self) -> bool:
@@ -90,17 +91,20 @@ class LoadControl:
     async def run(self, polled: Callable[[Sequence[SchedulerLoad], float], None]) -> None:
         """Poll until cancelled. After each poll, resize the windows and call `polled` with the load sample.
 
-        The sample is empty if the load is unknown. Its time is in seconds of the monotonic clock. An error
-        that `polled` raises ends the polling. Runs that share the engine wait for the same polls.
+        `polled` gets the loads of the schedulers, empty if unknown, and the time in seconds of the monotonic
+        clock. An error that `polled` raises ends the polling. Runs that share the engine wait for the same
+        polls.
         """
         while True:
             if self._poll is None or self._poll.done():
                 usual_s = TIMING.background_poll if self.concurrency.is_background else TIMING.load_poll
                 pause_s = 0.0 if self._poll is None else usual_s
                 self._poll = asyncio.ensure_future(self._sample(pause_s))
+            # The shield keeps the poll for the other runs if this run is cancelled.
             polled(*await asyncio.shield(self._poll))
 
     async def _sample(self, pause_s: float) -> tuple[Sequence[SchedulerLoad], float]:
+        """Poll the load after a pause, and resize the windows; return the loads and their time."""
         await asyncio.sleep(pause_s)
         loads = await self._engine.loads()
         now = time.monotonic()
@@ -125,9 +129,10 @@ class LoadControl:
             routes = [run.routes.open(limit.url, limit.ended) for run in self._runs]
             in_flight = [route.in_flight for route in routes]
             free = max(0, window - sum(in_flight))
-            parts = fair_shares(window, [*map(operator.add, in_flight, ready)])
-            for route, part in zip(routes, parts, strict=True):
-                granted = min(part, route.in_flight + free)
+            shares = fair_shares(window, [*map(operator.add, in_flight, ready)])
+            for route, share in zip(routes, shares, strict=True):
+                # A run gets more slots only as other runs free them, because no request is cancelled.
+                granted = min(share, route.in_flight + free)
                 free -= max(0, granted - route.in_flight)
                 route.window, route.speed = granted, limit.recent
         for run in self._runs:
@@ -136,7 +141,7 @@ class LoadControl:
 
 
 def write_changes(events: EventLog, changes: Iterable[Decision | CornerChange]) -> None:
-    """Write changes of windows and of load states (corners) to the event log."""
+    """Write changes of windows and load states (corners) to the event log; log that a server holds back."""
     for change in changes:
         events.write("window" if isinstance(change, Decision) else "corner", **asdict(change))
         if isinstance(change, CornerChange) and change.corner == Corner.HELD:

@@ -38,18 +38,19 @@ log = logging.getLogger(__name__)
 ROWS_COMPARED = 4
 """Maximum number of rows of the first batch whose tokens are compared with the engine's."""
 ATTEMPTS = 7
-"""Maximum number of requests to the engine for the tokens of one prompt. The pauses between them last 16 s in
-all."""
+"""Maximum number of requests to the engine for the tokens of one prompt. The pauses between the requests last
+16 s in all."""
 CHARACTERS_COMPARED = 65_536
-"""Prompts with at least this many characters are not compared. The engine would return their tokens as JSON,
-and shorter prompts show as much."""
+"""Number of characters from which on a prompt's tokens are not compared with the engine's. The engine would
+return the tokens as long JSON, and shorter prompts show a difference as well."""
 PROBE = (
     "  Zürich, naïve Ελληνικά РУССКИЙ 日本語テスト 한국어 עברית العربية हिन्दी ไทย"
     " 👩\u200d👩\u200d👧 🇨🇭 e\u0301 \ufb01 \u00a0\u200b\ufeff … “quotes” --- ___ \\u0041 &amp; %20"
     "\t1234567890 3.14159\n\n    def f(x):\r\n\treturn {'a': x**2}  # it's WE'LL don't\n"
     "<s></s><|endoftext|><|im_end|>[INST]<bos></think> "
 )
-"""A text on which tokenizers differ: scripts, spaces, digits, code, special tokens, Unicode normal forms."""
+"""A text that tokenizers split differently: scripts, spaces, digits, code, special tokens, Unicode normal
+forms."""
 _SAMPLING = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 """Sampling parameters that SGLang's chat endpoint takes from generation_config.json
 (`get_default_sampling_params`)."""
@@ -67,7 +68,10 @@ def _field_needing_client(job: Job, kind: PromptKind, info: EngineInfo) -> str |
 
 
 def make_encoder(job: Job, info: EngineInfo, kind: PromptKind) -> Encoder:
-    """Return the encoder of a job's prompts; raises CannotTokenizeError if its tokens could differ."""
+    """Return the encoder of a job's prompts.
+
+    Raises CannotTokenizeError if its tokens could differ from the engine's.
+    """
     if kind == "body":
         raise CannotTokenizeError("the requests of a batch file are sent unchanged")
     tokenizer = info.tokenizing
@@ -84,14 +88,15 @@ def make_encoder(job: Job, info: EngineInfo, kind: PromptKind) -> Encoder:
         TokenBudget,
     )
 
-    truncates_there = cut is None and tokenizer is not None and tokenizer.cuts
-    context = None if truncates_there else info.context_length
+    # If the engine truncates prompts itself, no prompt is too long.
+    engine_truncates = cut is None and tokenizer is not None and tokenizer.cuts
+    context = None if engine_truncates else info.context_length
     budget = TokenBudget(context, tokenizer.longest_prompt if tokenizer else None)
     return Encoder(kind, directory, budget, cut, chat_sampling=chat_sampling)
 
 
 def _usable_tokenizer(job: Job, info: EngineInfo, kind: PromptKind) -> TokenizerInfo:
-    """Return the engine's tokenizer; raises CannotTokenizeError where only the engine can use it."""
+    """Return the engine's tokenizer; raises CannotTokenizeError if only the engine can use it."""
     tokenizer = info.tokenizing
     if tokenizer is None:
         raise CannotTokenizeError("the engine reports no tokenizer")
@@ -104,19 +109,19 @@ def _usable_tokenizer(job: Job, info: EngineInfo, kind: PromptKind) -> Tokenizer
 
 
 def _why_server_chat(job: Job, tokenizer: TokenizerInfo) -> str | None:
-    """Return why only the server can tokenize this job's messages; None if the client can too."""
+    """Return the reason why only the server can tokenize this job's messages; None if the client can too."""
     if "tool_calls" in job.output.asked:
-        return "output.columns: tool_calls are found by the server"
+        return "output.columns: only the server can find tool_calls"
     if job.prompt.tools is not None or job.sampling.tool_choice is not None:
-        return "prompt.tools are written into the prompt by the server"
+        return "only the server can write prompt.tools into the prompt"
     from batchrunner.input.tokenize.chat_template import RESERVED_ARGUMENTS  # noqa: PLC0415 - as above
 
     messages = job.prompt.messages
     if job.prompt.continue_ or (isinstance(messages, list) and messages[-1].role == "assistant"):
-        return "the beginning of an answer is put into the prompt by the server"
+        return "only the server can put the beginning of an answer into the prompt"
     reserved = sorted(RESERVED_ARGUMENTS & set(job.prompt.chat_template_kwargs or {}))
     if reserved:
-        return f"prompt.chat_template_kwargs.{reserved[0]} is the server's"
+        return f"only the server can set prompt.chat_template_kwargs.{reserved[0]}"
     return tokenizer.why_server_chat
 
 
@@ -132,27 +137,26 @@ async def _compare_tokens(engine: Engine, encoder: Encoder, requests: Sequence[R
 
     Raises CannotTokenizeError if tokens differ, or if no prompt could be compared.
     """
-    rows = [request for request in requests if len(repr(request.prompt)) < CHARACTERS_COMPARED][
-        :ROWS_COMPARED
-    ]
+    short = [request for request in requests if len(repr(request.prompt)) < CHARACTERS_COMPARED]
+    rows = short[:ROWS_COMPARED]
     probe: Any = PROBE
     if requests[0].kind == "messages":
         probe = [{"role": "user", "content": PROBE}]
     samples = [*rows, requests[0]._replace(prompt=probe)]
     names = [*(f"row {request.ref.row}" for request in rows), "a test text"]
-    ours = await asyncio.to_thread(encoder.token_ids, samples)
+    client_tokens = await asyncio.to_thread(encoder.token_ids, samples)
     compared = 0
-    for request, ids, name in zip(samples, ours, names, strict=True):
+    for request, ours, name in zip(samples, client_tokens, names, strict=True):
         theirs = await engine_tokens(engine, request)
-        refusals = [str(tokens) for tokens in (ids, theirs) if isinstance(tokens, RowRefusedError)]
+        refusals = [str(tokens) for tokens in (ours, theirs) if isinstance(tokens, RowRefusedError)]
         if len(refusals) == 1:
             raise CannotTokenizeError(f"only one of engine and client can tokenize {name}: {refusals[0]}")
         if not refusals:
-            if ids != theirs:
-                raise CannotTokenizeError(f"the engine's tokenizer differs: it makes other tokens of {name}")
+            if ours != theirs:
+                raise CannotTokenizeError(f"the engine's tokenizer splits {name} into other tokens")
             compared += 1
     if not compared:
-        raise CannotTokenizeError(f"no tokens could be compared: {ours[0]}")
+        raise CannotTokenizeError(f"no tokens could be compared: {client_tokens[0]}")
     return compared
 
 
@@ -211,11 +215,13 @@ class RowTokenizer:
         self._task = job.forward
         if isinstance(self._task, ClassifyTask):
             self._task = dataclasses.replace(self._task, names=class_names(info.model))
-        self._asking, self._choosing = asyncio.Semaphore(ASKED_AT_ONCE), asyncio.Lock()
+        self._asking = asyncio.Semaphore(ASKED_AT_ONCE)
+        self._choosing = asyncio.Lock()
+        """Held while one batch decides whether client or engine tokenizes prompts of its kind."""
         self._encoders: dict[PromptKind, Encoder | None] = {}
         """Encoders by kind of prompt; None for kinds that the engine tokenizes."""
         self._compared: set[PromptKind] = set()
-        """Kinds whose first prompts were compared with the engine's tokens."""
+        """Kinds of prompts of which the client's tokens were compared with the engine's."""
         if kind is not None and not isinstance(self._task, RerankTask):
             self._choose_place(kind)
 
@@ -226,10 +232,14 @@ class RowTokenizer:
         """
         if self._functions is None:
             return await self._tokenize(requests)
-        unread = [at for at, request in enumerate(requests) if any(f.ready is None for f in request.media)]
-        ready = await _replaced(requests, unread, self._with_files)
-        good = [at for at, item in enumerate(ready) if isinstance(item, Request)]
-        return await _replaced(ready, good, self._tokenize)
+        unread = [
+            index
+            for index, request in enumerate(requests)
+            if any(file.ready is None for file in request.media)
+        ]
+        items = await _replaced(requests, unread, self._with_files)
+        readable = [index for index, item in enumerate(items) if isinstance(item, Request)]
+        return await _replaced(items, readable, self._tokenize)
 
     async def _with_files(self, requests: list[Request]) -> list[Request | Outcome]:
         """Return requests with their prepared files, or the errors of their rows."""
@@ -246,39 +256,44 @@ class RowTokenizer:
                     Outcome(ref=request.ref, completion=None, error=error, latency_s=None, attempts=0)
                 )
             else:
-                ready = zip(request.media, result.value, strict=True)
+                files = zip(request.media, result.value, strict=True)
                 media = tuple(
-                    file._replace(content=b"", ready=content, tokens=n) for file, (content, n) in ready
+                    file._replace(content=b"", ready=content, tokens=tokens)
+                    for file, (content, tokens) in files
                 )
                 items.append(request._replace(media=media))
         return items
 
     async def _tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
+        """Tokenize requests whose files are prepared, by the job's task."""
         if isinstance(self._task, RerankTask):  # the engine tokenizes a query and a document as a pair
             return [*requests]
         if isinstance(self._task, ChoiceTask):
             return await self._with_choices(requests)
-        has_tokens = not self._info.simulated  # a simulated model has no vocabulary for the labels
-        if isinstance(self._task, ScoreTask) and requests and has_tokens and not self._task.label_ids:
+        has_vocabulary = not self._info.simulated
+        if isinstance(self._task, ScoreTask) and requests and has_vocabulary and not self._task.label_ids:
             self._task = await self._with_labels(self._task, requests[0])
-        done = await self._prompts(requests)
+        items = await self._prompts(requests)
         if not isinstance(self._task, (ClassifyTask, ScoreTask)):
-            return done
-        return [item if isinstance(item, Outcome) else item._replace(task=self._task) for item in done]
+            return items
+        return [item if isinstance(item, Outcome) else item._replace(task=self._task) for item in items]
 
     async def _prompts(self, requests: list[Request]) -> list[Request | Outcome]:
         """Tokenize the prompts, those of each kind with the encoder of that kind."""
         items: list[Request | Outcome] = [*requests]
         for kind in {request.kind for request in requests}:
-            places = [at for at, request in enumerate(requests) if request.kind == kind]
-            items = await _replaced(items, places, self._encode)
+            indexes = [index for index, request in enumerate(requests) if request.kind == kind]
+            items = await _replaced(items, indexes, self._encode)
         return items
 
     def _choose_place(self, kind: PromptKind) -> None:
-        """Choose whether the client or the engine tokenizes prompts of a kind."""
+        """Choose whether the client or the engine tokenizes prompts of a kind.
+
+        Raises CannotTokenizeError if the client must tokenize the prompts but cannot do so.
+        """
         self._encoders[kind] = None
-        is_asked = self._job.tokenize == "auto" and kind != "input_ids" and not self._info.simulated
-        if is_asked or _field_needing_client(self._job, kind, self._info) is not None:
+        may_help = self._job.tokenize == "auto" and kind != "input_ids" and not self._info.simulated
+        if may_help or _field_needing_client(self._job, kind, self._info) is not None:
             try:
                 self._encoders[kind] = make_encoder(self._job, self._info, kind)
             except CannotTokenizeError as why:
@@ -293,7 +308,7 @@ class RowTokenizer:
             encoder = self._encoders[kind]
             if encoder is not None and kind not in self._compared:
                 await self._compare(kind, encoder, requests)
-                encoder = self._encoders[kind]
+                encoder = self._encoders[kind]  # None if the tokens differ
         if encoder is None:
             return [*requests]
         return await asyncio.to_thread(encoder.encode, requests)
@@ -314,36 +329,44 @@ class RowTokenizer:
                 self._leave_to_engine(kind, why)
                 return
             log.debug(
-                "prompts are tokenized by batchrunner: for %d of them the engine made the same tokens",
+                "batchrunner tokenizes the prompts: the engine splits %d of them into the same tokens",
                 prompts,
             )
         self._events.write("tokenize", where="client")
 
     def _leave_to_engine(self, kind: PromptKind, why: CannotTokenizeError) -> None:
-        needed = _field_needing_client(self._job, kind, self._info)
-        if needed is not None:
+        """Let the engine tokenize prompts of a kind; raises CannotTokenizeError if the client must do so."""
+        field = _field_needing_client(self._job, kind, self._info)
+        if field is not None:
             raise CannotTokenizeError(
-                f"{needed}: batchrunner cannot tokenize the prompts itself: {why}"
+                f"{field}: batchrunner cannot tokenize the prompts itself: {why}"
             ) from None
         self._encoders[kind] = None
-        log.debug("prompts are tokenized by the engine: %s", why)
+        log.debug("the engine tokenizes the prompts: %s", why)
         self._events.write("tokenize", where="server", why=str(why))
 
     async def _with_choices(self, requests: list[Request]) -> list[Request | Outcome]:
         """Return the requests with the token ids of their prompts and choices."""
         if self._info.simulated:
             return [_simulated(request) for request in requests]
+        # The texts of all rows are tokenized together: for each row its prompt, then the prompt with each
+        # choice.
         texts = [
-            request._replace(prompt=request.prompt + item, items=())
+            request._replace(prompt=request.prompt + choice, items=())
             for request in requests
-            for item in ("", *request.items)
+            for choice in ("", *request.items)
         ]
-        token_ids = iter(await asyncio.gather(*map(self._ids_of_text, await self._prompts(texts))))
-        ids_of_rows = [[next(token_ids) for _ in ("", *request.items)] for request in requests]
-        return [_split_choices(request, ids) for request, ids in zip(requests, ids_of_rows, strict=True)]
+        token_ids = await asyncio.gather(*map(self._ids_of_text, await self._prompts(texts)))
+        items: list[Request | Outcome] = []
+        begin = 0
+        for request in requests:
+            end = begin + 1 + len(request.items)
+            items.append(_split_choices(request, token_ids[begin:end]))
+            begin = end
+        return items
 
     async def _ids_of_text(self, item: Request | Outcome) -> list[int] | str:
-        """Return the token ids of a text, or the reason why it has none."""
+        """Return the token ids of a text, or the reason why the text has none."""
         if isinstance(item, Outcome):
             return item.error or ""
         if item.kind == "input_ids":
@@ -362,17 +385,19 @@ class RowTokenizer:
 
     async def _with_labels(self, task: ScoreTask, request: Request) -> ScoreTask:
         """Return the task with the token ids of its labels; raises JobError if a label is not usable."""
-        ids = [await self._id_of(label, request) for label in task.labels]
         vocabulary = vocabulary_of(self._info.model)
-        for place, (label, number) in enumerate(zip(task.labels, ids, strict=True)):
-            if number in ids[:place]:
-                same = task.labels[ids.index(number)]
-                raise JobError(f"labels: {same!r} and {label!r} are the same token, {number}")
-            if vocabulary is not None and number >= vocabulary:
+        labels: dict[int, str | int] = {}  # by token id
+        for label in task.labels:
+            token_id = await self._id_of(label, request)
+            if token_id in labels:
+                raise JobError(f"labels: {labels[token_id]!r} and {label!r} are the same token, {token_id}")
+            if vocabulary is not None and token_id >= vocabulary:
                 raise JobError(f"labels: {label!r}: the model's token ids are 0 to {vocabulary - 1}")
-        return dataclasses.replace(task, label_ids=tuple(ids))
+            labels[token_id] = label
+        return dataclasses.replace(task, label_ids=tuple(labels))
 
     async def _id_of(self, label: str | int, request: Request) -> int:
+        """Return the token id of a label; raises JobError if the label is not a single token."""
         if isinstance(label, int):
             return label
         probe = request._replace(kind="text", prompt=label, task=None)
@@ -384,7 +409,8 @@ class RowTokenizer:
             raise JobError(f"labels: the engine's tokenizer refuses {label!r}: {tokens}")
         if len(tokens) != 1:
             raise JobError(
-                f"labels: {label!r} is {len(tokens)} tokens of the model ({', '.join(map(str, tokens))})",
+                f"labels: the model splits {label!r} into {len(tokens)} tokens "
+                f"({', '.join(map(str, tokens))})",
                 hint="a label must be a single token: use another text, a token id, or prompt.choices",
             )
         return tokens[0]
@@ -392,14 +418,15 @@ class RowTokenizer:
 
 async def _replaced(
     items: Sequence[Any],
-    places: Sequence[int],
-    make: Callable[[list[Request]], Awaitable[Sequence[Request | Outcome]]],
+    indexes: Sequence[int],
+    convert: Callable[[list[Request]], Awaitable[Sequence[Request | Outcome]]],
 ) -> list[Request | Outcome]:
-    """Return a copy of `items` with those at `places` replaced by what `make` returns for them."""
+    """Return a copy of `items` in which `convert` has replaced the items at `indexes`."""
     replaced = [*items]
-    if places:
-        for at, new in zip(places, await make([items[at] for at in places]), strict=True):
-            replaced[at] = new
+    if indexes:
+        results = await convert([items[index] for index in indexes])
+        for index, result in zip(indexes, results, strict=True):
+            replaced[index] = result
     return replaced
 
 
@@ -412,22 +439,23 @@ def _split_choices(request: Request, token_ids: Sequence[list[int] | str]) -> Re
     """
     error = next((ids for ids in token_ids if isinstance(ids, str)), None)
     encoded = [ids for ids in token_ids if not isinstance(ids, str)]
-    tokens = 0
-    for column in zip(*encoded, strict=False):
-        if len(set(column)) > 1:
+    shared_tokens = 0
+    for ids_at_place in zip(*encoded, strict=False):
+        if len(set(ids_at_place)) > 1:
             break
-        tokens += 1
-    choices = tuple(ids[tokens:] for ids in encoded[1:])
-    if error is None and not tokens:
-        error = "prompt.choices: the prompt has no token before them"
+        shared_tokens += 1
+    choices = tuple(ids[shared_tokens:] for ids in encoded[1:])
+    if error is None and not shared_tokens:
+        error = "prompt.choices: the prompt has no token before the choices"
     if error is None and not all(choices):
         error = f"prompt.choices: {request.items[choices.index([])]!r} adds no token to the prompt"
     if error is not None:
         return Outcome(ref=request.ref, completion=None, error=error, latency_s=None, attempts=0)
-    return request._replace(kind="input_ids", prompt=encoded[0][:tokens], item_ids=choices)
+    return request._replace(kind="input_ids", prompt=encoded[0][:shared_tokens], item_ids=choices)
 
 
 def _simulated(request: Request) -> Request:
+    """Return a request with made-up token ids of its choices, whose number follows from their lengths."""
     return request._replace(
         item_ids=tuple([0] * (len(item) // SIMULATED_TOKEN + 1) for item in request.items)
     )

@@ -1,4 +1,4 @@
-"""The protocol of an engine."""
+"""The protocol of all engines, and the base of wrappers that observe an engine's answers."""
 
 import time
 from abc import ABC, abstractmethod
@@ -11,19 +11,19 @@ from batchrunner.core.errors import BundleRefusedError, RequestError
 from batchrunner.core.types import Completion, Request
 
 RowEnded: TypeAlias = Callable[[int, Completion | RequestError], None]
-"""Called with the index of a request in a bundle, and its answer or error."""
+"""Called with the index of a request in a bundle, and the request's answer or error."""
 
 
 class Engine(Protocol):
-    """One SGLang engine, wherever it runs. All methods are called from one event loop."""
+    """One or more replicas of a model, wherever they run. All methods are called from one event loop."""
 
     async def open(self) -> EngineInfo:
-        """Make the engine ready for requests; raises EngineStartError with a hint where that fails."""
+        """Make the engine ready for requests, and describe it; raises EngineStartError with a hint."""
 
     async def generate(self, request: Request, route: str) -> Completion:
         """Send a request once, on one of the routes of `EngineInfo`, and return the complete answer.
 
-        Raises RowRefusedError, AttemptFailedError or EngineBusyError, and EngineLostError where no server
+        Raises RowRefusedError, AttemptFailedError or EngineBusyError, and EngineLostError if no server
         remains.
         """
 
@@ -36,9 +36,9 @@ class Engine(Protocol):
         """Send several requests as a bundle, each once, and return when all answers have arrived.
 
         Each request has token ids and asks for one completion. `ended` is called with the answer or error of
-        each request as soon as it has one. Requests for which it was not called should be sent again in
-        smaller bundles. Raises BundleRefusedError where the engine refuses the whole bundle, or an error of
-        `generate`, which applies to all requests without an answer.
+        each request as soon as it is known. Requests for which `ended` was not called should be sent again in
+        smaller bundles. Raises BundleRefusedError if the engine refuses the whole bundle, or an error of
+        `generate`, which applies to all requests for which `ended` was not called.
         """
         raise BundleRefusedError("the engine accepts only one row in a request")
 
@@ -50,16 +50,16 @@ class Engine(Protocol):
     ) -> list[int] | None:
         """Return the token ids of a prompt; None if the engine does not support this.
 
-        With `special`, the tokens that begin and end a prompt are included.
-
-        Raises the errors of `generate`.
+        With `special`, the tokens that begin and end a prompt (BOS, EOS) are included. Raises the errors of
+        `generate`.
         """
         return None
 
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return a load sample of each scheduler; empty if the engine reports no load.
 
-        Schedulers whose poll fails are left out; nothing is raised.
+        Schedulers of servers that do not answer are left out. Raises AnotherModelError if a server does not
+        serve the run's model any more.
         """
 
     def preempt(self, route: str, kept: int) -> None:  # noqa: ARG002 - for engines with users
@@ -83,18 +83,18 @@ class Engine(Protocol):
 
 @dataclass(eq=False)
 class ObservedEngine(ABC):
-    """An open engine whose answers a subclass observes."""
+    """An open engine, wrapped so that a subclass observes the answers."""
 
     _engine: Engine
     first_sent_at: float | None = field(default=None, init=False)
-    """Time of the first request by `time.monotonic`; None before it."""
+    """Time of the first request, in seconds of `time.monotonic`; None if no request was sent yet."""
 
     @abstractmethod
     def observe(self, request: Request, completion: Completion, route: str, sent_at: float) -> None:
-        """Process the answer to a request that was sent at `sent_at`."""
+        """Process the answer to a request that was sent at `sent_at`, in seconds of `time.monotonic`."""
 
     def __getattr__(self, name: str) -> Any:
-        """Delegate all other methods to the engine."""
+        """Return any other attribute or method of the engine."""
         return getattr(self._engine, name)
 
     async def generate(self, request: Request, route: str) -> Completion:
@@ -116,6 +116,7 @@ class ObservedEngine(ABC):
         await self._engine.generate_many(requests, route, observe_and_pass_on)
 
     def _now(self) -> float:
+        """Return the present time, which is also that of the first request if there was none before."""
         now = time.monotonic()
         self.first_sent_at = self.first_sent_at or now
         return now

@@ -1,13 +1,14 @@
 """Hang detection: a server hangs if it makes no progress for longer than its rows can explain. Pure.
 
-Progress is a forward pass or an answer. A reply to a poll is none: SGLang's HTTP process keeps reporting the
-last load of a scheduler that stands still. The longest silence allowed is learned from the server: a multiple
-of its longest silence so far, and never less than `limits.hang`. It is several times as long for a server
-that was just started, because kernels are compiled when they are first needed.
+Progress is a forward pass or an answer. A reply to a poll is not progress, because SGLang's HTTP process
+keeps reporting the last load of a scheduler that stands still. A silence (a time without progress) is a hang
+if it is longer than a multiple of the server's longest silence so far, and longer than `limits.hang`. A
+server that was just started may be silent for several times as long, because kernels are compiled when they
+are first needed.
 
 SGLang has its own watchdog (`--watchdog-timeout`, 300 s), which ends a server whose forward pass takes
-longer. It stays on. It cannot see a suspended process, a scheduler that waits for ever between two passes, or
-a hanging tokenizer or detokenizer.
+longer. The run leaves the watchdog on. The watchdog cannot see a suspended process, a scheduler that waits
+for ever between two passes, or a hanging tokenizer or detokenizer.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,44 +17,48 @@ from typing import NamedTuple
 from batchrunner.core.engine_info import SchedulerLoad
 
 TIMES_LONGEST = 5.0
-"""A silence is a hang only if it is longer than this multiple of the longest silence that ended by itself."""
+"""Multiple of the longest silence that ended by itself. Only a silence longer than that is a hang."""
 WARM_UP = 5.0
-"""Until a server has worked for this multiple of `limits.hang`, only a silence longer than this multiple is a
-hang: 300 s by default, the same as SGLang's watchdog. From then on `limits.hang` itself is the limit."""
+"""Multiple of `limits.hang` for which a server must have worked before `limits.hang` applies. Until then,
+only a silence longer than this multiple is a hang: 300 s by default, the same as SGLang's watchdog."""
 LONGEST_GAP_S = 5.0
-"""Maximum seconds between two polls that count as silence. Nobody knows what a server did while it was not
-polled."""
+"""Maximum seconds between two polls that count as silence. If the polls were further apart, nobody knows what
+the server did in between."""
 
 
 class Hang(NamedTuple):
-    """A silence that is too long."""
+    """A silence of a server that is too long."""
 
     silent_s: float
+    """Seconds without progress."""
     why: str
-    """A clause that follows the server's name."""
+    """Clause that follows the server's name in messages."""
 
 
 class SilenceTimer:
     """Measures how long a server, or one of its schedulers, has been silent while it had work."""
 
     def __init__(self, least_s: float) -> None:
-        """Start without history. A silence shorter than `least_s` (`limits.hang`) is never a hang."""
+        """Start without history. A silence shorter than `least_s` seconds (`limits.hang`) is never a hang."""
         self._least_s = least_s
         self._progress: object = None
         self._polled_at: float | None = None
         self._silent_s = 0.0
+        """Seconds since the last progress, while there was work."""
         self._worked_s = 0.0
+        """Seconds with work that led to progress."""
         self._longest_s = 0.0
+        """Seconds of the longest silence that ended with progress."""
 
     def poll(self, now: float, progress: object, *, busy: bool) -> Hang | None:
-        """Record a poll; return the silence if it is a hang.
+        """Record a poll at the time `now`, in seconds; return the silence if it is a hang.
 
-        `progress` is any value that differs from the last poll's if work was done in between. `busy` says
-        whether there is work.
+        `progress` is any value that changes whenever work is done. `busy` says whether there is work.
         """
         passed_s = 0.0 if self._polled_at is None else min(now - self._polled_at, LONGEST_GAP_S)
         self._polled_at = now
         if progress != self._progress or not busy:
+            # The silence has ended. A server without work is not silent, so only time with work counts.
             if busy:
                 self._longest_s = max(self._longest_s, self._silent_s)
                 self._worked_s += self._silent_s + passed_s
@@ -71,22 +76,24 @@ class SilenceTimer:
 
 
 class HangDetector:
-    """Silence timers of a server and, if it has several (DP ranks), of each scheduler."""
+    """Silence timers of a server, and of each of its schedulers if there are several (DP ranks)."""
 
     def __init__(self, least_s: float) -> None:
-        """`least_s` is `limits.hang`."""
+        """`least_s` is `limits.hang`, in seconds."""
         self._least_s = least_s
         self._timers: dict[str, SilenceTimer] = {}
+        """Timers by the name of the scheduler; "" is the timer of the whole server."""
         self._progress: dict[str, object] = {}
+        """Last progress of each scheduler, by its name."""
 
     def poll(
         self, now: float, loads: Sequence[SchedulerLoad], *, in_flight: int, answers: int = 0
     ) -> Hang | None:
-        """Record a poll of the server, with no loads if it failed; return the silence if it is a hang.
+        """Record a poll of the server; return the silence if the server, or one of its schedulers, hangs.
 
-        `in_flight` is the number of rows that the server may have, `answers` the number of answers so far. A
-        server that never reported a load is not judged, as it may be busy with long rows. After a hang the
-        server counts as new.
+        `loads` is empty if the poll failed. `in_flight` is the number of requests that the server may have,
+        `answers` the number of answers so far. A server that has never reported a load is not judged, because
+        it may be busy with long rows. After a hang the server counts as new.
         """
         progress = progress_of(loads)
         self._progress |= progress
@@ -101,7 +108,7 @@ class HangDetector:
         return hang
 
     def restarted(self) -> None:
-        """Forget the server's work before its restart."""
+        """Forget the server's history, because it was restarted or will be."""
         self._timers.clear()
 
     def _timer(self, scheduler: str) -> SilenceTimer:
@@ -109,8 +116,9 @@ class HangDetector:
 
 
 def progress_of(loads: Iterable[SchedulerLoad]) -> dict[str, object]:
-    """Return the values of each scheduler's load that only a forward pass changes.
+    """Return, by the scheduler's name, the values of each load that only a forward pass changes.
 
-    The queue is not among them, because arrivals change it, nor the time of the load sample.
+    The length of the queue is left out, because arriving requests change it too. So is the time of the load
+    sample.
     """
     return {load.scheduler: (load.running, load.used_tokens, load.token_usage, load.work) for load in loads}

@@ -1,4 +1,4 @@
-"""Makes the engine that a job names. The modules of an engine are imported only for jobs that use it."""
+"""Makes the engine that a job names. The modules of an engine are imported only for jobs that use them."""
 
 import asyncio
 import logging
@@ -26,7 +26,8 @@ from batchrunner.sglang.model_files import model_identity, read_config, takes_me
 
 log = logging.getLogger(__name__)
 UNLIMITED_THINKING = 1 << 20
-"""Most tokens of thinking of a row without a limit of its own, where others have one."""
+"""Budget of thinking tokens that a server sets for all rows, if the budgets of a job come from a column. It
+is so large that only the rows' own budgets have an effect."""
 
 
 async def make_engine(
@@ -37,12 +38,12 @@ async def make_engine(
     task: TaskName = GENERATE,
     shape: str | None = None,
 ) -> Engine:
-    """Return the engine that the spec describes, not yet open. A launched one logs to `log_dir`.
+    """Return the engine that `spec` describes, not yet open.
 
-    Launched servers load the model for the `task`; attached ones must already serve it. With the `shape` of a
-    job, the flags of launched servers are tuned during the run, and remembered for later jobs of this shape.
-    A gateway is asked for its workers, because their addresses decide whether rows go through the gateway.
-    Raises EngineStartError.
+    Launched servers log to `log_dir`, and load the model for `task`. Attached servers must already serve such
+    a model. With the `shape` of a job, the flags of launched servers are tuned during the run, and remembered
+    for later jobs of this shape. A gateway is asked for its workers, because their addresses decide whether
+    rows go through the gateway. Raises EngineStartError if the engine cannot be used for the job.
     """
     spec = for_task(spec, task)
     match spec:
@@ -63,7 +64,7 @@ async def make_engine(
 
 
 async def _running_servers(spec: AttachEngine | GatewayEngine, limits: LimitsSpec, task: TaskName) -> Engine:
-    """Return the engine of servers that already run, reached directly or through a gateway."""
+    """Return the engine of servers that already run, to which rows go directly or through a gateway."""
     from batchrunner.engines.http.client import AttachedServers  # noqa: PLC0415
 
     api_key = _read_key(spec.api_key_file) if spec.api_key_file else os.environ.get(spec.api_key_env)
@@ -81,8 +82,9 @@ async def _running_servers(spec: AttachEngine | GatewayEngine, limits: LimitsSpe
         if why is not None and spec.background:
             raise EngineStartError(
                 f"engine.background: rows would go through the gateway {spec.url} ({why}), which reports the "
-                "load of its workers too late to keep out of their users' way",
-                hint="set `engine.route: workers` if they are reachable, or leave out engine.background",
+                "load of its workers too late for rows to make way for their users",
+                hint="set `engine.route: workers` if this machine reaches the workers, or remove "
+                "engine.background",
             )
         if why is not None:
             return ThroughGateway(spec.url, why=why, **options)
@@ -94,9 +96,10 @@ async def _running_servers(spec: AttachEngine | GatewayEngine, limits: LimitsSpe
 
 
 def engine_of(job: Job) -> EngineSpec:
-    """Return the engine of a job, whose servers limit thinking where the job asks for it.
+    """Return the engine of a job, with the arguments that launched servers need to limit thinking.
 
-    The job's own arguments take precedence. Raises EngineStartError on a CPU, where SGLang cannot do it.
+    They are added if the job sets `sampling.max_thinking_tokens`. The job's own arguments take precedence.
+    Raises EngineStartError on a CPU, where SGLang cannot limit thinking.
     """
     spec, budget = job.engine, job.sampling.max_thinking_tokens
     if budget is None or not isinstance(spec, ServerEngine):
@@ -110,6 +113,7 @@ def engine_of(job: Job) -> EngineSpec:
         )
     args = {PARSER: "auto", STRICT_THINKING: True} | spec.args
     env = spec.env
+    # With a parser that would ignore the budgets of rows, SGLang obeys a budget for all rows.
     if args[PARSER] not in BUDGET_PARSERS:
         limit = budget if isinstance(budget, int) else UNLIMITED_THINKING
         env = {THINK_LIMIT: str(limit)} | env
@@ -117,7 +121,7 @@ def engine_of(job: Job) -> EngineSpec:
 
 
 def _read_key(file: str) -> str:
-    """Read an API key from a file; raises EngineStartError."""
+    """Return the API key in a file; raises EngineStartError if the file cannot be read."""
     try:
         return Path(file).expanduser().read_text().strip()
     except (OSError, ValueError) as failure:
@@ -125,9 +129,10 @@ def _read_key(file: str) -> str:
 
 
 def for_task(spec: EngineSpec, task: TaskName) -> EngineSpec:
-    """Add the arguments and variables that a launched server needs for a task; the job's own take precedence.
+    """Return an engine with the arguments and variables that a launched server needs for a task.
 
-    Raises EngineStartError if the model's architecture does not support the task.
+    The job's own arguments and variables take precedence. Raises EngineStartError if the model's architecture
+    does not support the task.
     """
     forward_task = TASKS.get(task)
     if forward_task is None or not isinstance(spec, ServerEngine):
@@ -142,9 +147,10 @@ def for_task(spec: EngineSpec, task: TaskName) -> EngineSpec:
 
 
 def bound_blanks(spec: ServerEngine) -> ServerEngine:
-    """Limit the blanks in JSON that follows a schema, or a model may write them up to `max_new_tokens`.
+    """Return an engine whose servers limit the blanks in JSON that follows a schema.
 
-    A limit that the job sets stays.
+    Without a limit, a model may write blanks up to `max_new_tokens`. A limit that the job sets takes
+    precedence.
     """
     if not is_at_least(version_of(spec.python, spec.env), 0, 5, 23):  # older versions may lack the flag
         return spec
@@ -152,7 +158,7 @@ def bound_blanks(spec: ServerEngine) -> ServerEngine:
 
 
 def model_of(spec: EngineSpec) -> str | None:
-    """Return the identity of the engine's model; None if only a running engine can tell."""
+    """Return the identity of the engine's model; None if only a running server knows the model."""
     model = launched_model(spec)
     if model is not None:
         return model_identity(model)

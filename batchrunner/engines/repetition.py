@@ -1,83 +1,85 @@
 """Finds answers that repeat themselves without end, by their text so far, in linear time. Pure.
 
-A model that falls into a loop writes the same characters again and again until its limit. A text repeats
-itself if its end has a period: each character equals the one a period before it. Tables, logs and poems
-repeat too, so the end must be long, in characters and in periods. docs/benchmarks.md has the rate of false
-alarms.
+A model that falls into a loop writes the same characters again and again until `max_new_tokens`. A text
+repeats itself if its end is periodic: each character equals the character one period before it. Tables, logs
+and poems repeat characters too, so the periodic end must be long, in characters and in periods.
+docs/benchmarks.md has the rate of false alarms.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 LEAST_CHARACTERS = 2048
-"""Minimum length, in characters, of an end that counts as repeating itself: about 500 tokens of English."""
+"""Minimum number of characters in the periodic end of a text: about 500 tokens of English."""
 LEAST_PERIODS = 6
-"""Minimum number of periods in such an end, the first one included."""
+"""Minimum number of periods in the periodic end of a text, the first period included."""
 LONGEST_PERIOD = 2048
-"""Maximum length, in characters, of a period that is searched for."""
-TAIL = LEAST_CHARACTERS - LEAST_CHARACTERS // LEAST_PERIODS
-"""Number of characters at the end of a text that must occur once more, one period earlier. If the end has n
-periods, all but the first of them do."""
+"""Maximum number of characters in a period that is searched for."""
+REPEATED_CHARACTERS = LEAST_CHARACTERS - LEAST_CHARACTERS // LEAST_PERIODS
+"""Number of characters at the end of a text that must also occur one period earlier: the shortest periodic
+end without its first period."""
 WINDOW = LONGEST_PERIOD * LEAST_PERIODS
 """Number of characters at the end of a text that are examined."""
 LEAST_IN_PROMPT = 64
-"""Minimum length of a repetition in a prompt, in characters or token ids. Shorter repetitions are lines and
-indents."""
+"""Minimum length of a repetition in a prompt, in characters or token ids. Shorter repetitions, such as rules
+and indentation, are common in prompts."""
 
 
 class Repetition(NamedTuple):
-    """The end of a text that repeats itself."""
+    """The periodic end of a text."""
 
     start: int
-    """Index at which the first period begins."""
+    """Index of the character at which the first period begins."""
     period: int
     """Number of characters in a period."""
 
     @property
-    def sense(self) -> int:
+    def first_end(self) -> int:
         """Number of characters up to the end of the first period. The rest of the text only repeats it."""
         return self.start + self.period
 
 
 def find_repetition(text: str) -> Repetition | None:
-    """Return the repetition at the end of a text; None if there is none, or it is still too short."""
+    """Return the periodic end of a text; None if there is none, or it is still too short."""
     window = text[-WINDOW:]
-    period = _period(window, TAIL)
+    period = _distance_to_repeat(window, REPEATED_CHARACTERS)
     if period is None or period > LONGEST_PERIOD:
         return None
+    # A long period needs more than LEAST_CHARACTERS, so all of the shortest sufficient end is compared.
     length = max(LEAST_CHARACTERS, LEAST_PERIODS * period)
     if len(window) < length or window[-length + period :] != window[-length:-period]:
         return None
     start = len(text) - length
-    while start and text[start - 1] == text[start - 1 + period]:
+    while start and text[start - 1] == text[start - 1 + period]:  # the periodic end may be longer
         start -= 1
     return Repetition(start, period)
 
 
-def _period(text: str, tail: int) -> int | None:
-    """Return how far before its end the last `tail` characters of a text occur once more; None if nowhere.
+def _distance_to_repeat(text: str, length: int) -> int | None:
+    """Return the distance in characters from the last `length` characters to their previous occurrence.
 
-    It searches forwards in the reversed text, because CPython's `find` takes linear time (two-way search),
-    while its `rfind` compares anew at each place.
+    Return None if they occur nowhere else. The reversed text is searched forwards, because CPython's `find`
+    takes linear time (two-way search), while its `rfind` compares anew at each position.
     """
     reversed_text = text[::-1]
-    place = reversed_text.find(reversed_text[:tail], 1)
-    return None if place < 0 else place
+    distance = reversed_text.find(reversed_text[:length], 1)
+    return None if distance < 0 else distance
 
 
 def repeats_in_prompt(prompt: str | Sequence[int], output: str | Sequence[int]) -> bool:
     """Tell whether the repetition at the end of an output is also in the prompt, which may have asked for it.
 
-    Both are texts, or both are token ids.
+    Prompt and output must both be texts, or both be token ids.
     """
     prompt_text, output_text = _as_text(prompt), _as_text(output)
-    period = _period(output_text, min(len(output_text) // 2, LEAST_IN_PROMPT))
+    period = _distance_to_repeat(output_text, min(len(output_text) // 2, LEAST_IN_PROMPT))
     if not period:
         return False
-    periods = max(2, -(-LEAST_IN_PROMPT // period))
+    periods = max(2, math.ceil(LEAST_IN_PROMPT / period))
     return output_text[-period:] * periods in prompt_text
 
 
 def _as_text(sequence: str | Sequence[int]) -> str:
-    """Return token ids as characters, in which substrings are found fast."""
+    """Return token ids as characters, because substrings of texts are found fast."""
     return sequence if isinstance(sequence, str) else "".join(map(chr, sequence))

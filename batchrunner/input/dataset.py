@@ -13,7 +13,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, repeat
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -170,9 +170,9 @@ class Dataset:
         if copies is None:
             copies = Path(tempfile.mkdtemp(prefix="batchrunner-copies-"))
             weakref.finalize(self, shutil.rmtree, copies, ignore_errors=True)
+        open_file = functools.partial(SourceFile, fs, copies=copies, source=source, is_batch=is_batch)
         with thread_pool(READERS) as pool:
-            options = repeat(copies), repeat(source), repeat(is_batch)
-            return list(pool.map(SourceFile, repeat(fs), names, *options))
+            return list(pool.map(open_file, names))
 
     def _check_text_options(self, source: InputSpec) -> None:
         """Raise InputError for a text option that applies to no file or column of the input."""

@@ -10,6 +10,8 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from batchrunner.job.fields import Duration, ModelName, Off, Spec, UserPath, user_paths
 
+API_KEY_VARIABLE = "SGLANG_API_KEY"
+"""Environment variable with the API key of SGLang servers, if the job names no other variable."""
 PARSER, STRICT_THINKING = "reasoning-parser", "enable-strict-thinking"
 THINK_LIMIT = "SGLANG_MAX_THINK_TOKENS"
 """Arguments and variable with which SGLang limits thinking."""
@@ -28,7 +30,7 @@ Url: TypeAlias = Annotated[str, AfterValidator(_checked_url)]
 class RunningServers(Spec):
     """SGLang servers that already run."""
 
-    api_key_env: str = "SGLANG_API_KEY"
+    api_key_env: str = API_KEY_VARIABLE
     """Environment variable with the servers' API key."""
     api_key_file: UserPath | None = None
     """File with the API key instead, such as a mounted secret."""

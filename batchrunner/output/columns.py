@@ -122,7 +122,7 @@ def rows_made(outcome: Outcome) -> list[Outcome]:
 
 
 def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -> pa.Table:
-    """Convert outcomes, in their order, to a table with the schema of a part."""
+    """Convert outcomes, in their order, to a table with the schema of a part file."""
     if plan.asked is not None:  # only a job with rollouts sets it
         outcomes = [*chain.from_iterable(map(rows_made, outcomes))]
     is_single = plan.samples == 1
@@ -149,7 +149,8 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
         values["output"] = of_completions(texts)
         values["finish_reason"] = of_completions(reasons)
         values["completion_tokens"] = of_completions(counts)
-        if None in values["finish_reason"]:  # rows that `prompt.python` left out may be among them
+        # A row that `prompt.python` left out has no answer, but a finish reason of its own.
+        if None in values["finish_reason"]:
             left_out = LEFT_OUT if is_single else [LEFT_OUT] * plan.samples
             values["finish_reason"] = [
                 left_out if outcome.is_left_out else reason

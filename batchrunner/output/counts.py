@@ -136,7 +136,7 @@ class CheckCounts:
         return discarded_tokens
 
     def __add__(self, other: CheckCounts) -> CheckCounts:
-        """Return the sum of both counts."""
+        """Return the sum of two counts, field by field."""
         return _sum(self, other)
 
     def as_dict(self) -> dict[str, Any]:
@@ -219,7 +219,7 @@ class RowCounts:
             self.output_tokens += self.checks.add(outcome)
 
     def __add__(self, other: RowCounts) -> RowCounts:
-        """Return the sum of both counts."""
+        """Return the sum of two counts, field by field."""
         return _sum(self, other)
 
 

@@ -232,7 +232,7 @@ def file_to_write(name: str, label: str = "", *, force: bool = True) -> Path:
     label = label or name
     if is_uri(name):
         raise OutputError(
-            f"{label}: is a URI, but this file can only be written on this machine",
+            f"{label}: is a URI, but this file can only be written to a local path",
             hint="give a path, then copy the file to the store",
         )
     try:

@@ -38,7 +38,7 @@ class LockHolder:
     started: str
     """Start time of the process in kernel ticks; distinguishes processes that had the same ID."""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Random name of this holder, which is part of the names of its files."""
+    """Random hexadecimal name of the holder, which the names of its journals and temporary files contain."""
     beats: int = 0
     """Number of heartbeats so far. Only a lock in an object store counts them here, because it has no file
     `heartbeat`."""

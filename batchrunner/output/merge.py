@@ -185,6 +185,7 @@ def in_order(
             buckets.put(table)
     sorted_tables = buckets.take()
     kinds = None
+    # The types of the columns that a rollout function returned follow from the values of all rows.
     if RETURNED in schema.names:
         kinds = kinds_returned(_read(part, [RETURNED]) for part in parts)
     while True:

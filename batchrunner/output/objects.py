@@ -42,14 +42,14 @@ _WORDS = {
     **dict.fromkeys(_NO_BUCKET, "there is no such bucket"),
     "SignatureDoesNotMatch": "the credentials are wrong",
     "ExpiredToken": "the session token has expired",
-    "AccessDenied": "the credentials do not allow it",
-    "AuthorizationHeaderMalformed": "the region is wrong: give storage.region",
-    "PermanentRedirect": "the bucket is in another region: give storage.region",
-    "incorrectly configured region": "the bucket is in another region: give storage.region",
+    "AccessDenied": "the credentials do not allow this request",
+    "AuthorizationHeaderMalformed": "the region is wrong: set storage.region",
+    "PermanentRedirect": "the bucket is in another region: set storage.region",
+    "incorrectly configured region": "the bucket is in another region: set storage.region",
     "<Code>NotImplemented": "the store has no conditional writes",
     "169.254.169.254": _NO_CREDENTIALS,
     "metadata.google.internal": _NO_CREDENTIALS,
-    "Account must be specified": "Account must be specified: give storage.account",
+    "Account must be specified": "the account is missing: set storage.account",
     "body error": "the store's answers break off",
     "error sending request": "the store does not answer",
 }
@@ -97,7 +97,7 @@ class RunObjects:
         with self._request(name):
             try:
                 condition: Any = {"e_tag": e_tag}
-                if self.address.scheme == "gs":  # Google's condition is a generation, which listings lack
+                if self.address.scheme == "gs":  # Google's condition is a generation number, not an e_tag.
                     metadata = obstore.head(self._bucket, self._key(name))
                     if _tag(metadata) != e_tag:
                         return self._e_tag_if(name, content)
@@ -238,8 +238,8 @@ def _aws_credentials() -> dict[str, Any]:
         why = "none were found" if isinstance(failure, ValueError) else first_line(failure)
         raise JobError(
             f"AWS credentials: {why}",
-            hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, "
-            "or storage.anonymous for a public bucket",
+            hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
+            "or storage.anonymous: true for a public bucket",
         ) from None
 
 

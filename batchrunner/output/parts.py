@@ -1,8 +1,10 @@
-"""Parts and journals. A part is a complete Parquet file of finished rows; a journal holds rows until then.
+"""Part files and journals.
 
-Rows are appended to a journal and synced to the disk long before their part is written. A frame of a journal
-consists of three little-endian 32-bit numbers (the payload's size in bytes, its CRC-32, its number of rows)
-and the payload, an Arrow IPC stream with its own schema. A write that a crash or a full disk interrupts
+A part file is a complete Parquet file of finished rows; a journal holds newer rows.
+
+Rows are appended to a journal and synced to the disk long before their part file is written. A frame of a
+journal consists of three little-endian 32-bit numbers (the payload's size in bytes, its CRC-32, its number of
+rows) and the payload, an Arrow IPC stream with its own schema. A write that a crash or a full disk interrupts
 leaves a torn last frame, at which readers stop.
 """
 
@@ -79,9 +81,9 @@ def read_journal(path: Path) -> Iterator[pa.Table]:
 
 @contextlib.contextmanager
 def open_part(path: Path) -> Iterator[pq.ParquetFile]:
-    """Open a part for reading.
+    """Open a part file for reading.
 
-    Raises FileNotFoundError for a missing part, StorageError for one that the disk cannot read, and
+    Raises FileNotFoundError for a missing part file, StorageError for one that the disk cannot read, and
     ResumeError for a damaged one.
     """
     try:
@@ -103,12 +105,13 @@ def open_part(path: Path) -> Iterator[pq.ParquetFile]:
 
 
 def write_part(run_dir: RunDir, first_number: int, tables: Sequence[pa.Table], lock: TaskLock) -> int:
-    """Write rows in input order as a part, and return its number: the first free one from `first_number` on.
+    """Write rows in input order as a part file; return its number.
 
-    A part that already has a number is kept, and rows that it holds are not written again. If it holds all
-    remaining rows, nothing is written and its number is returned. The caller may not know of such a part,
-    because its listing was stale, or because an earlier try of this call failed after it had written the
-    part. Raises OSError or TaskLockLostError, and then leaves no file behind.
+    The number is the first free number from `first_number` on. A part file that already has a number is kept,
+    and rows that it holds are not written again. If it holds all remaining rows, nothing is written and its
+    number is returned. The caller may not know of such a part file, because its listing was stale, or because
+    an earlier try of this call failed after it had written the part file. Raises OSError or
+    TaskLockLostError, and then leaves no file behind.
     """
     remaining = [*tables]
     for number in count(first_number):
@@ -123,7 +126,8 @@ def write_part(run_dir: RunDir, first_number: int, tables: Sequence[pa.Table], l
         except FileExistsError:
             remaining = [rows for table in remaining if (rows := _without(table, path)).num_rows]
             if not remaining:
-                sync_directory(path.parent)  # The try that wrote this part may have failed before its sync.
+                # The try that wrote this part file may have failed before it synced the directory.
+                sync_directory(path.parent)
                 break
             log.warning(
                 "%s: was written by another attempt: the file is kept, and the next number is used", path
@@ -132,7 +136,10 @@ def write_part(run_dir: RunDir, first_number: int, tables: Sequence[pa.Table], l
 
 
 def _without(table: pa.Table, path: Path) -> pa.Table:
-    """Return the rows of a table that a part lacks. A part that is damaged or missing lacks all rows."""
+    """Return the rows of a table that a part file lacks.
+
+    A part file that is damaged or missing lacks all rows.
+    """
     try:
         with pq.ParquetFile(path) as part:
             existing = part.read(["row"]).column("row").cast(pa.int64()).combine_chunks()
@@ -147,12 +154,13 @@ def without_rows(table: pa.Table, rows: pa.Array) -> pa.Table:
 
 
 def recover(run_dir: RunDir, lock: TaskLock, schema: pa.Schema | None = None) -> None:
-    """Recover the task after an interrupted attempt: delete torn parts, turn journals into parts.
+    """Recover the task after an interrupted attempt: delete torn part files, turn journals into part files.
 
     The caller holds `lock`, the lock of the task. `schema` is that of the results, if it is known. Raises
     OSError or TaskLockLostError.
     """
-    next_number = run_dir.next_number()  # of the predecessor's next part, before its journals become parts
+    # The number of the predecessor's next part file is read before its journals become part files.
+    next_number = run_dir.next_number()
     predecessor = lock.predecessor
     lock.verify()
     for torn_part in run_dir.parts.glob(f".part-{run_dir.task}-*{TEMPORARY}"):
@@ -168,23 +176,26 @@ def recover(run_dir: RunDir, lock: TaskLock, schema: pa.Schema | None = None) ->
     for outdated in run_dir.task_directory.glob("journal-*"):
         lock.verify()
         outdated.unlink(missing_ok=True)
-    # Without a run.json the predecessor cannot have written a part, and a part alone would look like a
-    # damaged run.
+    # Without a run.json the predecessor cannot have written a part file, and a part file alone would look
+    # like a damaged run.
     if predecessor is not None and not predecessor.is_clean and run_dir.run_json.exists():
-        if schema is None:  # The predecessor stays recorded, so that the next attempt blocks its late part.
+        # Without a schema no file can be written. `lock` still names the predecessor, so a later attempt does
+        # it.
+        if schema is None:
             return
         _block_late_part(run_dir, next_number, schema, lock)
     lock.forget_predecessor()
 
 
 def _block_late_part(run_dir: RunDir, number: int, schema: pa.Schema, lock: TaskLock) -> None:
-    """Write an empty part under the name that the predecessor would use next, so that its write fails.
+    """Write an empty part file under the next name of the task's previous holder, so that its write fails.
 
     In an object store, a write may arrive long after its process has lost the task.
     """
     make_directory(run_dir.parts)
     with (
-        contextlib.suppress(FileExistsError),  # the late part, or the part of a journal, has this name
+        # If the name is taken, the late write has arrived, or `recover` has used the name for a journal.
+        contextlib.suppress(FileExistsError),
         whole_file(run_dir.part(number), lock.token, run_dir.store.add) as temporary,
     ):
         pq.write_table(schema.empty_table(), temporary)

@@ -27,7 +27,7 @@ class DoneRows:
     answered: BitMap64 = field(default_factory=BitMap64)
     """Rows with an answer."""
     failed: BitMap64 = field(default_factory=BitMap64)
-    """Rows with an error, and without an answer in another part."""
+    """Rows with an error, and without an answer in another part file."""
     counts_of_answered: RowCounts = field(default_factory=RowCounts)
     counts_of_failed: RowCounts = field(default_factory=RowCounts)
 
@@ -42,7 +42,10 @@ class DoneRows:
         return self.counts_of_answered + self.counts_of_failed
 
     def __len__(self) -> int:
-        """Return the number of rows with an answer or an error. A row that two parts hold counts once."""
+        """Return the number of rows with an answer or an error.
+
+        A row that two part files hold counts once.
+        """
         return len(self.answered) + len(self.failed)
 
     def without_failed(self) -> DoneRows:
@@ -50,7 +53,7 @@ class DoneRows:
         return DoneRows(answered=self.answered, counts_of_answered=self.counts_of_answered)
 
     def add(self, results: pa.Table) -> None:
-        """Add the rows of a part or of a journal's table, which has the columns `row` and `error`."""
+        """Add the rows of a part file or of a journal's table, which has the columns `row` and `error`."""
         counts = counts_in(results.schema)
         is_answered = pc.is_null(results.column("error"))
         rows = results.select(["row"])
@@ -64,7 +67,7 @@ class DoneRows:
         )
 
     def include(self, more: DoneRows) -> None:
-        """Add the rows and counts of further parts."""
+        """Add the rows and counts of further part files."""
         self.answered |= more.answered
         self.failed = (self.failed | more.failed) - self.answered
         self.counts_of_answered += more.counts_of_answered
@@ -72,12 +75,12 @@ class DoneRows:
 
 
 def read_done(run_dir: RunDir) -> DoneRows:
-    """Return the rows in this task's parts and journals.
+    """Return the rows in this task's part files and journals.
 
-    Raises ResumeError if a part is damaged, StorageError if the disk cannot read one.
+    Raises ResumeError if a part file is damaged, StorageError if the disk cannot read one.
     """
     done = DoneRows()
-    # The journals are read first, because a journal may become a part before the parts are listed.
+    # The journals are read first, because a journal may become a part file before the part files are listed.
     journals = [*_read_journals(run_dir)]
     for part in run_dir.own_parts():
         done.include(_read_part(part))
@@ -100,9 +103,9 @@ def done_by_all(run_dir: RunDir) -> DoneRows:
 
 
 def _read_part(path: Path) -> DoneRows:
-    """Return the rows of a part."""
+    """Return the rows of a part file."""
     done = DoneRows()
-    # A part that was discarded or moved away since the listing has no done rows.
+    # A part file that was discarded or moved away since the listing has no done rows.
     with contextlib.suppress(FileNotFoundError), open_part(path) as part:
         done.add(part.read(_COUNTED, use_threads=False))
     return done

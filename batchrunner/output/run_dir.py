@@ -40,7 +40,8 @@ _OURS = re.compile(
 """Names, relative to the run directory, of the files that the tasks of a run write."""
 _DIRECTORIES = re.compile(r"parts|(leases|tasks)(/.+)?")
 _RESERVED = re.compile(rf"(parts|leases|tasks|merged|\.input)(/.*)?|{_OURS.pattern}|discarding")
-"""Names in a run directory that only the run may write: its files, and whatever lies in its directories."""
+"""Names, relative to the run directory, that only the run may write: its files, and all in its
+directories."""
 SEGMENT = "turns-"
 """Prefix of the names of the files in a task's directory that hold turns of rollouts (turns.py)."""
 PLACE = ".place.json"
@@ -85,7 +86,7 @@ class RunDir:
         return self.store.uri or (self._path_in_job if is_uri(self._path_in_job) else str(self.path))
 
     def all_tasks(self) -> list[RunDir]:
-        """Return a RunDir for each task that has parts, or files in its directory."""
+        """Return a RunDir for each task that has part files, or files in its directory."""
         with_files = [path.name for path in self.tasks.glob("*") if not _is_empty(path)]
         in_store = self._published(self.tasks)
         with_parts = [task for task in map(_task_of, self.all_parts()) if task is not None]
@@ -101,7 +102,7 @@ class RunDir:
         return [run_dir for run_dir in self.all_tasks() if run_dir.task != self.task]
 
     def all_parts(self) -> list[Path]:
-        """Return the parts of all tasks, sorted by task, then by number."""
+        """Return the part files of all tasks, sorted by task, then by number."""
         return sorted(filter(_task_of, self.parts.glob("part-*.parquet")))
 
     def bring_results(self) -> None:
@@ -117,7 +118,7 @@ class RunDir:
             return self.store.names(directory)
 
     def part(self, number: int) -> Path:
-        """Return the path of this task's part with this number."""
+        """Return the path of this task's part file with this number."""
         return self.parts / f"part-{self.task}-{number:06d}.parquet"
 
     def owns(self, path: Path) -> bool:
@@ -131,16 +132,16 @@ class RunDir:
         return _RESERVED.fullmatch(path.relative_to(directory).as_posix()) is not None
 
     def own_parts(self) -> list[Path]:
-        """Return the parts of this task, oldest first."""
+        """Return the part files of this task, oldest first."""
         parts = self.parts.glob(f"part-{self.task}-*.parquet")
         return sorted(part for part in parts if _task_of(part) == self.task)
 
     def next_number(self) -> int:
-        """Return the number of this task's next part."""
+        """Return the number of this task's next part file."""
         return 1 + max(map(number_of, self.own_parts()), default=-1)
 
     def journal(self, number: int, token: str) -> Path:
-        """Return the path of the journal for part `number`; `token` is the token of the task's lock."""
+        """Return the path of the journal for part file `number`; `token` is the token of the task's lock."""
         return self.task_directory / f"journal-{number:06d}-{token}"
 
     def journals(self, last: str | None = None) -> list[Path]:
@@ -197,7 +198,7 @@ class RunDir:
         for path in sorted(self.path.rglob("*"), reverse=True):  # A directory comes after its files.
             before_each()
             name = path.relative_to(self.path).as_posix()
-            if self.task_directory in path.parents:
+            if self.task_directory in path.parents:  # with the lock and the sorted copy of this attempt
                 if path.name.startswith(("journal-", SEGMENT)):
                     path.unlink(missing_ok=True)
             elif path.is_dir():
@@ -213,13 +214,13 @@ class RunDir:
 
 
 def number_of(path: Path) -> int:
-    """Return the number in the name of a part or a journal."""
+    """Return the number in the name of a part file or a journal."""
     name = _PART.fullmatch(path.name)
     return int(name[2] if name else path.name.split("-")[1])
 
 
 def _task_of(part: Path) -> str | None:
-    """Return the task in the name of a part; None for another file."""
+    """Return the task in the name of a part file; None for another file."""
     name = _PART.fullmatch(part.name)
     return name[1] if name else None
 
@@ -294,9 +295,8 @@ def _with_copy(
             # the local file cannot be newer than the object to which it is compared.
             copied = read_json(run_dir.run_json)
             if copied and str(copied.get(RUN_ID)).encode() not in objects.look("run.json")[0]:
-                shutil.rmtree(
-                    root
-                )  # The run of this copy was deleted from the store, or replaced by a new run.
+                # The run of this copy was deleted from the store, or replaced by a new run.
+                shutil.rmtree(root)
             make_directory(root)
             place = {"uri": str(address), "storage": storage.model_dump(mode="json", exclude_unset=True)}
             (root / PLACE).write_bytes(orjson.dumps(place))

@@ -85,7 +85,8 @@ def check_same_run(old: Mapping[str, Any], new: Mapping[str, Any], where: str | 
     last of the old files. The models are compared if `new` has one.
     """
     difference = _files_difference(old["files"], new["files"])
-    if difference is None and new["limit"] is not None and new["limit"] < (old["limit"] or sys.maxsize):
+    old_limit = old["limit"] or sys.maxsize  # A run without a limit has the largest one.
+    if difference is None and new["limit"] is not None and new["limit"] < old_limit:
         difference = f"input.limit was {old['limit'] or 'unset'} and is {new['limit']}: it can only grow"
     may_differ = {"files", "limit"} if new["model"] else {"files", "limit", "model"}
     for name in {**new, **old}:
@@ -106,7 +107,7 @@ def known_fields(fingerprint_of_run: Mapping[str, Any]) -> list[str] | None:
 
 
 def _files_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str | None:
-    """Describe a difference of the input files that makes their rows differ; None if there is none."""
+    """Describe a change of the input files that changes rows of the run; None without such a change."""
     if len(new) < len(old):
         return f"the input had {len(old)} files and has {len(new)}"
     old_digests, new_digests = ({file["digest"] for file in files} for files in (old, new))
@@ -118,7 +119,7 @@ def _files_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> s
                     f"the new input file {after['path']} sorts before {before['path']}: "
                     "rename it so that it comes last"
                 )
-            moved = "" if before["path"] == after["path"] else f" (it stands where {before['path']} stood)"
+            moved = "" if before["path"] == after["path"] else f" (its position was that of {before['path']})"
             return f"the input file {after['path']} changed{moved}"
     return None
 

@@ -84,7 +84,7 @@ class Store:
     def bring_results(self, tasks: Collection[str] | None = None) -> None:
         """Fetch the current run.json, and the current parts (Parquet files of results) of these tasks.
 
-        By default, fetch the parts of all tasks.
+        By default, fetch the part files of all tasks.
         """
 
     def journals(self, task_directory: Path, last: str | None = None) -> list[Path]:  # noqa: ARG002 - of a store
@@ -134,8 +134,8 @@ LOCAL = Store()
 class ObjectStore(Store):
     """The files of a run as objects below its URI. Methods may be called from several threads.
 
-    Each file is published by one request. Journals are not published, because parts are published often. The
-    working copy on this machine has the files that were fetched or published.
+    Each file is published by one request. Journals are not published, because part files are published often.
+    The working copy on this machine has the files that were fetched or published.
     """
 
     def __init__(self, objects: RunObjects, root: Path, copies: Path) -> None:
@@ -199,7 +199,7 @@ class ObjectStore(Store):
             self._fetch(self._name(path))
 
     def bring_results(self, tasks: Collection[str] | None = None) -> None:
-        """Fetch run.json and those parts that have changed."""
+        """Fetch run.json and those part files that have changed."""
         task = "[^/]+" if tasks is None else f"(?:{'|'.join(map(re.escape, tasks))})"
         self.bring_all(re.compile(rf"run\.json|parts/part-{task}-\d+\.parquet"))
 

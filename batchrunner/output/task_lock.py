@@ -93,8 +93,8 @@ class TaskLock(ABC):
         self.is_abandoned = False
         """Whether `release` marks the task as abandoned, so that the next process recovers the task."""
         self.predecessor: LockHolder | None = None
-        """The dead holder that this process replaced, until its journals and parts are recovered. None for a
-        lock on a file system, where recovery does not depend on the name of the holder."""
+        """The dead holder that this process replaced, until its journals and part files are recovered. None
+        for a lock on a file system, where recovery does not depend on the name of the holder."""
 
     @property
     def token(self) -> str:
@@ -124,7 +124,7 @@ class TaskLock(ABC):
         self.is_abandoned = True
 
     def forget_predecessor(self) -> None:
-        """Forget the dead holder, because its journals and parts are recovered or discarded."""
+        """Forget the dead holder, because its journals and part files are recovered or discarded."""
         self.predecessor = None
 
     def _raise_lost(self, owner: bytes) -> None:
@@ -174,7 +174,7 @@ class FileTaskLock(TaskLock):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`directory` is that of the task."""
+        """`directory` is the directory of the task."""
         super().__init__(str(directory), me, clock=clock, sleep=sleep)
         self._directory = directory
         self._owner = directory / OWNER
@@ -245,9 +245,8 @@ class FileTaskLock(TaskLock):
                 return
             if not self._directory.parent.exists():  # The disk is gone, so nobody can have taken the lock.
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._owner))
-            self._sleep(
-                SHORT_POLL_S
-            )  # A slow `_replace` of another process may be about to restore our name.
+            # A slow `_replace` of another process may be about to restore our name.
+            self._sleep(SHORT_POLL_S)
         self._raise_lost(read_bytes(self._owner))
 
     def release(self) -> None:
@@ -359,7 +358,7 @@ class StoreTaskLock(TaskLock):
         """Mark the task as abandoned in the object. Ignore errors.
 
         If this process has not recovered the task, the object names the predecessor again, because the
-        predecessor's journals and parts still have to be recovered.
+        predecessor's journals and part files still have to be recovered.
         """
         with self._writing, contextlib.suppress(OSError):
             holder = self.predecessor or replace(self._me, is_clean=not self.is_abandoned)
@@ -400,9 +399,8 @@ def hold_task(
         lock.acquire(dead_owner)
 
     def beat() -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # The next heartbeat tries again, and `verify` reports a lost lock.
+        # After an error the next heartbeat tries again, and `verify` reports a lock that was lost.
+        with contextlib.suppress(OSError):
             lock.beat()
 
     try:

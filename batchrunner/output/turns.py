@@ -47,7 +47,7 @@ class TurnStore:
     def __post_init__(self) -> None:
         """Begin without answers, and write nothing yet."""
         self._segments: dict[Path, BitMap64] = {}
-        """Segments of this attempt, each with those of its rows whose results are in no part yet."""
+        """Segments of this attempt, each with those of its rows whose results are in no part file yet."""
         self._recovered: dict[int, list[str]] = defaultdict(list)
         """Answers that earlier attempts and other tasks have written, by row, as in column `turn`."""
         self._unwritten: list[tuple[int, str | None]] = []
@@ -59,7 +59,7 @@ class TurnStore:
         """Size in bytes of the newest segment's answers."""
         self._next_number = 0
         """Number of the next segment."""
-        self._lock = threading.Lock()  # `ended` is called in the thread that writes parts
+        self._lock = threading.Lock()  # `ended` is called in the thread that writes part files
 
     def load(self, lease: Lease) -> None:
         """Read the stored answers of the rows of a lease. Blocks. Raises StorageError."""
@@ -69,10 +69,8 @@ class TurnStore:
         # Later segments have higher numbers, also across tasks, so a null voids only earlier answers.
         for path in sorted(segments, key=lambda path: path.name):
             self._next_number = max(self._next_number, 1 + int(path.name.split("-")[1]))
-            with (
-                writing(path),
-                contextlib.suppress(FileNotFoundError),
-            ):  # the segment's task may delete it now
+            # The task of a segment may delete the file at this moment.
+            with writing(path), contextlib.suppress(FileNotFoundError):
                 for table in read_journal(path):
                     for row, turn in zip(*table.to_pydict().values(), strict=True):
                         if turn is None:
@@ -115,9 +113,11 @@ class TurnStore:
                 del self._unwritten[: len(batch)]
 
     def ended(self, rows: BitMap64) -> None:
-        """Delete the segments whose rows are all in parts now, except the newest segment. Raises OSError.
+        """Delete the segments whose rows are all in part files now, except the newest segment.
 
-        `rows` are the rows of a new part.
+        Raises OSError.
+
+        `rows` are the rows of a new part file.
         """
         with self._lock:
             for path in [*self._segments]:

@@ -1,7 +1,8 @@
-"""Writes the outcomes of a run: within `output.durable` to a journal, and later to a part.
+"""Writes the outcomes of a run: within `output.durable` to a journal, and later to a part file.
 
-A part is a complete Parquet file of results. A journal makes rows durable until they are in a part. A write
-that fails is repeated for up to `limits.disk_wait`, so that somebody can make room or a mount can come back.
+A part file is a complete Parquet file of results. A journal makes rows durable until they are in a part file.
+A write that fails is repeated for up to `limits.disk_wait`, so that somebody can make room or a mount can
+come back.
 """
 
 from __future__ import annotations
@@ -36,29 +37,30 @@ FLUSH_FRACTION = 0.7
 FLUSH_BYTES = 64 << 20
 """Size in bytes of the rows in memory at which they are written although they are not due."""
 LAG_FRACTION = 0.05
-"""Time between two parts, as a fraction of the age of the attempt. With a constant time, a slow run of a week
-would write 20,000 files with few rows, which every reader has to list and open."""
+"""Time between two part files, as a fraction of the age of the attempt. With a constant time, a slow run of a
+week would write 20,000 files with few rows, which every reader has to list and open."""
 LONGEST_LAG_S = 1800.0
-"""Maximum time between two parts in seconds. A run of a week then writes about 420 parts."""
+"""Maximum time between two part files in seconds. A run of a week then writes about 420 part files."""
 _STRUCT_BYTES = 16
 """Approximate size in bytes of a number, or of a token with its log probability."""
 
 
 def part_interval_s(age_s: float, first_s: float) -> float:
-    """Return the maximum seconds from the end of a row until it is in a part.
+    """Return the maximum seconds from the end of a row until it is in a part file.
 
-    The attempt is `age_s` seconds old. The first parts of an attempt come after `first_s` seconds, so that
-    users see results soon.
+    The attempt is `age_s` seconds old. The first part files of an attempt come after `first_s` seconds, so
+    that users see results soon.
     """
     return max(first_s, min(LAG_FRACTION * age_s, LONGEST_LAG_S))
 
 
 @dataclass(eq=False)
 class ResultWriter:
-    """Writes finished rows to a journal, and to a part every `part_rows` rows or after `part_interval_s`.
+    """Writes finished rows to a journal, and later to a part file.
 
-    While the disk accepts no writes, rows wait in memory up to a limit. At the limit `put` blocks, so that
-    rows keep their slots and the run pauses.
+    A part file is written every `part_rows` rows, or after `part_interval_s`. While the disk accepts no
+    writes, rows wait in memory up to a limit. At the limit `put` blocks, so that no further rows are sent and
+    the run pauses.
     """
 
     run_dir: RunDir
@@ -69,18 +71,19 @@ class ResultWriter:
     durable_s: float
     """Maximum seconds from the end of a row until it is in a journal on disk."""
     part_s: float
-    """Maximum seconds from the end of a row until it is in a part; only in a young attempt if `lag_grows`."""
+    """Maximum seconds from the end of a row until it is in a part file; only in a young attempt if
+    `lag_grows`."""
     lag_grows: bool
-    """Whether the time between two parts grows with the age of the attempt. It must not grow in an object
-    store, where only parts make rows durable."""
+    """Whether the time between two part files grows with the age of the attempt. It must not grow in an
+    object store, where only part files make rows durable."""
     lock: TaskLock
     """The lock of the task, which the caller holds."""
     committed: Callable[[BitMap64], None]
-    """Called in a thread with the rows of each new part. It may block and raise OSError."""
+    """Called in a thread with the rows of each new part file. It may block and raise OSError."""
     disk: DiskWait
 
     def __post_init__(self) -> None:
-        """Create the directory of the parts; raises StorageError."""
+        """Create the directory of the part files; raises StorageError."""
         run_dir = self.run_dir
         with writing(run_dir.parts):
             make_directory(run_dir.parts)
@@ -123,7 +126,7 @@ class ResultWriter:
                 task.result()
 
     async def close(self) -> None:
-        """Write the remaining rows as a part. Raises StorageError if they could not be written."""
+        """Write the remaining rows as a part file. Raises StorageError if they could not be written."""
         self._is_closing = True
         self._changed.set()
         try:
@@ -138,15 +141,16 @@ class ResultWriter:
             self._part.close()
 
     def _is_full(self) -> bool:
-        """Return whether the rows in memory reach the size of a part, so that they must be written now."""
+        """Return whether the rows in memory reach the size of a part file, and so must be written."""
         return self._part.rows + len(self._buffer) >= self.part_rows or self._bytes >= FLUSH_BYTES
 
     async def _write_when_due(self) -> None:
-        """Write rows whenever they are due, until no more rows come and all rows are in parts."""
+        """Write rows whenever they are due, until no more rows come and all rows are in part files."""
         try:
             while self._buffer or self._part.rows or not self._is_closing:
-                wait_s = 0.0 if self._is_closing or self._is_full() else self._due_s()
-                if wait_s is None or wait_s > 0:
+                must_write_now = self._is_closing or self._is_full()
+                wait_s = 0.0 if must_write_now else self._due_s()
+                if wait_s is None or wait_s > 0:  # None: wait until the buffer has a row
                     self._changed.clear()
                     with contextlib.suppress(asyncio.TimeoutError):
                         await asyncio.wait_for(self._changed.wait(), wait_s)
@@ -156,7 +160,7 @@ class ResultWriter:
             self._has_room.set()  # A waiting `put` then raises the error that ended this task.
 
     def _due_s(self) -> float | None:
-        """Return the seconds until the next write is due: of the buffer's oldest row, or of the part.
+        """Return the seconds until the next write is due: of the buffer's oldest row, or of the part file.
 
         Return None if there is nothing to write.
         """
@@ -166,14 +170,14 @@ class ResultWriter:
         return min(due_at) - time.monotonic() if due_at else None
 
     def _part_due_at(self, part: _PendingPart) -> float:
-        """Return the time by which a part with rows must be written, on the clock of `time.monotonic`."""
+        """Return the time by which a part file must be written, as `time.monotonic` counts."""
         interval_s = self.part_s
         if self.lag_grows:
             interval_s = part_interval_s(part.first_at - self._began, self.part_s)
         return part.first_at + interval_s
 
     async def _write(self) -> None:
-        """Write the oldest rows of the buffer to the journal, and the part if it is due."""
+        """Write the oldest rows of the buffer to the journal, and the part file if it is due."""
         part = self._part
         outcomes = self._take_oldest(self.part_rows - part.rows)
         if outcomes:
@@ -183,7 +187,8 @@ class ResultWriter:
         part_is_due = self._is_closing or is_full or time.monotonic() >= self._part_due_at(part)
         last_part_is_late = self._publishing is not None and not self._publishing.done()
         in_store = self.run_dir.store.objects is not None  # An object store may be unavailable for long.
-        # A part that is written at once makes its rows durable, so they need not go to the journal first.
+        # A part file that is written at once makes its rows durable, so they need not go to the journal
+        # first.
         part_comes_at_once = part_is_due and not last_part_is_late and not in_store
         needs_journal = bool(outcomes) and not part_comes_at_once
         if needs_journal:
@@ -200,21 +205,22 @@ class ResultWriter:
         return outcomes
 
     def _table_of(self, outcomes: list[Outcome]) -> pa.Table:
-        """Return outcomes as a table with the schema of a part, and with their counts in its metadata."""
+        """Return outcomes as a table for a part file, with their counts in its metadata."""
         return with_counts(table_of(outcomes, self.schema, self.plan), count(outcomes))
 
     async def _begin_next_part(self) -> None:
-        """Publish the part in the background, and begin another part for the next rows."""
-        await self._wait_for_part()  # Memory then holds at most two parts.
+        """Publish the part file in the background, and begin another part file for the next rows."""
+        await self._wait_for_part()  # Memory then holds at most two part files.
         part = self._part
         self._publishing = asyncio.ensure_future(self._publish(part))
         self._part = _PendingPart(self.run_dir, part.number + 1, self.lock)
         self._has_room.set()
 
     async def _publish(self, part: _PendingPart) -> None:
-        """Write a part, while rows that finish go to the journal of the next part."""
+        """Write a part file, while rows that finish go to the journal of the next part file."""
         await self.disk.write(part.path, part.publish)
-        # `publish` skips numbers that another attempt has used, so the next part may need a higher number.
+        # `publish` skips numbers that another attempt has used, so the next part file may need a higher
+        # number.
         self._part.number = max(self._part.number, part.number + 1)
         await self.disk.write(part.path, functools.partial(self.committed, part.row_set()))
         log.debug("wrote %s (%d rows)", part.path.name, part.rows)
@@ -226,7 +232,7 @@ class ResultWriter:
 
 
 class _PendingPart:
-    """The rows of the next part, in memory and in the part's journal.
+    """The rows of the next part file, in memory and in the part file's journal.
 
     Methods block, and may be called again after an OSError. A process that was suspended for a while may have
     lost its task to another process, which has recovered the task. So `append_journal` and `publish` verify
@@ -238,7 +244,7 @@ class _PendingPart:
         self._lock = lock
         self.number = number
         self.rows = 0
-        """Number of input rows in the part. Each has all its completions."""
+        """Number of input rows in the part file. Each has all its completions."""
         self.bytes = 0
         """Size in bytes of the tables in memory."""
         self.first_at = 0.0
@@ -249,7 +255,7 @@ class _PendingPart:
 
     @property
     def path(self) -> Path:
-        """Path that the part will have, unless another part already has this path."""
+        """Path that the part file will have, unless another part file already has this path."""
         return self._run_dir.part(self.number)
 
     def add(self, table: pa.Table, rows: int) -> None:
@@ -268,14 +274,14 @@ class _PendingPart:
         self._journal.append(self._tables[-1])
 
     def publish(self) -> None:
-        """Write the part and delete its journal."""
+        """Write the part file and delete its journal."""
         number = write_part(self._run_dir, self.number, self._tables, self._lock)
         self.close()
         self._journal_path.unlink(missing_ok=True)
         self.number = number  # Last, so that a repeated call begins at the same number.
 
     def row_set(self) -> BitMap64:
-        """Return the ordinals of the part's rows."""
+        """Return the ordinals of the part file's rows."""
         chunks = [chunk for table in self._tables for chunk in table.column("row").chunks]
         return rows_of_column(pa.chunked_array(chunks))
 

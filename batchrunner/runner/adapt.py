@@ -90,7 +90,7 @@ class Adaptation:
         while True:
             yield from self._measure_window()
             for server, watch in self._servers.items():
-                server.keep()
+                server.keep()  # A server that has worked for a window keeps its flags if it dies later.
                 step = None if server.lost else self._next_step(server, watch)
                 if step is not None:
                     yield from self._try(server, step)
@@ -152,7 +152,7 @@ class Adaptation:
         rates_before = self._rates()
         server.adapt(new_args, step.why)
         yield from self._measure_window(MOST_WINDOWS * (TIMING.adapt + self._life_s))
-        server.keep()
+        server.keep()  # From now on, a death of the server does not revert its flags.
         # A server that failed to start with the new flags has other flags now. That counts as a loss of all
         # speed.
         has_new_args = server.adapted == new_args
@@ -176,6 +176,7 @@ class Adaptation:
         why = f"{command_line(step.args)}: {speed}: {outcome}"
         log.warning("%s: %s", server.name, why)
         server.incidents.append(Incident("adapted", server.name, why, {"new": step.args, "gain": gain}))
+        # One server restarts at a time. Each restart has to pay off in the time that remains then.
         for restarted, args in restarts.items():
             if self._pays(restarted, abs(gain)):
                 restarted.adapt(args, f"{server.name} showed {1 + gain:.2f} x")

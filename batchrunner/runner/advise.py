@@ -30,7 +30,7 @@ def advise(
     InputError or OutputError if the source is none of these, and InputError for an unknown card.
     """
     if card and architecture_of(card) is None:
-        raise InputError(f"--card {card}: unknown card; known are {KNOWN_CARDS}")
+        raise InputError(f"--card {card}: not a known GPU; known are {KNOWN_CARDS}")
     situation = _read(source, span_s)
     situation.facts.card = card or situation.facts.card
     situation.facts.config = config_of(situation.facts)

@@ -66,10 +66,13 @@ def run_batch(
 ) -> BatchRun:
     """Run or resume a batch, and write its results once all lines are done. Raises BatchrunError.
 
-    `job` holds the options of `job_of_batch`, and `options` those of `run_in_foreground`.
+    `requests` is the batch file, `output` and `errors` are the result files. `job` has the options of
+    `job_of_batch`, and `options` those of `run_in_foreground`.
     """
     if requests == "-":
-        raise JobError("requests: standard input cannot be read again to resume", hint="save it to a file")
+        raise JobError(
+            "requests: standard input cannot be read again to resume", hint="save the requests in a file"
+        )
     results = results_path(output, "--output")
     failed = results_path(errors, "--errors") if errors else None
     run = results.with_name(f"{results.name}.run")

@@ -49,23 +49,23 @@ class Check:
     rows_in_input: int
     """Number of rows in the input files."""
     rows_total: int
-    """Rows that `input.filter` and `input.limit` select."""
+    """Number of rows that `input.filter` and `input.limit` select."""
     rows_done: int
-    """Rows that earlier starts finished, including failed rows."""
+    """Number of rows that earlier starts finished, including failed rows."""
     rows_failed: int
-    """Rows of `rows_done` that have an `error`."""
+    """Number of rows in `rows_done` that ended with an error."""
     rows_to_do: int
-    """Rows that a start would send."""
+    """Number of rows that a start would send."""
     order: OrderDecision
-    """Order of sending, and why."""
+    """Order in which rows are sent, and the reason for it."""
     prompts: list[dict[str, Any]]
     """First three prompts, each with `row`, `kind`, `prompt`, and `error` if the row cannot be sent."""
     rows_looked_at: int
     """Number of rows that were rendered as a trial: the first 1,000, or all rows of a batch file."""
     rows_not_sendable: int
-    """Rows of `rows_looked_at` that cannot be sent, for example because the prompt is empty."""
+    """Number of rows in `rows_looked_at` that cannot be sent, for example because the prompt is empty."""
     not_sendable: list[dict[str, Any]]
-    """Why rows cannot be sent, the most frequent reason first: `rows`, `example_row`, `example`."""
+    """Reasons for which rows cannot be sent, the most frequent first: `rows`, `example_row`, `example`."""
     not_looked_at: str | None
     """Part of the job that only a start can check, such as a model whose files are not on this machine; null
     if everything was checked."""

@@ -88,9 +88,7 @@ class Control:
         Raises BatchrunError, whose message ends with `when`, if the work is cancelled.
         """
         working = asyncio.ensure_future(work)
-        stopped = (
-            asyncio.get_running_loop().create_future()
-        )  # ends, by its cancellation, at a request to stop
+        stopped = asyncio.get_running_loop().create_future()  # It is cancelled at a request to stop.
         ends: set[asyncio.Future[Any]] = {working, stopped}
         try:
             with self.listening(stopped.cancel):

@@ -80,7 +80,7 @@ class LeasedRows(TaskRows):
         self._uncommitted: dict[int, tuple[Lease, BitMap64]] = {}
         """The leases that this worker holds, by number, each with its rows that are in no part file (a
         Parquet file of results) yet."""
-        # The reader, the writer of parts and the end of the run use `_uncommitted` in different threads.
+        # The reader, the writer of part files and the end of the run use `_uncommitted` in different threads.
         self._lock = threading.Lock()
         self._monitors: dict[str, LivenessMonitor] = {}
         """Monitors of the other workers that held leases at the last look, by worker."""

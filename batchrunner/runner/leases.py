@@ -89,7 +89,7 @@ class Leases:
                 self._read_plan(int(plan[1]))
         for match in filter(None, map(_NAME.fullmatch, names)):
             number, turn, end = match.groups()
-            if int(number) < len(self):
+            if int(number) < len(self):  # Leases of later plans are ignored like these plans.
                 self._note(int(number), int(turn), ended=end is not None)
 
     @property
@@ -232,7 +232,7 @@ class Leases:
             remaining = self._read(f"{_name(number, turn - 1)}.end").get("left")
             return rows_from_text(remaining) if remaining else BitMap64()
         plan, positions = self._places[number]
-        if plan.order is None:
+        if plan.order is None:  # In input order, positions are the ordinals of rows.
             return plan.rows & BitMap64(positions)
         if plan.order not in self._copies:
             self._copies[plan.order] = SortedCopy(self._copy(plan.order))

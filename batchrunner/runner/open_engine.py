@@ -45,9 +45,7 @@ class OpenEngine:
     def start(self, work: Callable[..., Coroutine[Any, Any, T]]) -> LoopWork[T]:
         """Start `work` with the open engine as its argument `engine`.
 
-        If the engine closes, `work` is cancelled.
-
-        Raises BatchrunError if the engine is closed already.
+        If the engine closes, `work` is cancelled. Raises BatchrunError if the engine is closed already.
         """
         return self.loop.start(functools.partial(work, engine=self.shared))
 

@@ -21,7 +21,7 @@ Discard: TypeAlias = Literal["run", "failed rows", "nothing"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOptions:
-    """Options of one start. Raises JobError if they contradict each other."""
+    """Options with which a run is started. Raises JobError if two options contradict each other."""
 
     fresh: bool = False
     """Discard the run and begin again."""

@@ -145,7 +145,7 @@ def prepare(
         dataset = _open_dataset(job, run_dir, run, run_dir.copies if keeps_copies else None)
         functions = open_functions(job)
         answers = plan_answers(job, functions)
-        faults = Faults()
+        faults = Faults()  # The faults of checks and templates are shown together, in one message.
         if answers.checks:
             from batchrunner.dispatch.checks import AnswerConditions  # noqa: PLC0415 - only for such jobs
 
@@ -156,12 +156,12 @@ def prepare(
         faults.raise_all()
         dataset.log_notes(renderer.columns)
         before = None if fresh else _fingerprint_of(run_dir)
-        if before is not None:
+        if before is not None:  # Files to which rows were appended are recognized as those of the run.
             dataset.recognize(before["files"])
         elif job.output.reuse is not None:  # The fields of the prompts must be in the other run's order.
             before = _fingerprint_of(look_at_run(job.output.reuse, job.storage))
         job, renderer = _with_field_order(job, renderer, dataset, answers, before=before)
-    except BaseException:
+    except BaseException:  # A job that is refused leaves no copies and no processes behind.
         drop_copies(run_dir)
         if functions is not None:
             functions.close()
@@ -231,9 +231,10 @@ def drop_copies(run_dir: RunDir, *, is_done: bool = False) -> None:
     with contextlib.suppress(OSError, BatchrunError):
         if run_dir.run_json.exists() and not is_done:
             return
-        other_users = run_dir.other_tasks() if is_done else run_dir.all_tasks()
-        if run_dir.copies.exists() and _is_held(other_users):
-            return
+        if run_dir.copies.exists():
+            possible_users = run_dir.other_tasks() if is_done else run_dir.all_tasks()
+            if _is_held(possible_users):
+                return
         shutil.rmtree(run_dir.copies, ignore_errors=True)
         run_dir.path.rmdir()  # succeeds only for a run that has not begun, whose directory is empty
 
@@ -270,7 +271,7 @@ def _open_dataset(job: Job, run_dir: RunDir, run: Path, copies: Path | None) -> 
         real = Path(file.path) if run_dir.store.input_place else Path(file.path).resolve()
         if run in real.parents:
             raise OutputError(
-                f"output.path {run_dir.name}: the input file {file.path} lies in it",
+                f"output.path {run_dir.name}: the input file {file.path} lies in this directory",
                 hint="give another directory",
             )
     return dataset

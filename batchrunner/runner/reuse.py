@@ -1,8 +1,8 @@
 """Reuse of another run's answers to equal requests (`output.reuse`), before any row is sent.
 
 duckdb joins the digests of both runs' requests, and puts the answers into the order of the new input, in
-bounded memory. The answers become parts of the new run, so no later step sends their rows. The job's `parse`
-function is called again on these answers.
+bounded memory. The answers are written as part files (Parquet files of results) of the new run, so no later
+step sends their rows. The job's `parse` function is called again on these answers.
 """
 
 from __future__ import annotations
@@ -50,9 +50,12 @@ log = logging.getLogger(__name__)
 CHUNK_ROWS = 1024
 """Maximum number of answers that are read at once."""
 _ASKED = {"digest": pa.binary(), "new_row": pa.int64(), "shares": pa.bool_(), "is_wanted": pa.bool_()}
-"""Columns of the duckdb table `asked`, which has this run's requests."""
-_ALL, _UNCUT = "TRUE", f"coalesce(finish_reason::VARCHAR, '') NOT LIKE '%{CUT}%'"
-"""Conditions for answers without an error that may be reused: all, or those that are not truncated."""
+"""Columns of the duckdb table `asked`, which has a row for each request of this run. `shares` is whether the
+request may have the same answer as an equal request, `is_wanted` whether its row is missing."""
+_ALL = "TRUE"
+"""SQL condition for the stored answers that may be reused: all answers without an error."""
+_UNCUT = f"coalesce(finish_reason::VARCHAR, '') NOT LIKE '%{CUT}%'"
+"""SQL condition for the stored answers that may be reused: those that are not truncated."""
 _JOIN = """
 CREATE TABLE equal AS
 WITH good AS (
@@ -66,8 +69,9 @@ WITH good AS (
 )
 SELECT new_row, filename, file_row_number FROM new JOIN old USING (digest, nth) WHERE is_wanted
 """
-"""Equal requests that may share an answer all get the first stored one. Requests that may
-not share one get different stored answers, assigned in a fixed order."""
+"""SQL that finds a stored answer for each request. Equal requests that may share an answer all get the first
+stored answer. Equal requests that may not share get different stored answers: the nth request in input order
+gets the nth answer."""
 _ANSWERS = """
 SELECT stored.* REPLACE (new_row AS row, NULL AS latency_s, 0::INTEGER AS attempts)
 FROM equal JOIN stored USING (filename, file_row_number) ORDER BY new_row
@@ -75,53 +79,59 @@ FROM equal JOIN stored USING (filename, file_row_number) ORDER BY new_row
 
 
 class Reuse:
-    """Answers that a run takes from another run."""
+    """The answers that a run takes over from another run."""
 
     def __init__(
         self, prepared: PreparedJob, control: Control, model: str | None, weights: str | None = None
     ) -> None:
-        """Raise JobError if this run cannot use any answer of the other run.
+        """Open the other run. Raises JobError if this run cannot use any of its answers.
 
         `model` and the version of its `weights` are compared if they are known.
         """
         job, self._prepared, self._control = prepared.job, prepared, control
         self.counts = RowCounts()
-        """Counts of the rows that got an answer."""
+        """Counts of the rows that got an answer of the other run."""
         assert job.output.reuse is not None
         self._run = look_at_run(job.output.reuse, job.storage)
         self._facts = require_run_json(self._run)
         problem = self._problem(model, weights)
         if problem is not None:
             message = f"output.reuse: {self._run.name}: {problem}"
-            raise JobError(message, hint="leave it out, or make the two jobs alike")
+            raise JobError(message, hint="leave out output.reuse, or make the two jobs alike")
 
     def _problem(self, model: str | None, weights: str | None) -> str | None:
-        """Say why no answer of the other run can be used; None if some can."""
+        """Return the reason for which no answer of the other run can be used; None if some can be used."""
         prepared = self._prepared
         if self._run.path.resolve() == prepared.run_dir.path.resolve():
-            return "is the output path itself"
+            return "is the output path of this job itself"
         if judges_by_row(prepared.functions):
-            return "accept.python is called with the row, which the digests of requests do not cover"
+            return (
+                "accept.python depends on the row, but requests of two runs are compared without their rows"
+            )
         difference = self._difference(model, weights)
         if difference is not None:
             return difference
-        judge = prepared.code_digests.get(CHECK)
-        if self._facts.get(CODE, {}).get(CHECK) != ([judge] if judge else None):
-            return "the code of accept.python has changed since"
+        # run.json lists each code that the function had. Answers that another code accepted cannot be used.
+        check_digest = prepared.code_digests.get(CHECK)
+        digests = [check_digest] if check_digest else None
+        if self._facts.get(CODE, {}).get(CHECK) != digests:
+            return "the code of accept.python has changed since that run"
         return None
 
     def _difference(self, model: str | None, weights: str | None) -> str | None:
-        """Describe the first setting in which the two runs differ; None if none matters."""
+        """Describe the first setting whose difference makes the answers unusable; None if there is none."""
         prepared, old = self._prepared, self._facts["fingerprint"]
         new = prepared.fingerprint(model or old["model"])
-        # After "longer", answers may be longer than this job allows; other values need not agree.
+        # With "longer", the other run may have answers that are longer than this job allows. All other values
+        # of `on_length` need not be the same.
         if old["accept"]["on_length"] != "longer":
             new["accept"]["on_length"] = old["accept"]["on_length"]
         pairs = {name: (old[name], new[name]) for name in ("task", "model", "accept")}
         pairs["prompt.truncate"] = old["prompt"].get("truncate"), prepared.job.prompt.truncate
         weights_before = self._facts["engine"].get("weights")
         pairs["weight_version"] = weights_before, weights_before and (weights or weights_before)
-        if prepared.answers.task is not None:  # else they are columns of `parse`, which is called again
+        # Without a task (such as embedding), these are columns of `parse`, which is called again.
+        if prepared.answers.task is not None:
             for name, _ in prepared.answers.parsed:
                 pairs[name] = old["columns"].get(name), new["columns"].get(name)
         for name, (before, after) in pairs.items():
@@ -138,80 +148,94 @@ class Reuse:
         *,
         before_first: Callable[[], None] = lambda: None,
     ) -> BitMap64:
-        """Write answers for the `missing` rows among the `selected` ones; return the rows that got one.
+        """Write stored answers for the rows that are `missing`; return the rows that got an answer.
 
-        The answers become parts of the worker of `run_dir`, whose `lock` the caller holds. `before_first` is
-        called before the first answer is written. Raises InputError or StorageError.
+        `selected` are all rows of this run. The answers become part files of the worker of `run_dir`, whose
+        `lock` the caller holds. `before_first` is called before the first answer is written. Raises
+        InputError or StorageError.
         """
         reused = BitMap64()
-        most = self._prepared.job.output.part_rows
-        size = min(CHUNK_ROWS, most)
-        work = run_dir.task_directory / "order-reuse"  # if left behind, the next sort deletes it
+        part_rows = self._prepared.job.output.part_rows
+        chunk_rows = min(CHUNK_ROWS, part_rows)
+        # If this process is killed, the next sort of rows deletes the directory, because of its name.
+        work = run_dir.task_directory / "order-reuse"
         shutil.rmtree(work, ignore_errors=True)
         with writing(work), ExitStack() as stack:
             make_directory(work)
             stack.callback(shutil.rmtree, work, ignore_errors=True)
-            tables = self._answers(stack.enter_context(connect(work)), selected, missing, size)
-            for pieces in in_chunks(tables, most // size, lambda table: table.nbytes):
+            database = stack.enter_context(connect(work))
+            all_tables = self._answers(database, selected, missing, chunk_rows)
+            for tables in in_chunks(all_tables, part_rows // chunk_rows, lambda table: table.nbytes):
                 if not reused:
                     before_first()
                     lock.verify()
                     self._begin(run_dir, len(selected))
-                write_part(run_dir, run_dir.next_number(), pieces, lock)
-                reused |= BitMap64().union(*(rows_of_column(piece.column("row")) for piece in pieces))
+                write_part(run_dir, run_dir.next_number(), tables, lock)
+                reused |= BitMap64().union(*(rows_of_column(table.column("row")) for table in tables))
         rows = f"{len(reused):,} of {len(missing):,} rows"
         log.info("%s have the answer of an equal request in %s", rows, self._run.name)
         return reused
 
     def _begin(self, run_dir: RunDir, rows_total: int) -> None:
-        """Store in run.json which model made the answers, and from which input.
+        """Write the model that generated the answers, and the fingerprint of the input, to run.json.
 
-        Later starts then refuse an engine with another model, or an input that was changed since.
+        Later starts then refuse an engine with another model, or an input that has changed.
         """
         run_dir.discard_merged()
         make_directory(run_dir.parts)
         fingerprint = self._prepared.fingerprint(self._facts["fingerprint"]["model"])
         digests = self._prepared.code_digests
         if read_run_json(run_dir) is None:
-            old = {name: self._facts[name] for name in ("engine", "versions")}
             write_run_json(
-                run_dir, self._prepared.job, digests, fingerprint=fingerprint, rows_total=rows_total, **old
+                run_dir,
+                self._prepared.job,
+                digests,
+                fingerprint=fingerprint,
+                rows_total=rows_total,
+                engine=self._facts["engine"],
+                versions=self._facts["versions"],
             )
         else:
             raise_total(run_dir, rows_total, fingerprint, digests)
 
     def _answers(
-        self, db: DuckDBPyConnection, selected: BitMap64, missing: BitMap64, size: int
+        self, database: DuckDBPyConnection, selected: BitMap64, missing: BitMap64, chunk_rows: int
     ) -> Iterator[pa.Table]:
-        """Yield the answers of missing rows as tables for parts, in input order, at most `size` rows each."""
+        """Yield stored answers for the missing rows in input order, as tables for part files.
+
+        A table has at most `chunk_rows` rows. Yield nothing if the stored part files lack a column.
+        """
         prepared, parts = self._prepared, [str(path) for path in self._run.all_parts()]
-        stored = [pq.read_schema(part) for part in parts]
+        stored_schemas = [pq.read_schema(part) for part in parts]
         schema = prepared.results_schema
-        new_names = {*prepared.renderer.carried_schema.names}
-        if prepared.answers.task is None:  # these columns are those of `parse`, which is called again
-            new_names |= {name for name, _ in prepared.answers.parsed}
-        names = {*schema.names} - new_names
-        if not {name for schema_of_part in stored for name in schema_of_part.names}.issuperset(names):
-            return  # parts of an earlier version lack columns
-        schema = schema.with_metadata(stored[0].metadata)  # which says what made the answers
-        db.read_parquet(
+        # Columns that come from this run's input, or that its `parse` makes anew, need not be stored.
+        computed_names = {*prepared.renderer.carried_schema.names}
+        if prepared.answers.task is None:
+            computed_names |= {name for name, _ in prepared.answers.parsed}
+        names = {*schema.names} - computed_names
+        stored_names = {name for stored_schema in stored_schemas for name in stored_schema.names}
+        if not stored_names.issuperset(names):  # the other run is of an earlier version, without some columns
+            return
+        schema = schema.with_metadata(stored_schemas[0].metadata)  # It names the model that made the answers.
+        stored = database.read_parquet(
             parts, union_by_name=True, hive_partitioning=False, filename=True, file_row_number=True
-        ).create_view("stored")
-        insert(db, "asked", _ASKED, self._requests(selected, missing))
-        db.execute(_JOIN.format(good=_ALL if prepared.answers.on_length == "keep" else _UNCUT))
+        )
+        stored.create_view("stored")
+        insert(database, "asked", _ASKED, self._requests(selected, missing))
+        database.execute(_JOIN.format(good=_ALL if prepared.answers.on_length == "keep" else _UNCUT))
         with closing(DatasetReader(prepared.dataset, prepared.renderer.columns)) as reader:
-            for answers in db.sql(_ANSWERS).to_arrow_reader(size):
+            for answers in database.sql(_ANSWERS).to_arrow_reader(chunk_rows):
+                position = 0
+                # The rows of these answers are read again, for the columns that are copied from the input.
                 for batch in reader.read(rows_of_column(pa.chunked_array([answers.column("row")]))):
                     self._control.check()
                     carried = prepared.renderer.carried(batch)
-                    of_batch = answers.slice(0, len(carried))
-                    answers = answers.slice(len(carried))  # noqa: PLW2901
-                    parsed = self._parsed(of_batch, carried)
-                    columns = {name: of_batch.column(name) for name in names}
+                    answers_of_batch = answers.slice(position, len(carried))
+                    position += len(carried)
+                    columns = {name: answers_of_batch.column(name) for name in names}
                     columns |= {name: carried.column(name) for name in carried.schema.names}
-                    columns |= {
-                        name: arrow_array(values, schema.field(name).type) for name, values in parsed.items()
-                    }
+                    for name, values in self._parsed(answers_of_batch, carried).items():
+                        columns[name] = arrow_array(values, schema.field(name).type)
                     table = pa.Table.from_arrays(
                         [columns[field.name].cast(field.type) for field in schema], schema=schema
                     )
@@ -220,15 +244,17 @@ class Reuse:
                     yield with_counts(table, counts)
 
     def _parsed(self, answers: pa.Table, carried: pa.RecordBatch) -> dict[str, list[Any]]:
-        """Return the columns that `parse` makes of answers, and `error`; an empty dict without `parse`.
+        """Return the columns that `parse` makes of answers, and the column `error`; {} without `parse`.
 
-        A row whose answer cannot be parsed fails and keeps its answer, like a row that was sent.
+        `carried` are the input columns that are copied into the results. A row whose answer cannot be parsed
+        fails and keeps its answer, like a row that was sent.
         """
         functions, samples = self._prepared.functions, self._prepared.answers.samples
         if functions is None or PARSE not in functions.facts:
             return {}
         facts = functions.facts[PARSE]
         outputs = answers.column("output").to_pylist()
+        # The column `output` has a text for each row, or a list of texts if a row has several completions.
         texts_of_rows = [[text] for text in outputs] if samples == 1 else outputs
         rows: list[dict[str, Any]] = [{} for _ in outputs]
         for name, column in zip(carried.schema.names, carried.columns, strict=True):
@@ -239,6 +265,7 @@ class Reuse:
             for texts, row in zip(texts_of_rows, rows, strict=True)
             for text in texts
         ]
+        # One call for each text, so that the results have to be grouped by row again.
         results = iter(functions.call_many(PARSE, calls, self._control.check))
         columns: dict[str, list[Any]] = {name: [] for name in ("error", *(name for name, _ in facts.columns))}
         for texts in texts_of_rows:
@@ -250,7 +277,7 @@ class Reuse:
             ]
             columns["error"].append(errors[0] if errors else None)
             for name, _ in facts.columns:
-                if errors:
+                if errors:  # A row fails as a whole if one of its completions cannot be parsed.
                     columns[name].append(None)
                 elif samples == 1:
                     columns[name].append(results_of_row[0].value[name])
@@ -259,7 +286,7 @@ class Reuse:
         return columns
 
     def _requests(self, selected: BitMap64, missing: BitMap64) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of the table `asked`."""
+        """Yield the rows of the duckdb table `asked` (see _ASKED), one for each request of this run."""
         digests = RequestDigests()
         for items in self._prepared.batches(selected, self._control.check):
             for item in items:

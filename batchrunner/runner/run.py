@@ -75,11 +75,12 @@ T = TypeVar("T")
 
 
 GC_THRESHOLD = 10_000
-"""Number of new objects between two searches for garbage cycles. With Python's default of 700, a search runs
-every few rows and visits all rows that wait to be written, which took a quarter of this process's CPU
+"""Number of new Python objects between two searches for garbage cycles. With Python's default of 700, a
+search ran every few rows and visited all rows that waited to be written, which took a quarter of the CPU
 time."""
 SPOOL_S = 1.0
-"""Maximum number of seconds until a row is in the journal on this machine, if its part will be uploaded."""
+"""Maximum seconds until a row is in the journal on this machine, for a run in an object store. Its part file
+(a Parquet file of results) is uploaded later."""
 OF_RUN = ("exit_code", "reason", "rows_total", "rows_ok", "rows_failed", "rows_cut", "rows_left")
 """Fields of report.json that an attempt without work rewrites, because the last attempt may have died before
 it wrote its report."""
@@ -99,8 +100,8 @@ async def execute(
     """Run a job to its end and return the report, which is also in report.json.
 
     Without an open `engine`, the job's own engine is opened and closed. With `join`, this worker shares the
-    rows with all other workers that join. With `sample`, it sends only these rows. Raises BatchrunError if
-    the run could not start or go on; finished rows are kept.
+    rows with all other workers that join. With `sample`, only the rows in it are sent. Raises BatchrunError
+    if the run could not start or go on; finished rows are kept.
     """
     start = StartOptions(fresh=fresh, retry_failed=retry_failed, join=join, sample=sample)
     control = control or Control()
@@ -115,7 +116,7 @@ async def execute(
         stack.enter_context(rare_garbage_collection())
 
         def lock_task() -> TaskLock:
-            return stack.enter_context(hold_own_task(run_dir, control.sleep))  # a new context for each try
+            return stack.enter_context(hold_own_task(run_dir, control.sleep))  # a new context at each try
 
         lock = await unless_away(lambda: control.run(lock_task), job, control)
         disk = DiskWait(job.limits.disk_wait, lambda: control.at_once)
@@ -123,6 +124,7 @@ async def execute(
         events = EventLog(run_dir.events)
 
         async def ready_engine() -> SharedEngine:
+            """Return the engine that was passed, or else open the job's own. Check that it can do the job."""
             opened = engine
             if opened is None:
                 task_of_model = await asyncio.to_thread(lambda: prepared.model_task)
@@ -137,7 +139,9 @@ async def execute(
         finder = WorkFinder(
             prepared=prepared, start=start, lock=lock, control=control, events=events, turns=turns
         )
-        model, weights, ready = engine.info.model if engine else model_of(job.engine), None, None
+        model = engine.info.model if engine else model_of(job.engine)
+        weights: str | None = None
+        ready: SharedEngine | None = None
         if start.discards and job.output.reuse is not None:
             # Planning will discard old results and store reused answers, so the engine must be ready first.
             await control.run(lambda: finder.check(model))
@@ -147,17 +151,17 @@ async def execute(
         stack.push_async_callback(give_back, work.rows, lock)
         stack.enter_context(uploading_logs(run_dir))
         if work.is_empty:
-            code_versions(read_run_json(run_dir), prepared.code_digests)  # warns of code that has changed
+            code_versions(read_run_json(run_dir), prepared.code_digests)  # It warns of code that has changed.
             return report_of_empty(prepared, work)
 
         # open
         ready = ready or await ready_engine()
         if model_of(job.engine) is None and work.discard != "run":
+            # Only the open engine could tell the model, so the comparison with the stored results comes now.
             info = ready.info
             await asyncio.to_thread(check_resumes, prepared, info.model, info.weights)
-        await control.run(
-            lambda: finder.discard_outdated(work.discard)
-        )  # not earlier, because a refused attempt must not change anything
+        # Results are discarded only now, because an attempt that is refused must not change anything.
+        await control.run(lambda: finder.discard_outdated(work.discard))
 
         # send, report
         with contextlib.closing(events):
@@ -192,7 +196,7 @@ def rare_garbage_collection() -> Iterator[None]:
 
 
 async def unless_away(work: Callable[[], Coroutine[Any, Any, T]], job: Job, control: Control) -> T:
-    """Call `work` again while the object store is away. Raises StoreAwayError after `limits.disk_wait`."""
+    """Call `work`, and call it again while it raises StoreAwayError, for at most `limits.disk_wait`."""
     wait = AwayWait(job.limits.disk_wait)
     while True:
         try:
@@ -204,7 +208,7 @@ async def unless_away(work: Callable[[], Coroutine[Any, Any, T]], job: Job, cont
 
 
 def turn_store(prepared: PreparedJob, lock: TaskLock, disk: DiskWait) -> TurnStore | None:
-    """Return the store of the turns of rollouts; None for a job without rollouts."""
+    """Return the store of the answers of rollouts; None for a job without rollouts."""
     if prepared.job.prompt.rollout is None:
         return None
     from batchrunner.output.turns import TurnStore  # noqa: PLC0415 - only where there are rollouts
@@ -215,13 +219,13 @@ def turn_store(prepared: PreparedJob, lock: TaskLock, disk: DiskWait) -> TurnSto
 async def give_back(rows: TaskRows, lock: TaskLock) -> None:
     """Read no more rows, and leave the remaining rows to other workers.
 
-    If the lock is abandoned, this worker does not know which rows are on disk, so it keeps its leases. The
-    worker that takes over finds out.
+    If the lock was abandoned, this worker does not know which of its rows are on disk. So it does not end its
+    leases; the worker that takes over does that after it has recovered the rows.
     """
     rows.stop()
 
     def give_back_now() -> None:
-        lock.verify()  # if another worker has taken over the lock, it also ends the leases
+        lock.verify()  # A worker that has taken over the lock ends the leases itself.
         rows.give_back()
 
     if not lock.is_abandoned:
@@ -229,11 +233,11 @@ async def give_back(rows: TaskRows, lock: TaskLock) -> None:
             await asyncio.to_thread(give_back_now)
         except (OSError, StorageError) as failure:
             lock.abandon()
-            log.warning("leases could not be released: %s", failure)
+            log.warning("the leases of this worker could not be released: %s", failure)
 
 
 def report_of_empty(prepared: PreparedJob, work: Work) -> Report:
-    """Make the report of an attempt that found nothing to do."""
+    """Return the report of an attempt that found nothing to do, and write it to report.json."""
     job, run_dir = prepared.job, prepared.run_dir
     report = make_report(run_dir, work.done_before, work.rows.total, work.counts)
     end = RunEnd(
@@ -251,9 +255,10 @@ def report_of_empty(prepared: PreparedJob, work: Work) -> Report:
     simulated = isinstance(job.engine, SimulatedEngine)
     report = replace(report, exit_code=exit_code, reason=reason, simulated=simulated)
     if not prepared.joins:
-        new = report.as_dict()
-        last = read_json(run_dir.report_json)  # has measured rates and times, which are 0 in `new`
-        save_report(run_dir, {**new, **last, **{name: new[name] for name in OF_RUN}})
+        values = report.as_dict()
+        # The report of the last attempt with work has measured rates and times, which are 0 in this report.
+        last_values = read_json(run_dir.report_json)
+        save_report(run_dir, {**values, **last_values, **{name: values[name] for name in OF_RUN}})
     return report
 
 
@@ -262,9 +267,9 @@ class SendingEnd:
     """How the sending of an attempt ended."""
 
     failure: BatchrunError | None = None
-    """Why the run could not go on."""
+    """Error for which the run could not go on; None if all went well."""
     added_files: Sequence[str] = ()
-    """Input files that were added or grew during the run, and whose new rows belong to the run."""
+    """Paths of input files that were added or grew during the run, and whose new rows belong to the run."""
     is_on_disk: bool = True
     """Whether all rows that ended are on disk."""
 
@@ -281,12 +286,12 @@ class Run:
     """The lock of the worker, which the caller holds."""
     disk: DiskWait
     turns: TurnStore | None
-    """Store of the turns of rollouts; None if the job has no rollouts."""
+    """Store of the answers of rollouts; None if the job has no rollouts."""
     events: EventLog
     control: Control
     displays: Sequence[Display]
     began: float = field(default_factory=time.monotonic)
-    """When the attempt began, on the monotonic clock."""
+    """Time at which the attempt began, on the monotonic clock."""
 
     async def send_and_report(self) -> Report:
         """Send all rows and return the report, which is also in report.json.
@@ -298,8 +303,8 @@ class Run:
         load_control, why_window = await self._open_load_control()
         writer = self._writer()
         sending = self._sending(load_control, writer)
-        self.lock.verify()  # another process may have taken the lock while the engine started
-        self._write_run_json()  # not earlier, because a refused job must not change run.json
+        self.lock.verify()  # Another process may have taken the lock while the engine started.
+        self._write_run_json()  # Not earlier, because a job that is refused must not change run.json.
         self._log_begin(load_control, why_window)
         end, self.control.stage = SendingEnd(), "sending"
         try:
@@ -307,7 +312,7 @@ class Run:
         finally:
             await self._close(writer, end)
             report = self._report(sending, end, earlier)
-            with contextlib.suppress(StorageError):  # on a full disk only the report is lost
+            with contextlib.suppress(StorageError):  # On a full disk only the report is lost.
                 sending.show_end(time.monotonic())
                 self.events.write("end", exit_code=report.exit_code, reason=report.reason)
                 save_report(self.prepared.run_dir, report.as_dict())
@@ -316,7 +321,7 @@ class Run:
             raise end.failure
         return report
 
-    # Build the parts of the run
+    # Build the components of the run
 
     async def _open_load_control(self) -> tuple[LoadControl, str]:
         """Write the event `start`; return the load control and the reason for its first window."""
@@ -339,12 +344,15 @@ class Run:
         )
 
     def _writer(self) -> ResultWriter:
-        """Return the writer of the results. Raises StorageError."""
+        """Return the writer of the results.
+
+        In an object store, part files make rows durable. Raises StorageError.
+        """
         prepared, info = self.prepared, self.engine.info
         output = prepared.job.output
         durable_s, part_s = output.durable, TIMING.part
         is_in_store = prepared.run_dir.store.objects is not None
-        if is_in_store:
+        if is_in_store:  # `output.durable` is then the time until a part file is uploaded.
             durable_s = min(output.durable, SPOOL_S)
             part_s = min(TIMING.part, output.uploaded_within_s * FLUSH_FRACTION)
         schema: pa.Schema = prepared.results_schema
@@ -368,6 +376,7 @@ class Run:
     def _sending(self, load_control: LoadControl, writer: ResultWriter) -> Sending:
         """Return the sender of the rows. Raises CannotTokenizeError."""
         prepared, work = self.prepared, self.work
+        # An estimate is for all rows of the run, and not for a sample or one of several workers.
         is_as_estimated = self.start.sample is None and not self.start.join
         estimate = read_json(prepared.run_dir.path / ESTIMATE) if is_as_estimated else {}
         return Sending(
@@ -393,7 +402,9 @@ class Run:
     def _adaptation(self, load_control: LoadControl) -> Adaptation | None:
         """Return the flag tuning during this run; None if the servers keep their flags."""
         job = self.prepared.job
-        if not isinstance(job.engine, ServerEngine) or load_control.in_use:  # only one run tunes them
+        if not isinstance(job.engine, ServerEngine):
+            return None
+        if load_control.in_use:  # Another run on the same engine may tune the servers already.
             return None
         from batchrunner.runner.adapt import adaptation_of  # noqa: PLC0415 - only for such engines
 
@@ -414,10 +425,11 @@ class Run:
         return CorpusFeeder(cast("HttpEngine", engine), self.prepared.run_dir)
 
     def _write_run_json(self) -> None:
+        """Write the job, its fingerprint and the engine to run.json. Raises StorageError."""
         fingerprint = self.prepared.fingerprint(self.engine.info.model)
         rows_total = self.work.rows_of_run
         plan = self.work.rows.newest_plan()
-        if plan is not None:  # another worker may have found more files
+        if plan is not None:  # Another worker may have planned rows of more input files.
             fingerprint, rows_total = {**plan.fingerprint, "model": self.engine.info.model}, plan.rows_total
         write_run_json(
             self.prepared.run_dir,
@@ -430,7 +442,7 @@ class Run:
         )
 
     def _log_begin(self, load_control: LoadControl, why_window: str) -> None:
-        """Log the rows to do, the window and the order."""
+        """Log the number of rows to do, the window (maximum requests in flight) and the order of sending."""
         work = self.work
         if self.start.sample is not None:
             why_window = "for the sample"
@@ -447,32 +459,35 @@ class Run:
         try:
             await sending.send()
             looking = asyncio.to_thread(self._look_at_input)
-            when = "while the input was looked at"
+            when = "while the input was checked for changes"
             end.added_files = await self.control.wait_for(looking, when, grace_s=TIMING.stop_start)
         except BatchrunError as failure:
             end.failure = failure
         except asyncio.CancelledError:
-            if not self.control.at_once:  # otherwise this run's own stop cancelled the sending
+            # A stop at once has cancelled the sending. Any other cancellation comes from the caller.
+            if not self.control.at_once:
                 self.control.stop("cancelled")
                 raise
 
     def _look_at_input(self) -> list[str]:
-        """Return the files that were added or grew since the start, if their rows are within the limit.
+        """Return the input files that were added or grew during the run, if `input.limit` permits more rows.
 
-        Warn about a file that changed after it was read.
+        Log a warning about an input file that changed after it was read.
         """
         dataset, limit = self.prepared.dataset, self.prepared.job.input.limit
         try:
             dataset.check_unchanged()
         except InputChangedError as failure:
-            log.warning("%s, after it was read: the results are those of the old file", failure.message)
+            log.warning("%s, after it was read: the results are from the old file", failure.message)
         return dataset.added_files() if may_grow(rows_of_run=self.work.rows_of_run, limit=limit) else []
 
     async def _close(self, writer: ResultWriter, end: SendingEnd) -> None:
         """Write the last rows, and leave the remaining rows to other workers."""
         try:
             await writer.close()
-        except BaseException as failure:  # even after a second cancellation, rows may be only in a journal
+        except BaseException as failure:  # also a second cancellation
+            # Rows may be in a journal and in no part file. In these runs, another worker or machine may go
+            # on, and the mark of an abandoned lock tells it to recover the journal.
             end.is_on_disk = False
             if self.start.join or self.prepared.run_dir.store.uri:
                 self.lock.abandon()
@@ -487,13 +502,13 @@ class Run:
     # Report
 
     def _report(self, sending: Sending, end: SendingEnd, earlier: Sequence[tuple[float, float]]) -> Report:
-        """Make the report of this attempt; `earlier` has the begin and the end of each earlier attempt."""
+        """Return the report of this attempt. `earlier` has the begin and the end of each earlier attempt."""
         wall_s = time.monotonic() - self.began
         sending.progress.write_incidents()
         work, info = self.work, self.engine.info
         report = make_report(self.prepared.run_dir, work.done_before, work.rows.total, work.counts)
         held = unheld = 0
-        if end.failure is None:
+        if end.failure is None:  # Without a failure, it matters whether other workers do the remaining rows.
             with contextlib.suppress(OSError, BatchrunError):
                 held, unheld = work.rows.held_elsewhere()
         report = replace(report, rows_of_others=held + unheld if not report.rows_left else 0)
@@ -522,7 +537,7 @@ class Run:
         )
 
     def _counted_on_disk(self, report: Report) -> Report:
-        """Return the report with the counts of the rows on disk. If they cannot be read, change nothing."""
+        """Return the report with the counts of the rows on disk. If these cannot be read, change nothing."""
         with contextlib.suppress(BatchrunError):
             done = read_done(self.prepared.run_dir)
             counts = done.counts
@@ -530,10 +545,10 @@ class Run:
         return report
 
     def _verdict(self, report: Report, end: SendingEnd, *, held: int, unheld: int) -> RunVerdict:
-        """Return the exit code and its reason.
+        """Return the exit code of this attempt, and its reason.
 
-        `held` is the number of further rows that other living workers will do, `unheld` of those that nobody
-        will do.
+        `held` is the number of remaining rows that other living workers will do, and `unheld` the number of
+        rows that nobody will do.
         """
         control = self.control
         stop = None if control.reason is None else RunVerdict(control.exit_code, control.reason)
@@ -554,10 +569,10 @@ class Run:
         return verdict_of(run_end)
 
     def _end_of_run(self, end: RunEnd) -> RunEnd:
-        """Return the end of a joined run, for a worker that has done its rows.
+        """Return the end of a shared run, for a worker that has done its rows.
 
-        The last worker reads the parts of all workers to judge the whole run. In an object store it would
-        have to fetch all results for that, so there it judges only its own rows.
+        The last worker reads the part files of all workers, so that its exit code is that of the whole run.
+        In an object store it would have to fetch all results, so its exit code is that of its own rows.
         """
         run_dir, rows_of_run = self.prepared.run_dir, self.work.rows_of_run
         if end.rows_held or run_dir.store.uri:
@@ -568,7 +583,8 @@ class Run:
             stored = done_by_all(run_dir)
         except (OSError, BatchrunError) as failure:
             return replace(end, failure=BatchrunError(str(failure)))
-        rows_of_run = plan.rows_total if plan is not None else rows_of_run
+        if plan is not None:  # Another worker may have added rows.
+            rows_of_run = plan.rows_total
         return replace(
             end,
             rows_total=rows_of_run,

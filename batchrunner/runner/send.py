@@ -1,6 +1,7 @@
 """Sends the rows of a run to an engine, and watches the engine's load.
 
-A run writes its outcomes to the disk, and a stream gives them to a program. Both send in the same way.
+The outcomes of a run are written to the disk, and those of a stream are given to a program. Both are sent
+with this module.
 """
 
 from __future__ import annotations
@@ -49,14 +50,18 @@ log = logging.getLogger(__name__)
 
 
 class Outlet(ResultSink, Protocol):
-    """Destination of outcomes: the writer of a run's results, or a program. Used in the run's event loop."""
+    """Destination of outcomes: the writer of a run's results, or a program.
+
+    Used in the event loop of the run.
+    """
 
     def check(self) -> None:
         """Raise the error of a background write that failed for good."""
 
 
 FEWEST_SENT = 100
-"""Minimum number of rows that were sent and have ended before `limits.abort_failed_share` may stop a run."""
+"""Minimum number of rows that must have been sent and ended before `limits.abort_failed_share` stops a
+run."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,31 +81,34 @@ class OutcomeSink:
     parser: HookPool | None
     """Pool that runs the job's Python function `parse`; None if the job has none."""
     _sent: int = 0
+    """Number of rows that were sent and have ended."""
     _failed: int = 0
+    """Number of rows in `_sent` that failed."""
     _last: tuple[Completion, Completion, str | None] | None = None
-    """The last parsed answer before and after parsing, and the error of `parse`."""
+    """The answer that was parsed last, the same answer with its parsed columns, and the error of `parse`."""
 
     async def put(self, outcome: Outcome) -> None:
-        """Parse, count and pass on an outcome. Waits while the disk or the program is behind.
+        """Parse and count an outcome, and pass it on. Wait while the disk or the program is too slow.
 
-        Raises StorageError, or HookLostError if the Python function's processes cannot go on.
+        Raises StorageError, or HookLostError if the processes of the Python function cannot go on.
         """
         if outcome.completion is not None and outcome.error is None and self.parser is not None:
             outcome = await self._parsed(outcome, outcome.completion, self.parser)
-        self.counts.add(outcome)  # before `put`: if a stop interrupts its wait, the row is kept all the same
-        if outcome.attempts:  # rows that were not sent say nothing about the engine or the other rows
+        # Counted before `put`, because the outlet keeps the row even if a stop interrupts the wait of `put`.
+        self.counts.add(outcome)
+        if outcome.attempts:  # A row that was not sent says nothing about the engine or the other rows.
             self._sent += 1
             if outcome.error is not None:
                 self._stop_if_too_many_fail()
         await self.outlet.put(outcome)
 
     def _stop_if_too_many_fail(self) -> None:
-        """Count a failed row, and stop the run if too large a share has failed.
+        """Count a failed row, and stop the run if too large a share of the sent rows has failed.
 
         Rows in flight count as successful, because refusals come sooner than answers.
         """
         self._failed += 1
-        all_sent = self._sent + max(0, self.routes.in_flight - 1)  # the slot of this row is still taken
+        all_sent = self._sent + max(0, self.routes.in_flight - 1)  # This row still counts as in flight.
         if self._sent >= FEWEST_SENT and self._failed / all_sent > self.most_failed_share:
             self.control.drain(
                 f"{self._failed / self._sent:.0%} of the rows failed (limits.abort_failed_share): "
@@ -108,10 +116,14 @@ class OutcomeSink:
             )
 
     async def _parsed(self, outcome: Outcome, completion: Completion, functions: HookPool) -> Outcome:
-        """Return an outcome with the columns that the job's Python function makes of its answer."""
+        """Return an outcome with the columns that the job's Python function makes of its answer.
+
+        Equal rows share one answer, so the last result is kept. A function that
+        also gets the row must be called for each row.
+        """
         takes_row = functions.facts[PARSE].takes_row
         last = self._last
-        if last is None or last[0] is not completion or takes_row:  # else equal rows share one answer
+        if last is None or last[0] is not completion or takes_row:
             row = (carried_of(outcome.ref),) if takes_row else ()
             parsed, error = await _columns_of_answer(completion, row, functions)
             last = self._last = completion, parsed, error
@@ -121,7 +133,7 @@ class OutcomeSink:
 async def _columns_of_answer(
     completion: Completion, row: tuple[Any, ...], functions: HookPool
 ) -> tuple[Completion, str | None]:
-    """Call `parse` with each completion of an answer; `row` has its further arguments.
+    """Call `parse` with the text of each completion of an answer; `row` has its further arguments.
 
     Return the answer with the parsed columns and None, or the unchanged answer and the first error.
     """
@@ -129,6 +141,7 @@ async def _columns_of_answer(
     results: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
     failures = {number: result for number, result in enumerate(results) if isinstance(result, BaseException)}
     for failure in failures.values():
+        # Any other error means that the processes of the function are lost, so it must end the run.
         if not isinstance(failure, RowRefusedError):
             raise failure
     if failures:
@@ -140,8 +153,8 @@ async def _columns_of_answer(
 
 
 LOGGED_EVERY_S = 2.0
-"""Maximum number of seconds between two `sample` events, or 43,000 events a day. They are more frequent at
-the beginning of a run."""
+"""Maximum seconds between two `sample` events of the event log, which makes 43,000 events a day. Samples are
+more frequent at the beginning of a run."""
 
 
 class ReadableRows(RowSource, Protocol):
@@ -179,23 +192,24 @@ class Sending:
     ) -> None:
         """Build the objects in the order in which rows and load samples pass through them.
 
-        `began` is the start of the attempt on the monotonic clock, `functions` run the job's Python
-        functions, `done_before` are the rows of earlier attempts, `turns` stores the turns of rollouts,
+        `began` is the start of the attempt on the monotonic clock, `functions` runs the job's Python
+        functions, `done_before` are the rows of earlier attempts, `turns` stores the answers of rollouts,
         `estimated_row_s` is the time per row in seconds that an estimate of the run predicts, `adaptation`
         tunes the servers' flags, and `corpora` gives servers answers for n-gram speculation. Raises
-        CannotTokenizeError if the job needs client-side tokenization and that is not possible.
+        CannotTokenizeError if the job needs client-side tokenization that is not possible.
         """
         self._job, self._rows, self._outlet, self._events = job, rows, outlet, events
         self._control, self._displays, self._load_control = control, displays, load_control
         self._began, self._adaptation = began, adaptation
         self._adapting: asyncio.Task[None] | None = None
-        """Task in which flag tuning processes the newest load sample that it took."""
+        """asyncio task in which flag tuning processes a load sample."""
         self._corpora = corpora
         self._feeding: asyncio.Task[None] | None = None
-        """Task in which `corpora` processes the newest load sample that it took."""
+        """asyncio task in which `corpora` processes a load sample."""
         self._loads: Sequence[SchedulerLoad] = ()
-        """The newest load sample."""
-        self._next_sample = 0.0
+        """The newest load of each scheduler."""
+        self._next_sample_at = 0.0
+        """Time of the next `sample` event, on the monotonic clock."""
         self.concurrency = load_control.concurrency
         concurrency, info = self.concurrency, self.concurrency.info
         routes = Routes()
@@ -297,7 +311,7 @@ class Sending:
             with self._control.listening(functools.partial(self._stop, sending)):
                 await asyncio.wait((sending, polling), return_when=asyncio.FIRST_COMPLETED)
                 if not sending.done():
-                    polling.result()  # polling ends first only if it failed; its error ends the run
+                    polling.result()  # Polling ends first only if it failed. This raises its error.
                 await sending
         finally:
             self._rows.stop()
@@ -310,19 +324,23 @@ class Sending:
             self._load_control.leave(self._run)
 
     def _polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
-        """Show the state of the run, and log it from time to time. Drain the run after `limits.deadline`.
+        """Show the state of the run after a poll of the load, and log the state from time to time.
 
-        Raises the StorageError of a write that failed in the background.
+        After `limits.deadline`, drain the run. Raises the StorageError of a write that failed in the
+        background.
         """
         self._loads = loads
         sample = self.progress.polled(loads, now)
         self._show(sample)
-        if now >= self._next_sample:
-            self._next_sample = now + min(LOGGED_EVERY_S, (now - self._began) / 50)
+        if now >= self._next_sample_at:
+            # While a run is young, its history needs a finer resolution: 2 % of its age.
+            self._next_sample_at = now + min(LOGGED_EVERY_S, (now - self._began) / 50)
             self._events.write("sample", **msgspec.to_builtins(sample))
-            if self._adaptation is not None and (self._adapting is None or self._adapting.done()):
+            is_adapting = self._adapting is not None and not self._adapting.done()
+            if self._adaptation is not None and not is_adapting:
                 self._adapting = asyncio.create_task(self._adapt(self._adaptation, sample, now))
-            if self._corpora is not None and (self._feeding is None or self._feeding.done()):
+            is_feeding = self._feeding is not None and not self._feeding.done()
+            if self._corpora is not None and not is_feeding:
                 self._feeding = asyncio.create_task(self._feed(self._corpora, sample, now))
         self._outlet.check()
         deadline_s = self._job.limits.deadline
@@ -334,7 +352,7 @@ class Sending:
         try:
             await adaptation.take(sample, now)
         except Exception:
-            log.exception("the servers' flags are not adapted any more")
+            log.exception("automatic flag tuning failed: the servers keep their flags from now on")
             self._adaptation = None
 
     async def _feed(self, corpora: CorpusFeeder, sample: RunSample, now: float) -> None:
@@ -346,7 +364,7 @@ class Sending:
             self._corpora = None
 
     def show_end(self, now: float) -> None:
-        """Show and log the last state of the run."""
+        """Show and log the last state of the run, at its end."""
         last = self.progress.sample(self._loads, now)
         self._show(last)
         self._events.write("sample", **msgspec.to_builtins(last))
@@ -356,6 +374,7 @@ class Sending:
             display.show(sample)
 
     def _stop(self, sending: asyncio.Future[None]) -> None:
+        """Send no more rows, because the run must stop; if it must stop at once, cancel `sending` too."""
         if self._control.reason is not None:
             self._backlog.stop()
             self._rows.stop()
@@ -366,11 +385,17 @@ class Sending:
 
 
 def _reorderer(job: Job, info: EngineInfo, schedulers: int, *, dedupe: bool) -> Reorderer:
+    """Return the reorderer for a job.
+
+    Rows are reordered by shared prefixes on an engine with a prefix cache, and by output lengths if the task
+    decodes. They are reordered by prompt length only if there is neither decoding nor a prefix cache.
+    """
     reorders = job.order != "input" and job.prompt.rollout is None
+    decodes = job.forward is None
     return Reorderer(
         ReuseDistance(info, schedulers) if reorders and info.caches_prefixes else None,
-        OutputLengths() if reorders and job.forward is None else None,
+        OutputLengths() if reorders and decodes else None,
         dedupe=dedupe,
         caches=schedulers,
-        by_length=reorders and job.forward is not None and not info.caches_prefixes,
+        by_length=reorders and not decodes and not info.caches_prefixes,
     )

@@ -62,27 +62,30 @@ class SharedEngine:
         fixed = None if job.window == "auto" else job.window
         prompt_tokens = None if prompt_bytes is None else prompt_bytes / BYTES_PER_TOKEN
         info = self.info
+        # Without decoding, the number of requests follows from the number of rows that fill a forward pass.
+        passes = None if job.forward is None and decodes else ForwardPasses(info.prefill_tokens)
         concurrency = ConcurrencyLimits(
             info,
             QueueBand(),
             tokens_a_row(_most_new_tokens(job), prompt_tokens),
             most=max(1, (info.connections or sys.maxsize) // len(info.routes)),
             fixed=fixed,
-            passes=None if job.forward is None and decodes else ForwardPasses(info.prefill_tokens),
+            passes=passes,
             prompt_tokens=prompt_tokens or TYPICAL_PROMPT_TOKENS,
         )
         loads = await self.engine.loads()
-        current = self._load_control
+        current = self._load_control  # Read after the wait, in which another run may have begun.
         if current is not None and current.in_use and current.concurrency.fixed == fixed:
             return current, "shared with other runs"
         control = self._load_control = LoadControl(self.engine, concurrency)
         if cost := _cost_of_connections(info, fixed):
             log.warning("%s", cost)
-        first = concurrency.begin(loads, now, unsent=unsent)
+        first_windows = concurrency.begin(loads, now, unsent=unsent)
         if fixed is not None:
             return control, "set by the job"
-        write_changes(events, first)
-        return control, first[0].reason + (f"; {len(first)} schedulers" if first[1:] else "")
+        write_changes(events, first_windows)
+        schedulers = f"; {len(first_windows)} schedulers" if len(first_windows) > 1 else ""
+        return control, f"{first_windows[0].reason}{schedulers}"
 
     def check(self, job: Job) -> None:
         """Raise EngineStartError if the engine cannot do a job; otherwise log the engine's notes."""
@@ -152,9 +155,9 @@ def _cost_of_connections(info: EngineInfo, fixed: int | None) -> str | None:
     needed = fixed or info.max_running or UNKNOWN_ENGINE_WINDOW
     if info.connections is None or info.connections >= needed:
         return None
-    need = f"the job's window is {fixed}" if fixed else f"the engine can run {needed}"
+    reason = f"the job's window is {fixed}" if fixed else f"the engine can run {needed} at once"
     return (
-        f"at most {info.connections} requests can be in flight, but {need}: up to "
+        f"at most {info.connections} requests can be in flight, but {reason}: up to "
         f"{1 - info.connections / needed:.0%} of the speed is lost. The limit is {info.connections_by}: "
         "raise it (ulimit -Hn, LimitNOFILE, or the container's --ulimit nofile)"
     )

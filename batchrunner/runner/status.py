@@ -1,4 +1,4 @@
-"""State of a run, read from its files. The run may be over, or go on in another process."""
+"""State of a run, read from its files. The run may have ended, or be running in other processes."""
 
 import time
 from collections import Counter
@@ -21,14 +21,15 @@ from batchrunner.runner.leases import Leases
 from batchrunner.runner.progress import sample_line
 
 MOST_NAMED = 8
-"""Maximum number of ended workers that are shown one by one. If there are more, only their sums are shown."""
+"""Maximum number of ended workers that are shown one by one. For more workers, only their sums are shown."""
 
 
 class LeaseCounts(msgspec.Struct, kw_only=True):
-    """The leases of a run that workers share."""
+    """Numbers of the leases (groups of rows that one worker does) of a shared run."""
 
     total: int
     free: int
+    """Number of leases with unfinished rows that no worker holds."""
     done: int
     held: dict[str, int]
     """Number of leases that each worker holds."""
@@ -75,10 +76,10 @@ class RunStatus(msgspec.Struct, kw_only=True):
 
 
 def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
-    """Return the state of a run. Raises OutputError if the path holds no run; `watch` is as in `holders_of`.
+    """Return the state of a run. Raises OutputError if the path holds no run.
 
-    Before the first worker has begun to send rows, the model is None. Without a plan, the number of rows is
-    None then, too.
+    Before the first worker has sent rows, the model is None. The number of rows is None then too, unless
+    workers share the run and have a plan. `watch` is as in `holders_of`.
     """
     run_dir = look_at_run(run)
     facts = read_run_json(run_dir) if holds_run(run_dir.path) else require_run_json(run_dir)
@@ -92,11 +93,14 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
     ]
     leases = Leases(run_dir.leases)
     leases.refresh()
-    now = [task.last_sample for task in tasks if task.last_sample]
-    pace = sum(
-        (sample.rows_total - sample.rows_done) / sample.time_left_s for sample in now if sample.time_left_s
+    current_samples = [task.last_sample for task in tasks if task.last_sample]
+    # Each worker's estimate implies its rows per second until its end. These rates add up.
+    expected_rows_per_s = sum(
+        (sample.rows_total - sample.rows_done) / sample.time_left_s
+        for sample in current_samples
+        if sample.time_left_s
     )
-    on_disk = len(BitMap64().union(*(done.rows for done in stored)))  # a row that two workers did counts once
+    on_disk = len(BitMap64().union(*(done.rows for done in stored)))  # A row of two workers counts once.
     running = [task.running for task in tasks if task.running]
     total = leases.plan.rows_total if leases.plan else None
     if facts:
@@ -115,14 +119,17 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
         reason=None if running else last_reason(run_dir.events),
         output_tokens=sum(task.output_tokens for task in tasks),
         finished=facts is not None and not running and on_disk >= facts["rows_total"],
-        rows_per_s=sum(sample.rows_per_s for sample in now),
-        time_left_s=(total - on_disk) / pace if pace and total is not None else None,
+        rows_per_s=sum(sample.rows_per_s for sample in current_samples),
+        time_left_s=(total - on_disk) / expected_rows_per_s
+        if expected_rows_per_s and total is not None
+        else None,
         leases=_count(leases) if leases.plan else None,
         tasks=tasks,
     )
 
 
 def _count(leases: Leases) -> LeaseCounts:
+    """Return the numbers of the free, held and finished leases."""
     free, held = len(leases.free()), leases.held()
     return LeaseCounts(
         total=len(leases),
@@ -133,6 +140,7 @@ def _count(leases: Leases) -> LeaseCounts:
 
 
 def _task(run_dir: RunDir, done: DoneRows, sample: LoggedSample | None, holder: str | None) -> TaskStatus:
+    """Return the state of one worker; `holder` is the process that runs as this worker, if there is one."""
     counts = done.counts
     return TaskStatus(
         task=run_dir.task,
@@ -152,14 +160,15 @@ def status_lines(state: RunStatus) -> list[str]:
     reused = f"{state.rows_reused:,} reused, " if state.rows_reused else ""
     cut = f"{state.rows_cut:,} truncated at max_new_tokens, " if state.rows_cut else ""
     tokens = state.output_tokens
+    # A run with rows but without output tokens has a task that generates no text.
     decoded = f", {cut}{tokens:,} output tokens" if tokens or not on_disk else ""
-    of_all, share = "rows", ""
+    stored = f"{on_disk:,} rows on disk"
     if total is not None:
         done_share = on_disk / total if total else 1.0
-        of_all, share = f"of {total:,} rows", f" ({done_share:.1%})"
+        stored = f"{on_disk:,} of {total:,} rows on disk ({done_share:.1%})"
     lines = [
         f"{state.path}: {state.model or 'no row was sent yet'}",
-        f"{on_disk:,} {of_all} on disk{share}, {reused}{state.rows_failed:,} failed{decoded}",
+        f"{stored}, {reused}{state.rows_failed:,} failed{decoded}",
     ]
     lines += cause_lines(state.failures, "failed")
     leases = state.leases
@@ -181,13 +190,14 @@ def status_lines(state: RunStatus) -> list[str]:
 
 
 def _how_to_go_on(reason: str | None) -> str:
-    """Return why a run stopped, if that is known, and what to do next."""
+    """Return a line with the reason for which a run stopped, if that is known, and with the next step."""
     if reason and says_next_step(reason):
         return f"not running: {reason}"
     return f"not running{f' ({reason})' if reason else ''}: {GO_ON} to go on"
 
 
 def _task_lines(task: TaskStatus, held: int) -> list[str]:
+    """Return lines about one worker, which holds `held` leases."""
     lines = []
     if task.task != MAIN_TASK:
         leases = f", holds {held} leases" if held else ""

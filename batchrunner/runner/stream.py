@@ -1,4 +1,4 @@
-"""Streams: runs that take their rows from a program, and hand it each row's outcome once the row ends."""
+"""Streams: runs that take rows from a program, and give the program the outcome of each row when it ends."""
 
 from __future__ import annotations
 
@@ -57,18 +57,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_ROWS, MOST_BYTES = 256, 16 << 20
-"""Maximum number of rows that are read ahead, and of bytes in them. MOST_ROWS is also the maximum number of
-rows that are rendered together, and of finished rows that wait for the program."""
+MOST_ROWS = 256
+"""Maximum number of rows that are read ahead, of rows that are rendered together, and of finished rows that
+wait for the program."""
+MOST_BYTES = 16 << 20
+"""Maximum size in bytes of the rows that are read ahead."""
 MOST_RENDERERS = 64
-"""Maximum number of renderers that are kept; each row schema needs its own."""
+"""Maximum number of renderers that are kept. Rows with other columns or types need another renderer."""
 
 Piece: TypeAlias = dict[str, Any] | pa.RecordBatch
-"""A row, or a batch of rows."""
+"""A row as a dict, or a batch of rows of a table."""
 
 
 class RowBuffer:
-    """Rows between the thread or task that reads them and the thread that renders them. Thread-safe."""
+    """Buffer of rows between the program's iterator and the thread that renders prompts. Thread-safe."""
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
@@ -76,18 +78,21 @@ class RowBuffer:
         self._bytes = 0
         self._ended = False
         self.stopped = False
-        """Whether the stream wants no more rows."""
+        """Whether the stream needs no more rows."""
         self._changed = threading.Condition()
         self.failure: BaseException | None = None
-        """Exception of the program's iterator."""
+        """Exception that the program's iterator raised; None if it raised none."""
 
     def comes_soon(self) -> bool:
-        """Wait at most `TIMING.more_rows` seconds for rows; tell whether `take` would return at once."""
+        """Wait at most `TIMING.more_rows` seconds for rows; return whether `take` would return at once."""
         with self._changed:
             return self._changed.wait_for(self._can_take, TIMING.more_rows)
 
     def offer(self, piece: Piece) -> bool:
-        """Add a piece if there is room; return False if not. A stopped buffer drops it and returns True."""
+        """Add a row or batch if there is room; return False if there is none.
+
+        A stopped buffer drops the row or batch and returns True.
+        """
         with self._changed:
             if not self.stopped and not self._has_room():
                 return False
@@ -95,7 +100,7 @@ class RowBuffer:
             return True
 
     def put(self, piece: Piece) -> bool:
-        """Wait for room and add a piece; tell whether the stream wants more rows. Blocks."""
+        """Wait for room and add a row or batch; return whether the stream needs more rows. Blocks."""
         with self._changed:
             self._changed.wait_for(lambda: self.stopped or self._has_room())
             self._append(piece)
@@ -105,6 +110,7 @@ class RowBuffer:
         return self._rows < MOST_ROWS and self._bytes < MOST_BYTES
 
     def _append(self, piece: Piece) -> None:
+        """Add a row or batch, unless the buffer is stopped. The caller holds the lock."""
         if self.stopped:
             return
         self._pieces.append(piece)
@@ -112,7 +118,10 @@ class RowBuffer:
         self._changed.notify_all()
 
     def take(self, most: int = MOST_ROWS) -> list[Piece]:
-        """Wait for pieces and take at most `most` of them. Return an empty list at the end. Blocks."""
+        """Wait for rows or batches and take at most `most` of them.
+
+        Return an empty list at the end. Blocks.
+        """
         with self._changed:
             self._changed.wait_for(self._can_take)
             pieces, self._pieces = self._pieces[:most], self._pieces[most:]
@@ -122,19 +131,19 @@ class RowBuffer:
             return [] if self.stopped else pieces
 
     def end(self, failure: BaseException | None = None) -> None:
-        """Record that no more rows come, because of `failure` if there is one."""
+        """Record that no more rows come. `failure` is the exception that ended the program's iterator."""
         with self._changed:
             self._ended, self.failure = True, failure
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Record that the stream wants no more rows."""
+        """Record that the stream needs no more rows."""
         with self._changed:
             self.stopped = True
             self._changed.notify_all()
 
     def _count(self, piece: Piece, sign: int) -> None:
-        """Add a piece's rows and bytes to the totals (`sign` 1), or subtract them (-1)."""
+        """Add the rows and bytes of a row or batch to the totals (`sign` 1), or subtract them (-1)."""
         rows, size = (1, bytes_of(piece)) if isinstance(piece, dict) else (piece.num_rows, piece.nbytes)
         self._rows += sign * rows
         self._bytes += sign * size
@@ -148,7 +157,7 @@ async def reading(data: object, buffer: RowBuffer) -> AsyncGenerator[None]:
     """Read a program's rows into a buffer while the `with` block runs.
 
     An async iterator is read in this event loop, other data in a thread. At the end, the thread gets
-    `TIMING.iterator_end` seconds to finish; if its iterator still blocks, it is left running.
+    `TIMING.iterator_end` seconds to finish. A thread whose iterator still blocks is left running.
     """
     if isinstance(data, AsyncIterable):
         task = asyncio.create_task(_read_in_loop(data, buffer))
@@ -169,24 +178,28 @@ async def reading(data: object, buffer: RowBuffer) -> AsyncGenerator[None]:
 
 
 def _read(data: object, buffer: RowBuffer) -> None:
+    """Read all rows of a program into a buffer, in a thread."""
     failure: BaseException | None = None
     pieces = _pieces_of(data)
     try:
         for piece in pieces:
             if not buffer.put(piece):
                 break
-    except BaseException as raised:  # noqa: BLE001 - it is raised again in the program's own thread
+    except BaseException as raised:  # noqa: BLE001 - `StreamCall` raises it again, in the program's own loop
         failure = raised
     buffer.end(failure)
-    with contextlib.suppress(Exception):  # an error of the closing iterator no longer matters
+    # The rows have ended, so an error of closing the program's iterator no longer matters.
+    with contextlib.suppress(Exception):
         pieces.close()
 
 
 async def _read_in_loop(data: AsyncIterable[Any], buffer: RowBuffer) -> None:
+    """Read all rows of an async iterator into a buffer, in the program's event loop."""
     rows, number = aiter(data), 0
     try:
         async for row in rows:
             mapping = dict(as_mapping(row, number))
+            # `put` blocks while the buffer is full, so that it must run in a thread.
             if not buffer.offer(mapping):
                 await asyncio.to_thread(buffer.put, mapping)
             if buffer.stopped:
@@ -194,6 +207,7 @@ async def _read_in_loop(data: AsyncIterable[Any], buffer: RowBuffer) -> None:
             number += 1
     except BaseException as raised:
         buffer.end(raised)
+        # A cancellation by `reading` ends this task. `StreamCall` raises any other exception to the program.
         if isinstance(raised, asyncio.CancelledError) and buffer.stopped:
             raise
     else:
@@ -205,16 +219,17 @@ async def _read_in_loop(data: AsyncIterable[Any], buffer: RowBuffer) -> None:
 
 
 def _pieces_of(data: object) -> Generator[Piece]:
-    """Yield a table in small batches, or the rows of an iterable one by one, as soon as they come."""
+    """Yield a table in batches of at most MOST_ROWS rows, or the rows of an iterable as soon as they come."""
     if (batches := as_batches(data)) is not None:
         for batch in batches:
-            for at in range(0, max(1, batch.num_rows), MOST_ROWS):
-                yield batch.slice(at, MOST_ROWS)
+            # A batch without rows is yielded too, because it has the columns.
+            for start in range(0, max(1, batch.num_rows), MOST_ROWS):
+                yield batch.slice(start, MOST_ROWS)
         return
     rows = iter(as_rows(data))
     try:
         for number, row in enumerate(rows):
-            yield dict(as_mapping(row, number))  # a copy, because the program may change its mapping later
+            yield dict(as_mapping(row, number))  # A copy, because the program may change its mapping later.
     finally:
         if isinstance(rows, Generator):
             rows.close()
@@ -224,12 +239,12 @@ def take_batches(buffer: RowBuffer, first: int, most: int = MOST_ROWS) -> list[p
     """Wait for rows and return them as batches; return an empty list at the end.
 
     `first` is the number of the first row. At most `most` rows, or batches of a table, are taken. All rows of
-    a batch have the same types, so no row's values are converted to the types of other rows. For a row that
-    cannot be sent, its error text takes the place of a batch.
+    a batch have the same types, so that no values are converted to the types of other rows. A row that cannot
+    be sent is returned as the text of its error, in place of a batch.
     """
     pieces = buffer.take(most)
     rows = [piece for piece in pieces if isinstance(piece, dict)]
-    if len(rows) < len(pieces):  # a table's batches
+    if len(rows) < len(pieces):  # The program passed a table, so all pieces are batches.
         return [piece for piece in pieces if isinstance(piece, pa.RecordBatch)]
     batches: list[pa.RecordBatch | str] = []
     number = first
@@ -240,19 +255,22 @@ def take_batches(buffer: RowBuffer, first: int, most: int = MOST_ROWS) -> list[p
 
 
 def _batches_or_errors(rows: Sequence[Mapping[str, Any]], first: int) -> list[pa.RecordBatch | str]:
-    """Return rows as batches. If one cannot be sent, return each row alone, as a batch or its error text."""
+    """Return rows as batches; `first` is the number of the first row.
+
+    If a row cannot be converted, return each row by itself, as a batch or as the text of its error.
+    """
     try:
         return [*batches_of_rows(rows, first)]
     except InputError as failure:
         if len(rows) == 1:
             return [str(failure)]
-    alone = (_batches_or_errors([row], number) for number, row in enumerate(rows, first))
-    return [*chain.from_iterable(alone)]
+    results = (_batches_or_errors([row], number) for number, row in enumerate(rows, first))
+    return [*chain.from_iterable(results)]
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramColumns:
-    """The columns of one batch of a program's rows, for its renderer."""
+    """The columns of a batch of a program's rows, for the renderer of the batch."""
 
     schema: pa.Schema
 
@@ -262,23 +280,25 @@ class ProgramColumns:
         if not indices:
             raise unknown_column(InputError, where, name, self.schema.names)
         if len(indices) > 1:
-            raise InputError(f"{where}: the rows have {len(indices)} columns {name!r}", hint="give one only")
+            raise InputError(
+                f"{where}: the rows have {len(indices)} columns {name!r}", hint="give only one such column"
+            )
         return self.schema.field(indices[0])
 
     def directory_of(self, row: int) -> str | None:
-        """Return None, because the rows come from no file."""
+        """Return None, because the rows of a program do not come from a file."""
 
 
 class ProgramRows:
-    """The rows of a program, as the source of a run. They are reordered only within windows of about 500.
+    """The rows of a program, as the source of rows of a run. Only about 500 rows at a time are reordered.
 
-    The first row, or the table, sets the columns. A later row may lack a column, whose value is then null, or
-    have a value of another type. A row fails if its types do not fit the job. Columns that the job does not
-    use are ignored.
+    The first row, or the table, determines the columns. A later row may lack a column, whose value is then
+    null, or have a value of another type. A row fails if its types do not fit the job. Columns that the job
+    does not use are ignored.
     """
 
     is_shared = True
-    """True, so that rows are reordered in small windows only, and the stream reads few rows ahead."""
+    """True as for a run that workers share, so that few rows are read ahead and reordered at a time."""
 
     def __init__(
         self,
@@ -292,17 +312,17 @@ class ProgramRows:
     ) -> None:
         """Check the job against the `columns`. Raises JobError or InputError.
 
-        `first` are batches that were already taken from the buffer. `total` is the number of rows, or 0 if it
-        is unknown. `functions` are the job's Python functions.
+        `first` are batches that were already taken from the buffer. `total` is the number of rows; 0 if
+        unknown. `functions` runs the job's Python functions.
         """
         self.total = total
-        """Number of rows; 0 if unknown."""
+        """Number of rows of the program; 0 if unknown."""
         self._columns = normalized(columns, pa.null())
         self.names: Sequence[str] = self._columns.names
         """Names of the columns."""
         self.job, self.functions = job, functions
         self.plan = plan_answers(job, functions)
-        """Result columns and checks."""
+        """Result columns of the job, and checks of its answers."""
         self._buffer, self._first = buffer, first or []
         self._renderer_of = functools.lru_cache(MOST_RENDERERS)(self._make_renderer)
         self._renderer = self._renderer_of(self._columns)
@@ -319,26 +339,33 @@ class ProgramRows:
         return max(0, self.total - self._read) if self.total else sys.maxsize >> 1
 
     def stop(self) -> None:
-        """End `batches` soon, also while it waits."""
+        """Make `batches` end soon, even while it waits for rows."""
         self._buffer.stop()
 
     def batches(self) -> Iterator[list[Request | Outcome]]:
-        """Render the rows in the buffer, and wait for more. Yields an empty list if no rows come soon.
+        """Render rows from the buffer until the program has no more rows. Blocks.
 
-        If the program's iterator raises, the rows end, and `RowBuffer.failure` has the exception.
+        An empty list means that no row came for a while, so the rows so far should be sent. If the program's
+        iterator raises an exception, the rows end, and `RowBuffer.failure` is the exception.
         """
         pieces, self._first = self._first or take_batches(self._buffer, 0), []
         while pieces:
             for piece in pieces:
-                rows = range(self._read, self._read + (1 if isinstance(piece, str) else piece.num_rows))
+                if isinstance(piece, str):  # the error of one row
+                    rows = range(self._read, self._read + 1)
+                    batch = self._failed(rows, error=piece)
+                else:
+                    rows = range(self._read, self._read + piece.num_rows)
+                    batch = self._rendered(rows, piece)
                 self._read = rows.stop
-                yield self._failed(rows, piece) if isinstance(piece, str) else self._rendered(rows, piece)
+                yield batch
             if not self._buffer.comes_soon():
                 yield []
             pieces = take_batches(self._buffer, self._read)
         self._ended = True
 
     def _rendered(self, rows: range, data: pa.RecordBatch) -> list[Request | Outcome]:
+        """Return a request for each row of a batch. The rows fail if their types do not fit the job."""
         data = self._used(data)
         try:
             renderer = self._renderer_of(data.schema)
@@ -347,21 +374,24 @@ class ProgramRows:
         return renderer.render(RowBatch(list(rows), data), lambda: self._buffer.stopped)
 
     def _failed(self, rows: range, error: str) -> list[Request | Outcome]:
-        """Return failed outcomes for rows whose values are unusable; their carried columns are null."""
+        """Return failed outcomes for rows that cannot be used. Their columns in the results are null."""
         schema = self._renderer.carried_schema
         carried = pa.RecordBatch.from_arrays(
             [pa.nulls(len(rows), kind) for kind in schema.types], schema=schema
         )
-        return [Outcome.unsent(RowRef(row, carried, at), error) for at, row in enumerate(rows)]
+        return [Outcome.unsent(RowRef(row, carried, index), error) for index, row in enumerate(rows)]
 
     def _used(self, data: pa.RecordBatch) -> pa.RecordBatch:
-        """Return the columns that the job uses. A column with only nulls gets its type in the first row."""
+        """Return the columns of a batch that the job uses.
+
+        A column that is missing or has only nulls gets the type that the column had in the first row.
+        """
         columns = {}
         for name in self._renderer.columns:
             values = data.column(name) if name in data.schema.names else pa.nulls(data.num_rows)
             kind = self._columns.field(name).type
             columns[name] = pa.nulls(data.num_rows, kind) if pt.is_null(values.type) else values
-        if not columns:  # the prompt uses no column, but the batch must keep its number of rows
+        if not columns:  # The prompt uses no column, but the batch must keep its number of rows.
             return data.select([])
         batch = pa.RecordBatch.from_pydict(columns)
         return fitted(batch, normalized(batch.schema, pa.null()))
@@ -371,13 +401,13 @@ class ProgramRows:
 
 
 class Handover:
-    """Bounded queue of finished rows, which the program takes as dicts. `put` waits while the queue is full.
+    """Bounded queue of finished rows on their way to the program. `put` waits while the queue is full.
 
     All methods are called in the event loop of the run.
     """
 
     def __init__(self, plan: AnswerPlan) -> None:
-        """Convert outcomes to rows with the columns of `plan`."""
+        """`plan` determines the columns of the rows that `take` returns."""
         self._plan, self._schema = plan, schema_of_run(pa.schema([]), plan)
         self._outcomes: list[Outcome] = []
         self._ended = False
@@ -391,12 +421,12 @@ class Handover:
         self._changed.set()
 
     def check(self) -> None:
-        """Do nothing, because no writes run in the background."""
+        """Do nothing, because a stream has no writes in the background that could fail."""
 
     async def take(self) -> list[dict[str, Any]]:
-        """Wait for finished rows and take all of them; return an empty list at the end.
+        """Wait for finished rows and return all of them as dicts; return an empty list at the end.
 
-        The values that a rollout returned become columns.
+        The values that a rollout function returned for a row are columns of the row too.
         """
         while not self._outcomes and not self._ended:
             await self._change()
@@ -404,16 +434,18 @@ class Handover:
         self._changed.set()
         if not outcomes:
             return []
+        # The columns of the program's own rows are returned too.
         carried = {outcome.ref.row: carried_of(outcome.ref) for outcome in outcomes}
         rows = table_of(outcomes, self._schema, self._plan).to_pylist()
         returned = [orjson.loads(row.pop(RETURNED, None) or "{}") for row in rows]
+        # Of two columns with the same name, the later one in this order wins.
         return [
             {"row": row["row"]} | carried[row["row"]] | row | columns
             for row, columns in zip(rows, returned, strict=True)
         ]
 
     def end(self) -> None:
-        """Record that no more rows come."""
+        """Record that no more outcomes come."""
         self._ended = True
         self._changed.set()
 
@@ -438,7 +470,7 @@ async def send_stream(
     *,
     engine: SharedEngine | None = None,
 ) -> None:
-    """Send all rows, put their outcomes into `outlet`, and end it.
+    """Send all rows, put their outcomes into `outlet`, and end the outlet.
 
     Without `engine`, the job's own engine is opened, and closed at the end. A cancellation cancels the
     requests in flight. Raises BatchrunError if the engine cannot be opened or is lost, or if a limit of the
@@ -476,7 +508,7 @@ async def send_stream(
                 await sending.send()
             finally:
                 sending.show_end(time.monotonic())
-        if control.reason is not None:
+        if control.reason is not None:  # A stream gets no signals, so a limit of the job must have ended it.
             raise BatchrunError(f"{control.reason}: the stream ended after {counts.done:,} rows")
     finally:
         rows.stop()
@@ -485,7 +517,10 @@ async def send_stream(
 
 @dataclass(frozen=True, slots=True)
 class StreamCall:
-    """One running call of `stream`, in the program's event loop."""
+    """One call of `stream` by a program.
+
+    It runs in the program's event loop, and the run in another thread.
+    """
 
     data: object
     call: LibraryCall
@@ -494,7 +529,7 @@ class StreamCall:
     displays: Sequence[Display]
 
     async def rows(self) -> AsyncGenerator[dict[str, Any]]:
-        """Yield each row when it ends. Nothing stays on disk."""
+        """Yield each row as a dict when it ends. No files stay on the disk."""
         async with contextlib.AsyncExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchrunner-")))
             buffer = RowBuffer()
@@ -520,10 +555,14 @@ class StreamCall:
     def _read_first(
         self, buffer: RowBuffer, scratch: Path, stack: contextlib.AsyncExitStack
     ) -> ProgramRows | None:
-        """Return the rows; None if there are none. Blocks until a row or a table sets the columns."""
+        """Wait for the first row or table, whose columns determine the job, and return the program's rows.
+
+        Return None if the program has no rows. `stack` ends the job's Python functions. Raises InputError if
+        no row can be used.
+        """
         first: list[pa.RecordBatch | str] = []
         readable = None
-        while readable is None:  # skip rows that cannot be sent, which have no columns
+        while readable is None:  # A row that cannot be used has no columns, so the next row is read.
             batches = take_batches(buffer, len(first), most=1)
             if not batches and first:
                 raise InputError(str(first[0]))
@@ -532,7 +571,7 @@ class StreamCall:
             first += batches
             readable = next((batch for batch in batches if not isinstance(batch, str)), None)
         job = self.call.job(readable.schema, [str(scratch)], scratch)
-        if not any(map(len, first)):  # a table's first batch may have columns but no rows
+        if not any(map(len, first)):  # The first batch of a table may have columns, but no rows.
             first = take_batches(buffer, 0, most=1)
         functions = open_functions(job)
         if functions is not None:

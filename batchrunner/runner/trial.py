@@ -1,4 +1,4 @@
-"""One trial of `batchrun tune`: a server with some flags answers the sample until its speed is known."""
+"""Trials of `batchrun tune`: a server with some flags answers a sample of rows until its speed is known."""
 
 import shutil
 import time
@@ -36,24 +36,24 @@ from batchrunner.tuning.recover import EndedServer, read_server
 from batchrunner.tuning.search import TrialRequest
 
 LOG_INTERVAL = 10
-"""`decode-log-interval` of trials. The server logs every 10th decode pass, which costs almost nothing and
-gives the number of passes to within 10."""
+"""`--decode-log-interval` of the servers of trials: a server logs every 10th decode pass. That costs almost
+nothing and gives the number of passes to within 10."""
 FEWEST_DECODES = 5
-"""Minimum number of log lines of decode passes from which a mean is computed."""
+"""Minimum number of logged decode passes from which a mean is computed."""
 SETUP = frozenset(name.replace("-", "_") for name in FLAGS) | {
     "cuda_graph_config", "disable_cuda_graph", "dp_size", "enable_dp_attention",
     "enable_piecewise_cuda_graph", "pp_size",
 }  # fmt: skip
-"""Server arguments that a trial's result keeps; others may be secret."""
+"""Names of the server arguments that are stored with the result of a trial. Other arguments may be secret."""
 
 Passes = Sequence[tuple[str, LoggedBatch]]
-"""Log lines of passes, each with the rank of its scheduler."""
+"""Logged forward passes, each with the data-parallel rank of its scheduler."""
 
 
 def server_facts(lines: Iterable[str], args: Mapping[str, Any]) -> Facts:
-    """Return the server's setup from its log up to the first pass, or else from its arguments."""
-    before = takewhile(lambda line: not isinstance(record_in(clean(line)), LoggedBatch), lines)
-    facts, _ = read_server(EndedServer([*before], args))
+    """Return the setup of a server from its log lines before the first pass, or else from its arguments."""
+    lines_of_start = takewhile(lambda line: not isinstance(record_in(clean(line)), LoggedBatch), lines)
+    facts, _ = read_server(EndedServer([*lines_of_start], args))
     return Facts(
         arguments={name: value for name, value in facts.arguments.items() if name in SETUP},
         ready=facts.ready,
@@ -65,16 +65,17 @@ def server_facts(lines: Iterable[str], args: Mapping[str, Any]) -> Facts:
 
 
 def logged_passes(lines: Iterable[str]) -> list[tuple[str, LoggedBatch]]:
-    """Return the passes in a stretch of the log, each with the rank of its scheduler."""
+    """Return the forward passes in lines of a server's log, each with the rank of its scheduler."""
     records = ((origin_of(line).dp, record_in(line)) for line in map(clean, lines))
     return [(rank, record) for rank, record in records if isinstance(record, LoggedBatch)]
 
 
 def signs_of_passes(passes: Passes, tokens: int) -> dict[str, Any]:
-    """Return statistics of some passes, as fields of TrialSigns.
+    """Return statistics of logged passes, as fields of TrialSigns.
 
-    `tokens` is the number of output tokens of these passes. `running` and `usage` are means over decode
-    passes only. Polls of the load would include prefills, during which fewer requests run.
+    `tokens` is the number of output tokens of these passes. `running` and `usage` are means over the logged
+    decode passes. They are not taken from polls of the load, which also come during prefills, when fewer
+    requests run.
     """
     decodes = [batch for _, batch in passes if batch.decode]
     prefilled = [batch.new_tokens for _, batch in passes if not batch.decode]
@@ -97,7 +98,9 @@ def output_rate(passes: Passes) -> float | None:
     """Return output tokens per second by the scheduler's clock; None if the log has too few decode passes.
 
     A count of finished rows would be less exact, because many rows are half done when the measurement begins
-    and ends. Each log line has the rate since the line before it, including the time of prefills.
+    and ends. Each log line of a decode pass has the rate since the line before it, including the time of
+    prefills. The tokens between two lines are estimated from the running requests, and divided by the rate
+    they give the time.
     """
     by_rank = defaultdict[str, list[LoggedBatch]](list)
     for rank, batch in passes:
@@ -106,17 +109,23 @@ def output_rate(passes: Passes) -> float | None:
     rates, lines = [], 0
     for batches in by_rank.values():
         tokens = seconds = 0.0
-        for before, after in pairwise(batches):  # The first line's rate is that of an earlier time.
+        # The rate of the first line is left out, because it is that of the time before the measurement.
+        for before, after in pairwise(batches):
             if after.throughput:
-                added = (before.running + after.running) / 2 * after.accepted
-                tokens, seconds, lines = tokens + added, seconds + added / after.throughput, lines + 1
+                tokens_of_pass = (before.running + after.running) / 2 * after.accepted
+                tokens += tokens_of_pass
+                seconds += tokens_of_pass / after.throughput
+                lines += 1
         rates.append(tokens / seconds if seconds else 0.0)
     return round(sum(rates), 2) if lines >= FEWEST_DECODES else None
 
 
 @dataclass(frozen=True, slots=True)
 class TrialRunner:
-    """Runs trials of a job's sample in a directory of its own."""
+    """Runs trials: launches a server with other flags, and sends the sample of the job's rows to the server.
+
+    Logs and results of trials lie below `directory`.
+    """
 
     job: Job
     engine: ServerEngine
@@ -130,40 +139,47 @@ class TrialRunner:
         """
         start = time.monotonic()
         result = await self._run(request, self.directory / f"{number:03d}", within_s)
-        return replace(
-            result, cost_s=round(time.monotonic() - start, 1)
-        )  # The cost includes the shutdown of the server.
+        # The cost includes the shutdown of the server.
+        return replace(result, cost_s=round(time.monotonic() - start, 1))
 
-    async def _run(self, request: TrialRequest, place: Path, within_s: float) -> TrialResult:
+    async def _run(self, request: TrialRequest, directory: Path, within_s: float) -> TrialResult:
+        """Run a trial in a directory of its own; return the result without its cost."""
         start = time.monotonic()
-        shutil.rmtree(place, ignore_errors=True)  # Passes in an old log would count.
+        shutil.rmtree(directory, ignore_errors=True)  # The passes in the log of an earlier trial would count.
         args = {**arguments_in(request.args), "decode-log-interval": LOG_INTERVAL}
         env = {**self.engine.env, **variables_in(request.args)}
         start_s = min(self.engine.start_timeout, within_s)
         spec = self.engine.model_copy(
             update={"args": args, "env": env, "start_timeout": start_s, "heal": False}
         )
-        engine = await make_engine(spec, log_dir=place, limits=self.job.limits)
+        engine = await make_engine(spec, log_dir=directory, limits=self.job.limits)
         try:
             info = await engine.open()
-            left_s = within_s - (time.monotonic() - start)
-            return await self._measure(engine, info, request=request, out=place / "run", left_s=left_s)
+            remaining_s = within_s - (time.monotonic() - start)
+            return await self._measure(
+                engine, info, request=request, out=directory / "run", remaining_s=remaining_s
+            )
         except EngineStartError as failure:
-            cut = time.monotonic() - start >= within_s
-            return TrialResult("cut" if cut else "died", str(failure), 0.0)
+            # A start that the end of the budget cut short says nothing about the flags.
+            is_cut = time.monotonic() - start >= within_s
+            return TrialResult("cut" if is_cut else "died", str(failure), 0.0)
         finally:
             await engine.close()
-            shutil.rmtree(place / "run", ignore_errors=True)
+            shutil.rmtree(directory / "run", ignore_errors=True)
 
     async def _measure(
-        self, engine: Engine, info: EngineInfo, request: TrialRequest, out: Path, left_s: float
+        self, engine: Engine, info: EngineInfo, request: TrialRequest, out: Path, remaining_s: float
     ) -> TrialResult:
+        """Send the sample to an open engine until its speed is known, for at most `remaining_s` seconds.
+
+        `out` is the output path of the run that sends the sample.
+        """
         control = Control()
         meter = MeasuringEngine(
             engine,
             watch=TrialWatch(request.incumbent),
             control=control,
-            within_s=left_s,
+            within_s=remaining_s,
             log_path=Path(info.log) if info.log else None,
             args=request.args,
         )
@@ -171,24 +187,25 @@ class TrialRunner:
             report = await execute(
                 self._job_into(out), engine=SharedEngine(cast("Engine", meter), info), control=control
             )
-            failed = report.rows_failed / max(report.rows_failed + report.rows_ok, 1)
+            failed_share = report.rows_failed / max(report.rows_failed + report.rows_ok, 1)
             if report.failures and not report.rows_ok:
-                meter.stop(("measured", f"all rows failed, such as with: {report.failures[0]['example']}"))
+                meter.stop(("measured", f"all rows failed, for example: {report.failures[0]['example']}"))
+            # The meter itself stops the run once the speed is known. Any other stop is an error.
             if report.exit_code == EXIT_STOPPED and meter.end is None:
                 raise BatchrunError(f"the sample could not be sent: {report.reason}")
         except EngineLostError as failure:
             meter.stop(("died", str(failure)))
-            failed = 0.0
-        return replace(meter.result(info), failed_share=round(failed, 4))
+            failed_share = 0.0
+        return replace(meter.result(info), failed_share=round(failed_share, 4))
 
     def _job_into(self, out: Path) -> Job:
-        """Return the job with the sample as its input."""
+        """Return the job with the sample as its input, and `out` as its output path."""
         return self.job.model_copy(
             update={
                 "input": InputSpec(path=str(self.sample.path)),
                 "output": self.job.output.model_copy(update={"path": str(out), "reuse": None}),
                 "engine": self.engine,
-                "parse": None,  # Result columns would only take time.
+                "parse": None,  # Parsing would only take time.
                 "limits": self.job.limits.model_copy(update={"deadline": None}),
                 "order": "input" if self.job.order == "input" else "auto",
                 "accept": AcceptSpec.model_validate({"json": False}),  # Each row is sent once.
@@ -200,26 +217,28 @@ class TrialRunner:
 
 @dataclass(eq=False)
 class MeasuringEngine(ObservedEngine):
-    """An engine that measures the requests it forwards, and stops the run once the speed is known."""
+    """An engine that forwards requests, measures the answers, and stops the run once the speed is known."""
 
     watch: TrialWatch
     control: Control
     within_s: float
+    """Maximum seconds of the trial, counted from the creation of this object."""
     log_path: Path | None
     args: Mapping[str, Any]
     """Flags of the trial."""
     end: End | None = None
-    """How and why the trial was stopped; None while it runs, or if all rows of the sample were done."""
+    """How the trial was stopped, and the reason. None while the trial runs, or if all its rows are done."""
     _log_bytes: int | None = None
     """Size of the log in bytes at the end of the trial."""
     _answers: list[str] = field(default_factory=list)
+    """Texts of the first answers, at least MOST_ANSWERS if there are as many."""
 
     def __post_init__(self) -> None:
-        """Begin the trial now."""
+        """Begin to count the time of the trial."""
         self._opened = self._last = time.monotonic()
 
     def observe(self, request: Request, completion: Completion, route: str, sent_at: float) -> None:  # noqa: ARG002
-        """Count an answer."""
+        """Count the tokens of an answer."""
         self._last = time.monotonic()
         prompt, cached = completion.prompt_tokens or 0, completion.cached_tokens or 0
         tokens = sum(count or 1 for count in completion.completion_tokens)
@@ -234,15 +253,15 @@ class MeasuringEngine(ObservedEngine):
         if self.first_sent_at is not None:
             self.stop(self.watch.record_load(now - self.first_sent_at, loads, self._log_size()))
         if now - self._opened > self.within_s:
-            self.stop(("cut", "the time for tuning was over"))
+            self.stop(("cut", "the time for tuning is over"))
         return loads
 
     def preempt(self, route: str, kept: int) -> None:
-        """Preempt rows; see `Engine.preempt`."""
+        """Preempt rows of the forwarded engine; see `Engine.preempt`."""
         self._engine.preempt(route, kept)
 
     def incidents(self) -> list[Incident]:
-        """Return the server's incidents. End the trial if the server died or hangs."""
+        """Return the incidents of the server. Stop the trial if the server has died or hangs."""
         incidents = self._engine.incidents()
         for incident in incidents:
             if incident.what in {"died", "hangs", "lost"}:
@@ -253,20 +272,24 @@ class MeasuringEngine(ObservedEngine):
         """Do nothing, because the caller that opened the engine closes it."""
 
     def result(self, info: EngineInfo) -> TrialResult:
-        """Return the result of a trial that has ended. Limits that the log lacks are taken from `info`."""
+        """Return the result of a trial that has ended.
+
+        Limits that are not in the log are taken from `info`.
+        """
         ended, why = self.end or ("measured", "all rows of the sample")
         at_s = self._last - (self.first_sent_at or self._last)
         result = self.watch.result(ended, why, at_s, 0.0)
         log = self.log_path.read_bytes() if self.log_path else b""
+        # Only the steady part of the trial counts: the log lines between these two moments.
         begin, until = self.watch.measured_span(
             TrialProgress(at_s, self.watch.tokens, self.watch.rows, self._log_bytes or len(log))
         )
         passes = logged_passes(_lines(log[begin.log_bytes : until.log_bytes]))
-        work = signs_of_passes(passes, until.tokens - begin.tokens)
-        signs = replace(result.signs, **work, repeated=round(words_a_step(self._answers), 2))
+        signs_of_log = signs_of_passes(passes, until.tokens - begin.tokens)
+        signs = replace(result.signs, **signs_of_log, repeated=round(words_a_step(self._answers), 2))
         facts = server_facts(_lines(log), self.args)
         limits = ServerReady(signs.pool_tokens, info.prefill_tokens, signs.max_running)
-        # With mixed chunks prefill passes decode too, and the log does not count their tokens.
+        # With `--enable-mixed-chunk`, prefill passes decode too, and the log does not count their tokens.
         mixes = bool(self.args.get(name_in(self.args, "enable-mixed-chunk")))
         rate = None if mixes else output_rate(passes)
         return replace(
@@ -277,12 +300,13 @@ class MeasuringEngine(ObservedEngine):
         )
 
     def stop(self, end: End | None) -> None:
-        """Stop the trial, for the first `end` that is not None; ignore None and later calls."""
+        """Stop the trial for the first `end` that is not None. Ignore None and later calls."""
         if end is not None and self.end is None:
             self.end, self._last, self._log_bytes = end, time.monotonic(), self._log_size()
             self.control.stop(end[1])
 
     def _log_size(self) -> int:
+        """Return the size of the server's log in bytes."""
         return self.log_path.stat().st_size if self.log_path else 0
 
 

@@ -43,20 +43,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TuningSummary:
-    """Result of `batchrun tune`."""
+    """Result of `batchrun tune`: the fastest flags, and all trials."""
 
     job: str
     """Path of the job file."""
     sample: str
     """Description of the rows of the trials."""
     spent_s: float
-    """Seconds that trials took, including launches of servers and trials of earlier attempts."""
+    """Seconds that all trials took, including the launches of their servers and trials of earlier
+    attempts."""
     reason: str
-    """Why the search ended."""
+    """Reason for which the search ended."""
     own_tokens_per_s: float
-    """Output tokens per second with the job's own flags, as geometric mean over their trials."""
+    """Output tokens per second with the job's own flags: the geometric mean over their trials."""
     best_tokens_per_s: float
-    """Output tokens per second with the best flags, as geometric mean over their trials."""
+    """Output tokens per second with the best flags: the geometric mean over their trials."""
     args: Args
     """Changes to `engine.args`; empty if the job's own flags are the fastest."""
     trials: list[dict[str, Any]] = field(default_factory=list)
@@ -66,9 +67,9 @@ class TuningSummary:
     env: dict[str, str] = field(default_factory=dict)
     """Changes to `engine.env`."""
     layout: dict[str, Any] = field(default_factory=dict)
-    """Other changes to `engine`: its kind, its replicas, the GPUs of each (`tp`)."""
+    """Other changes to `engine`: `kind`, `replicas`, and the GPUs of each replica (`tp`)."""
     warnings: list[str] = field(default_factory=list)
-    """Effects of the best flags other than speed."""
+    """Effects of the best flags on the answers, one line for each flag that may change answers."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the summary as `--json` prints it."""
@@ -85,7 +86,7 @@ class TuningSummary:
         block = {name: values for name, values in (("args", self.args), ("env", self.env)) if values}
         block = self.layout | block
         if not block:
-            return [*lines, "the job's own flags stay: nothing was faster by more than the noise"]
+            return [*lines, "the job's own flags stay: no other flags were faster by more than the noise"]
         gain = self.best_tokens_per_s / self.own_tokens_per_s
         speeds = f"{self.own_tokens_per_s:,.0f} -> {self.best_tokens_per_s:,.0f} output tok/s"
         lines.append(f"{gain:.2f} x as fast as the job's own flags ({speeds}) with")
@@ -99,13 +100,16 @@ def summarize(search: Search, machine: Machine, source: str, sample: str, spent_
     if not job_setting.speeds:
         raise EngineStartError(search.reason)
     changed = changes(best.args, job_setting.args)
+    # The job file has fields of its own for the replicas, and for the tensor parallelism if the job sets
+    # `tp`.
     layout: dict[str, Any] = {}
     if best.replicas != machine.replicas:
         layout = {"replicas": best.replicas}
     if machine.says_tp and "tp-size" in changed:
         layout["tp"] = changed.pop("tp-size")
     risky = [name for name in changed if name in FLAGS and FLAGS[name].changes_answers]
-    held, waiting = "held by the runner's own controller", job_setting.newest.signs.queue
+    waiting = job_setting.newest.signs.queue
+    queue_note = f"the run itself controls its length; {waiting:.0f} requests waited with the job's own flags"
     return TuningSummary(
         job=source,
         sample=sample,
@@ -123,12 +127,13 @@ def summarize(search: Search, machine: Machine, source: str, sample: str, spent_
             for setting in search.settings.values()
             if setting.results
         ],
-        notes={"queue": f"{held}; {waiting:.0f} requests waited with the job's own flags", **search.notes},
-        warnings=[f"{name}: changes answers: compare some before the run" for name in risky],
+        notes={"queue": queue_note, **search.notes},
+        warnings=[f"{name}: changes answers: compare some answers before the run" for name in risky],
     )
 
 
 def _trial(setting: FlagSetting, job_args: Args) -> dict[str, Any]:
+    """Return the entry of a setting for `TuningSummary.trials`."""
     return {
         "args": changes(setting.args, job_args),
         "replicas": setting.replicas,
@@ -141,6 +146,7 @@ def _trial(setting: FlagSetting, job_args: Args) -> dict[str, Any]:
 
 
 def _trial_lines(trial: dict[str, Any]) -> list[str]:
+    """Return the line of a trial in the table for the terminal, and a second line with its verdict."""
     signs, speeds = trial["signs"], trial["tokens_per_s"]
     speed = "died" if trial["ended"] == "died" else " ".join(f"{value:,.0f}" for value in speeds)
     limited = f"{signs['running']:.0f}" + (f"/{signs['max_running']}" if signs["max_running"] else "")
@@ -162,13 +168,15 @@ def tune(
 ) -> TuningSummary:
     """Find the fastest safe flags for a job on this machine. With `allow_fp8`, try 8-bit number formats too.
 
-    Trials are stored under `output.path`/tune, from which the same command resumes. Raises BatchrunError:
-    JobError if the run does not launch the engine, TaskHeldError while another process tunes there.
+    Trials are stored in the directory `tune` of `output.path`, from which the same command resumes. Raises
+    BatchrunError: JobError if the job does not launch its engine, TaskHeldError while another process tunes
+    the same output path.
     """
     job = load_job(source, overrides=overrides)
     if job.forward is not None:
         raise JobError(
-            f"task: {job.task}: only task: generate can be tuned", hint="tune with a job of task generate"
+            f"task: {job.task}: only jobs of task generate can be tuned",
+            hint="tune with a job of task generate",
         )
     engine = engine_to_tune(job)
     if store_address(job.output.path):
@@ -208,7 +216,8 @@ def _search(
         "job": [job.order, job.dedupe, job.window, job.tokenize],
         "engine": [engine.args, engine.env, machine.flags.version],
         "machine": [machine.cpu, machine.card, machine.card_gb],
-        "signs": [sign.name for sign in fields(TrialSigns)],  # Results of other versions do not count.
+        # Results of a version of batchrunner with other statistics do not count.
+        "signs": [sign.name for sign in fields(TrialSigns)],
     }
     job_args = {**engine.args, **numbers_in(engine.env)}
     history = TrialHistory(
@@ -222,19 +231,19 @@ def _search(
 
 
 def parse_budget(text: str) -> float:
-    """Return a duration in seconds; raises JobError."""
+    """Return the seconds of a duration such as "30m". Raises JobError if `text` is not a duration."""
     try:
         seconds: float = TypeAdapter(Duration).validate_python(text)
     except ValidationError as failure:
-        why = failure.errors()[0]["msg"].removeprefix("Value error, ")
-        raise JobError(f"--budget {text}: {why}") from None
+        problem = failure.errors()[0]["msg"].removeprefix("Value error, ")
+        raise JobError(f"--budget {text}: {problem}") from None
     return seconds
 
 
 def engine_to_tune(job: Job) -> ServerEngine:
-    """Return the server that trials launch, one for all replicas.
+    """Return the specification of the server that trials launch, which is one replica of the job's engine.
 
-    Raises JobError for an engine that the run does not launch.
+    Raises JobError for an engine that the job does not launch.
     """
     if not isinstance(job.engine, ServerEngine):
         raise JobError(
@@ -263,8 +272,8 @@ class TrialHistory:
     def __init__(self, memory: Memory, about: str, base: Args) -> None:
         """Read the trials with the digest `about`, which covers rows, job, engine and machine.
 
-        `base` has the job's own flags. Only flags that differ from these are written, so that no secret of
-        the job is written.
+        `base` has the job's own flags. Only flags that differ from the job's own are written, so that no
+        secret of the job is written.
         """
         self._memory = memory
         self._about = about
@@ -276,12 +285,15 @@ class TrialHistory:
                 self._results[key_of(trial.args)].append(trial.result)
 
     def find(self, args: Args, turn: int) -> TrialResult | None:
-        """Return the result of a finished trial; `turn` counts the trials of the same flags from 0."""
+        """Return the result of a finished trial, or None.
+
+        `turn` counts the trials of the same flags from 0.
+        """
         results = self._results[key_of(changes(args, self._base))]
         return results[turn] if turn < len(results) else None
 
     def add(self, args: Args, result: TrialResult) -> None:
-        """Write a result; raises StorageError."""
+        """Store the result of a trial durably. Raises StorageError."""
         changed = changes(args, self._base)
         self._memory.append("trial", KeptTrial(changed, result), about=self._about)
         self._results[key_of(changed)].append(result)
@@ -293,31 +305,31 @@ async def run_search(
     run: Callable[[TrialRequest, int, float], Awaitable[TrialResult]],
     budget_s: float,
 ) -> float:
-    """Run a search within its budget; return the seconds spent.
+    """Run a search within its budget of seconds; return the seconds spent.
 
-    The result of a trial that was finished before is used again. No trial begins if less time remains than
-    the last measured trial took. A trial that still runs at the end of the budget is cut short, and its
-    result is not kept.
+    `run` runs a trial, given its request, its number and its maximum seconds. The result of a trial that was
+    finished before is used again. No trial begins if less time remains than the last measured trial took. A
+    trial that still runs at the end of the budget is stopped, and its result is not kept.
     """
     steps = search.steps()
-    spent_s, last_s, number = 0.0, 0.0, 0
+    spent_s, cost_of_last_s, number = 0.0, 0.0, 0
     request = next(steps)
     while True:
         result = history.find(request.args, request.turn)
         if result is None:
-            left_s = budget_s - spent_s
-            if left_s <= last_s:
+            remaining_s = budget_s - spent_s
+            if remaining_s <= cost_of_last_s:
                 search.reason = "the time for tuning is over"
                 return spent_s
-            result = await run(request, number, left_s)
+            result = await run(request, number, remaining_s)
             if result.ended == "cut":
                 search.reason = "the time for tuning is over"
                 return spent_s + result.cost_s
             history.add(request.args, result)
         number += 1
         spent_s += result.cost_s
-        if result.ended == "measured":
-            last_s = result.cost_s
+        if result.ended == "measured":  # A server that died early says nothing about the cost of a trial.
+            cost_of_last_s = result.cost_s
         _log_trial(number, request, result, search)
         try:
             request = steps.send(result)

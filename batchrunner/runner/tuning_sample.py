@@ -1,8 +1,8 @@
-"""The rows of the trials of `batchrun tune`: blocks of the job's own rows, spread evenly over the input.
+"""The sample of rows for trials of `batchrun tune`: blocks of the job's rows, spread evenly over the input.
 
-A block keeps neighbouring rows together, so that rows with a shared prefix hit the cache as often as in the
-job. The first few blocks already come from all over the input, so that a trial that stops early is
-representative.
+A block keeps neighbouring rows together, so that rows with a shared prefix hit the prefix cache as often as
+in the job. The blocks are shuffled, so that even the first few come from all over the input, and a trial that
+stops early is representative.
 """
 
 from bisect import bisect_left
@@ -26,41 +26,47 @@ MOST_ROWS = 16_384
 BLOCK_ROWS = 32
 """Number of rows in a block."""
 MOST_BYTES = 256 << 20
-"""Approximate maximum size of the sample in bytes. The sample is held in memory."""
+"""Approximate maximum size of the sample in bytes, because the whole sample is in memory once."""
 
 
 @dataclass(frozen=True, slots=True)
 class TuningSample:
-    """The rows of the trials, in a file of their own."""
+    """The sample of rows for trials, in a Parquet file."""
 
     path: Path
     rows: int
+    """Number of rows in the sample."""
     of_rows: int
+    """Number of rows of the job."""
 
     def __str__(self) -> str:
         if self.rows == self.of_rows:
             return f"all {counted(self.rows, 'row')}"
         blocks = counted(self.rows // BLOCK_ROWS, "block")
-        return f"{self.rows:,} of {self.of_rows:,} rows, {blocks} of {BLOCK_ROWS} from all over the input"
+        return (
+            f"{self.rows:,} of {self.of_rows:,} rows: {blocks} of {BLOCK_ROWS} rows from all over the input"
+        )
 
 
 def write_sample(prepared: PreparedJob, directory: Path) -> TuningSample:
-    """Write the sample into a directory. Raises InputError or StorageError.
+    """Write the sample of a job to a file in a directory. Raises InputError or StorageError.
 
-    Reads the columns that the job needs at most once. If the job's order is by prefix, sorts the rows first.
+    The columns that the job needs are read at most once. If the job sends rows by common prefix, the rows are
+    sorted before blocks are taken from them.
     """
     rows, path = prepared.selected(), directory / "sample.parquet"
     schema = pa.schema([prepared.dataset.schema.field(name) for name in prepared.renderer.columns])
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         most_rows = min(MOST_ROWS, _affordable(prepared))
-        if not schema.names:  # a table without columns would have no rows
+        if not schema.names:  # The prompt uses no column, and a table without columns would have no rows.
             table = pa.table({"row": pa.array(list(rows[:most_rows]), pa.int64())})
         elif len(rows) > most_rows:
             blocks = most_rows // BLOCK_ROWS
             blocks_table = _table(_blocks(prepared, rows, blocks, directory), schema)
-            order = sorted(range(blocks), key=lambda at: at * GOLDEN % 1)
-            table = pa.concat_tables(blocks_table.slice(at * BLOCK_ROWS, BLOCK_ROWS) for at in order)
+            # Multiples of the golden ratio modulo 1 spread every first few blocks evenly over the input.
+            order = sorted(range(blocks), key=lambda block: block * GOLDEN % 1)
+            table = pa.concat_tables(blocks_table.slice(block * BLOCK_ROWS, BLOCK_ROWS) for block in order)
         else:
             table = _table((batch.data for batch in prepared.dataset.read(rows, schema.names)), schema)
         with whole_file(path) as temporary:
@@ -69,35 +75,43 @@ def write_sample(prepared: PreparedJob, directory: Path) -> TuningSample:
 
 
 def _affordable(prepared: PreparedJob) -> int:
-    """Return how many rows fit into MOST_BYTES, estimated from the mean size of the first rows."""
-    every = BitMap64(range(prepared.dataset.total_rows))
-    first = next(prepared.dataset.read(every, prepared.renderer.columns))
-    row_bytes: int = max(1, first.data.nbytes // len(first.rows))
+    """Return the number of rows that fit into MOST_BYTES, estimated from the mean size of the first rows.
+
+    The number is a multiple of BLOCK_ROWS.
+    """
+    all_rows = BitMap64(range(prepared.dataset.total_rows))
+    first_batch = next(prepared.dataset.read(all_rows, prepared.renderer.columns))
+    row_bytes: int = max(1, first_batch.data.nbytes // len(first_batch.rows))
     return max(BLOCK_ROWS, MOST_BYTES // row_bytes // BLOCK_ROWS * BLOCK_ROWS)
 
 
 def _blocks(prepared: PreparedJob, rows: BitMap64, blocks: int, directory: Path) -> Iterator[pa.RecordBatch]:
     """Yield the rows of `blocks` blocks, which are spread evenly over the rows in the job's order."""
     spread = spread_blocks(len(rows), blocks=blocks, size=BLOCK_ROWS)
-    places: Sequence[int] = [place for block in spread for place in block]
+    positions: Sequence[int] = [position for block in spread for position in block]
     path = None
     if decide_order(prepared, rows).order == "prefix":
         path, _ = prepare_order(prepared, rows, directory, writer="tune", check_stop=lambda: None)
-    if path is None:  # in input order, only the rows of the blocks need to be read
+    if path is not None:
+        batches = SortedCopy(path).read(rows)
+    else:  # In input order, only the rows of the blocks need to be read, and all of them are taken.
         rows = BitMap64().union(*(rows[block.start : block.stop] for block in spread))
-        places = range(len(rows))
+        positions = range(len(rows))
+        batches = prepared.dataset.read(rows, prepared.renderer.columns)
     begin = 0
-    batches = SortedCopy(path).read(rows) if path else prepared.dataset.read(rows, prepared.renderer.columns)
     for batch in batches:
         end = begin + batch.data.num_rows
-        here = places[bisect_left(places, begin) : bisect_left(places, end)]
-        yield batch.data.take(pa.array([place - begin for place in here], pa.int64()))
+        positions_in_batch = positions[bisect_left(positions, begin) : bisect_left(positions, end)]
+        yield batch.data.take(pa.array([position - begin for position in positions_in_batch], pa.int64()))
         begin = end
     remove_sorted_copies(directory)
 
 
 def _table(batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> pa.Table:
-    """Return rows as a table with this schema. The columns' metadata may differ between files."""
+    """Return batches as one table with this schema.
+
+    The metadata of columns may differ between input files.
+    """
     return pa.concat_tables(
         pa.Table.from_arrays([batch.column(name) for name in schema.names], schema=schema)
         for batch in batches

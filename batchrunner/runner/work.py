@@ -1,4 +1,4 @@
-"""The work of an attempt: plans it from the stored results, and sorts its rows into the order of sending."""
+"""Plans the work of an attempt from the stored results, and sorts its rows into the order of sending."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Work:
     """Rows of the whole run, over all workers."""
     order: OrderDecision
     counts: RowCounts
-    """Counts of the rows that this attempt finishes; they include reused answers from the beginning."""
+    """Counts of the rows that this attempt finishes, including rows with the answer of another run."""
     done_before: DoneRows = field(default_factory=DoneRows)
     """Rows that earlier attempts of this worker finished."""
     rows_of_others: int = 0
@@ -48,13 +48,13 @@ class Work:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to do. If a run is to be discarded, there is: a new run.json is needed."""
+        """Whether there is nothing to do: no row to send, and no run to discard."""
         return not self.rows.unread and self.discard != "run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkFinder:
-    """Finds the work of one attempt. The caller holds the lock of its worker. Methods block."""
+    """Finds the rows that one attempt sends. The caller holds the lock of the worker. Methods block."""
 
     prepared: PreparedJob
     start: StartOptions
@@ -62,13 +62,14 @@ class WorkFinder:
     control: Control
     events: EventLog
     turns: TurnStore | None
-    """Store of the turns of rollouts; None if the job has no rollouts."""
+    """Store of the answers of rollouts; None if the job has no rollouts."""
 
     def check(self, model: str | None, weights: str | None = None) -> Reuse | None:
-        """Raise an error if this attempt must be refused. Change nothing.
+        """Raise a BatchrunError if this attempt must be refused. Change nothing.
 
-        Returns the `Reuse` of another run's answers if the job asks for one. The engine's `model` and the
-        version of its `weights` are compared if they are known.
+        Return the `Reuse` of another run's answers if the job has `output.reuse` (in a shared run, the worker
+        that makes a plan does that). The engine's `model` and the version of its `weights` are compared with
+        those of the stored results if they are known.
         """
         prepared, run_dir = self.prepared, self.prepared.run_dir
         reuse = None
@@ -77,6 +78,7 @@ class WorkFinder:
 
             reuse = Reuse(prepared, self.control, model, weights)
         with writing(run_dir.path):
+            # Another machine may have written files that an NFS client does not list yet.
             for directory in (run_dir.path, run_dir.tasks, run_dir.parts, run_dir.leases):
                 refresh_listing(directory)
             if self.start.fresh:
@@ -95,7 +97,7 @@ class WorkFinder:
             return self._find_shared() if self.start.join else self._find_alone(reuse)
 
     def _find_alone(self, reuse: Reuse | None) -> Work:
-        """Find the work of a run with one worker; `reuse` provides answers of another run."""
+        """Find the work of a run with one worker. `reuse` provides answers of another run."""
         prepared, run_dir = self.prepared, self.prepared.run_dir
         stored = DoneRows()
         if not self.start.fresh:
@@ -114,9 +116,9 @@ class WorkFinder:
             )
             plan, counts = plan.with_reused(reused), reuse.counts
             discard = "nothing" if reused else discard
-        place = run_dir.task_directory
-        copy, order = find_sorted_copy(prepared, plan.rows, place) or prepare_order(
-            prepared, plan.rows, place, writer=self.lock.token, check_stop=self.control.check
+        directory = run_dir.task_directory
+        copy, order = find_sorted_copy(prepared, plan.rows, directory) or prepare_order(
+            prepared, plan.rows, directory, writer=self.lock.token, check_stop=self.control.check
         )
         return Work(
             rows=FixedRows(prepared, plan.rows, total=plan.total, copy=copy, turns=self.turns),
@@ -128,7 +130,7 @@ class WorkFinder:
         )
 
     def _find_shared(self) -> Work:
-        """Find the work of a worker of a joined run: wait for its first lease, and take it."""
+        """Find the work of a worker of a shared run: wait for its first lease, and take that lease."""
         from batchrunner.runner.join import join  # noqa: PLC0415 - only where workers share a run
 
         counts = RowCounts()
@@ -137,7 +139,8 @@ class WorkFinder:
         )
         if rows.take_first(self.control.sleep):
             return Work(rows=rows, rows_of_run=rows_of_run, order=order, counts=counts)
-        # Read this before the done rows, because other workers may finish rows in between.
+        # Rows of others are counted before the done rows, because other workers may finish rows in between. A
+        # row then counts twice, but none is missing.
         rows_of_others, _ = rows.held_elsewhere()
         return Work(
             rows=FixedRows(self.prepared, BitMap64(), total=rows_of_run),
@@ -149,7 +152,7 @@ class WorkFinder:
         )
 
     def discard_outdated(self, results: Discard) -> None:
-        """Delete the merged dataset, which new rows make outdated, and the `results` that the plan discards.
+        """Delete the `results` that the plan discards, and the merged dataset, which will lack new rows.
 
         Raises TaskHeldError, TaskLockLostError or StorageError.
         """

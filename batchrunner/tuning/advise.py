@@ -13,21 +13,26 @@ from batchrunner.tuning.rules import BY_NAME, Advice, apply_all
 from batchrunner.tuning.signals import GUIDES, has_enough, share, span_in_words
 from batchrunner.tuning.situation import Situation
 
+READING_SIGNS = ("empty", "in_band", "deep", "conservative", "full", "no_graph")
+"""Signs of the load whose shares of the samples `--json` shows."""
+
 
 @dataclass(frozen=True, slots=True)
 class AdviceReport:
-    """A situation and the advice that follows from it."""
+    """A server's situation and the advice that follows from it."""
 
     source: str
+    """Path or URL from which the situation was read."""
     situation: Situation
     advice: list[Advice]
     flags: Flags
+    """Flags of the server's version of SGLang."""
 
     @property
     def healthy(self) -> bool:
         """Whether there are enough load samples, and no advice other than options."""
-        wrong = any(advice.change and not BY_NAME[advice.rule].option for advice in self.advice)
-        return self.situation.is_judged and has_enough(self.situation.load) and not wrong
+        needs_change = any(advice.change and not BY_NAME[advice.rule].option for advice in self.advice)
+        return self.situation.is_judged and has_enough(self.situation.load) and not needs_change
 
     def lines(self) -> list[str]:
         """Return the lines for the terminal."""
@@ -47,7 +52,7 @@ class AdviceReport:
             "healthy": self.healthy,
             "enough": has_enough(load),
             "reading": {
-                **self.situation.evidence("empty", "in_band", "deep", "conservative", "full", "no_graph"),
+                **self.situation.evidence(*READING_SIGNS),
                 "schedulers": len(load.tracks),
                 "retractions": self.situation.retractions,
                 "retractions_per_min": round(self.situation.retractions_per_min, 2),
@@ -68,21 +73,25 @@ class AdviceReport:
             return "no request was running when the load was sampled"
         if has_enough(load):
             return span_in_words(load)
-        steady = " between its start and its drain or tail" if client else ""
+        steady = " of steady work (without the start and the end of the run)" if client else ""
         return (
-            f"{self.figures()}. A reading, not advice: {span_in_words(load)}{steady}, and advice needs "
-            f"{GUIDES.samples:g} over {GUIDES.span_s:g} s"
+            f"{self.figures()}. Too short for advice: {span_in_words(load)}{steady}; advice needs "
+            f"{GUIDES.samples:g} samples over {GUIDES.span_s:g} s"
         )
 
     def figures(self) -> str:
         """Return the medians of the load, and the number of retractions, in words."""
         load = self.situation.load
-        rate, retractions = load.median("rate"), counted(self.situation.retractions, "retraction")
-        return (
-            f"median #running-req {load.median('running'):.0f}, #queue-req {load.median('queue'):.0f} "
-            f"(0 in {share(load.samples, 'empty'):.0%}), token usage {load.median('usage'):.2f}, "
-            f"{retractions}" + (f", {rate:,.0f} tokens/s" if rate else "")
-        )
+        rate = load.median("rate")
+        figures = [
+            f"median #running-req {load.median('running'):.0f}",
+            f"#queue-req {load.median('queue'):.0f} (0 in {share(load.samples, 'empty'):.0%})",
+            f"token usage {load.median('usage'):.2f}",
+            counted(self.situation.retractions, "retraction"),
+        ]
+        if rate:
+            figures.append(f"{rate:,.0f} tokens/s")
+        return ", ".join(figures)
 
 
 def advise_run(run: Path) -> AdviceReport:

@@ -455,7 +455,7 @@ def state_args(
 
 
 def _state_pool(flag: str, *, grows: bool) -> NextValues:
-    """Return the function for the next value of a flag: a larger state pool if it `grows`, else a smaller."""
+    """Return the function for the next value of a flag that enlarges (`grows`) or shrinks the state pool."""
 
     def values(s: Server) -> list[Any]:
         pool = s.facts.states

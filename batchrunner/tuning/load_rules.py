@@ -32,22 +32,22 @@ from batchrunner.tuning.signals import (
 )
 from batchrunner.tuning.situation import Certainty, ClientActivity, Finding, Situation
 
-_OTHER_WAY = {
-    False: "`engine.replicas`: servers with a front process each",
-    True: "a machine with more cores: the front process shares them with the model",
+_WITHOUT_FLAG = {
+    False: "`engine.replicas`: several servers, each with its own front process",
+    True: "a machine with more cores, because the front process shares the cores with the model",
 }
-"""Remedy for a slow front process if no flag helps, keyed by whether the model runs on a CPU."""
+"""Remedy for a slow front process of a server if no flag helps, keyed by whether the model runs on a CPU."""
 
 
 FRONT_LEVERS = (
     "mm-io-worker-num", "mm-processor-worker-num", "tokenizer-worker-num", "enable-http-worker-reuseport",
     "detokenizer-worker-num",
 )  # fmt: skip
-"""Flags for a front process that is too slow, in the order in which they are advised."""
+"""Flags against a slow front process (HTTP server, tokenizer, detokenizer), in the order of advice."""
 
 
 def conservativeness(s: Situation) -> float:
-    """Return the conservativeness in effect. With DP attention, it differs from the flag's value."""
+    """Return the `--schedule-conservativeness` in effect, which is below the flag's with DP attention."""
     value = s.facts.number("schedule_conservativeness")
     return 1.0 if value is None else value
 
@@ -57,42 +57,49 @@ def queue_empty(s: Situation, flags: Flags) -> Finding | None:
     if not frequent(s.load, "empty"):
         return None
     band = QueueBand(int(GUIDES.queue_low), int(GUIDES.queue_deep)).scaled(s.max_running)
-    keep = f"keep {band.low}-{band.high} requests waiting"
+    target = f"keep {band.low}-{band.high} requests waiting"
+    args: dict[str, Any] = {}
     if s.client is None:
-        change, why = f"send requests faster, more at once: {keep}", "the client is the bottleneck"
+        change, cause = f"send requests faster, and more at once: {target}", "the client is the bottleneck"
     else:
-        change, why = _slow_part(s.client, keep)
-    slow = s.client is not None and not change
-    settings = (next_setting("starved", name, s.server, flags) for name in FRONT_LEVERS)
-    args = next(filter(None, settings), {}) if slow else {}
-    while_rows = " while rows were left to send" if s.client else ""
+        change, cause = _slow_component(s.client, target)
+        if not change:
+            settings = (next_setting("starved", name, s.server, flags) for name in FRONT_LEVERS)
+            args = next(filter(None, settings), {})
+            change = command_line(args) or _WITHOUT_FLAG[s.facts.on_cpu]
+    while_unsent = " while rows were left to send" if s.client else ""
     return Finding(
-        f"#queue-req is 0 {s.often('empty')}{while_rows}: {why}",
+        f"#queue-req is 0 {s.often('empty')}{while_unsent}: {cause}",
         args=args,
-        change=change or command_line(args) or _OTHER_WAY[s.facts.on_cpu],
+        change=change,
         evidence=s.evidence("empty"),
         certainty="high" if s.client else "medium",
     )
 
 
-def _slow_part(client: ClientActivity, keep: str) -> tuple[str, str]:
-    """Return the change to make in the runner, and its reason. The change is empty if the server is slow."""
-    if 2 * client.on_way > client.empty:
-        remedy = "`tokenize: client`" if client.tokenize == "server" else ""
-        why = "requests are on their way to the scheduler (the front process or the network is slow)"
-        return remedy, why
-    if 2 * client.at_window > client.empty:
+def _slow_component(client: ClientActivity, target: str) -> tuple[str, str]:
+    """Return a change in the runner against an empty queue, and the cause of most samples with one.
+
+    The change is empty if the server's front process or the network is slow. `target` is the advice on the
+    length of the queue.
+    """
+    half = client.empty / 2
+    if client.on_way > half:
+        change = "`tokenize: client`" if client.tokenize == "server" else ""
+        return change, "requests are on their way to the scheduler (the front process or the network is slow)"
+    if client.at_window > half:
         if client.window != "auto":
-            return f"`window: auto` instead of {client.window}: {keep}", "the job's window is full"
+            return f"`window: auto` instead of {client.window}: {target}", "the job's window is full"
         if client.connections and client.widest >= 0.9 * client.connections:
-            return "raise `ulimit -n`", f"all {client.connections} connections that it allows are in use"
-        wider = f"`window: {2 * client.widest}` in the job: twice as many requests as were in flight"
-        return wider, "the window is full, and `auto` makes it too narrow"
-    if 2 * client.resting > client.empty:
-        remedy = "find out why the engine refuses rows (report.json: failures, retries)"
-        return remedy, "rows wait for a retry"
+            cause = f"all {client.connections} connections that the limit of open files allows are in use"
+            return "raise `ulimit -n`", cause
+        change = f"`window: {2 * client.widest}` in the job: twice as many requests as were in flight"
+        return change, "the window is full, and `auto` makes it too narrow"
+    if client.resting > half:
+        change = "find out why the engine refuses rows (report.json: failures, retries)"
+        return change, "rows wait for a retry"
     return (
-        "give the runner more of the machine: cores for rendering and tokens, input on a faster disk",
+        "give the runner more cores for rendering and tokenizing, or read the input from a faster disk",
         "the window is not full: rows are not read, rendered or tokenized fast enough",
     )
 
@@ -120,41 +127,46 @@ def conservative(s: Situation, flags: Flags) -> Finding | None:
         return None
     if s.client and s.client.ignore_eos:  # Every output needs all the memory that SGLang reserves for it.
         return None
-    share = s.client.output_share if s.client else None
-    args = {}
+    output_share = s.client.output_share if s.client else None
+    is_short = output_share is not None and output_share < GUIDES.short_output
+    args: dict[str, Any] = {}
     if conservativeness(s) > LESS_CONSERVATIVE:
         args = next_setting("held", "schedule-conservativeness", s.server, flags)
-    elif share is not None and share >= GUIDES.short_output:
-        return None
-    short = share is not None and share < GUIDES.short_output
-    clip = next_setting("held", CLIP, s.server, flags) if short else {}
-    cause, tighter, certainty = _cause(share, clip, GUIDES.short_output)
+    elif output_share is not None and not is_short:
+        return None  # The flag is low already, and `max_new_tokens` is not too high.
+    clip = next_setting("held", CLIP, s.server, flags) if is_short else {}
+    cause, job_change, certainty = _cause_of_reserve(output_share, clip, is_short=is_short)
     return Finding(
         f"token usage is below {GUIDES.usage_good:g} (median {s.load.median('usage'):.2f}) with requests "
         f"waiting {s.often('conservative')}: {ADMITS_TOO_FEW}; {cause}",
         args=args,
-        change=", or ".join(filter(None, (command_line(args), tighter))),
-        evidence={**s.evidence("conservative"), "output_share_of_max_new_tokens": share},
+        change=", or ".join(filter(None, (command_line(args), job_change))),
+        evidence={**s.evidence("conservative"), "output_share_of_max_new_tokens": output_share},
         certainty=certainty,
         env={} if args else variables_in(clip),
     )
 
 
-def _cause(share: float | None, clip: dict[str, str], short: float) -> tuple[str, str, Certainty]:
-    """Return the cause of too few admissions, the change to make in the job, and the certainty."""
-    tighter = "a max_new_tokens nearer to real outputs"
-    if share is None:
-        return "max_new_tokens may be far above real outputs", tighter, "medium"
-    cause = f"outputs are {share:.0%} of max_new_tokens on average"
-    if share >= short:
+def _cause_of_reserve(
+    output_share: float | None, clip: dict[str, str], *, is_short: bool
+) -> tuple[str, str, Certainty]:
+    """Return why SGLang reserves too much memory for outputs, the change in the job, and the certainty.
+
+    `output_share` is the mean output length as a share of `max_new_tokens`. `clip` is the setting of SGLang's
+    clip for reserved output tokens; empty if it cannot be lowered.
+    """
+    job_change = "a max_new_tokens closer to real output lengths"
+    if output_share is None:
+        return "max_new_tokens may be far above real output lengths", job_change, "medium"
+    cause = f"outputs are {output_share:.0%} of max_new_tokens on average"
+    if not is_short:
         return f"{cause}, which is not the cause", "", "low"
     for name, longest in clip.items():
-        tighter += (
-            f" (99% of the outputs have at most {longest} tokens), or "
-            f"{name}={longest} in the server's environment (engine.env), with which SGLang reserves that "
-            "many and cuts no output"
+        job_change += (
+            f" (99% of the outputs have at most {longest} tokens), or {name}={longest} in the server's "
+            "environment (engine.env), with which SGLang reserves that many tokens and truncates no output"
         )
-    return cause, tighter, "high"
+    return cause, job_change, "high"
 
 
 def running_capped(s: Situation, _: Flags) -> Finding | None:
@@ -172,32 +184,33 @@ def running_capped(s: Situation, _: Flags) -> Finding | None:
 
 
 STATE_LEVERS = ("disable-radix-cache", STATE_STRATEGY, "mamba-full-memory-ratio", "max-mamba-cache-size")
-"""Flags against a full state pool. First come the flags that make a request take fewer states."""
+"""Flags against a full state pool of a hybrid model. Those with which a request takes fewer states come
+first."""
 
 
 def states_full(s: Situation, flags: Flags) -> Finding | None:
     """Find that the state pool of a hybrid model is the limit while the KV pool has room."""
     if not s.waits_for_states or s.fills_up:
         return None
-    pool, args = s.facts.states, dict[str, Any]()
-    for lever in STATE_LEVERS:
-        args = args or with_beside("states", lever, s.server, flags)
-    held, ways, would_run = "", [command_line(args)], 0
-    if pool and args:
-        after = slots_after(args, pool.per_request)
-        would_run = state_slots(s.server, after) // after
+    settings = (with_beside("states", flag, s.server, flags) for flag in STATE_LEVERS)
+    args = next(filter(None, settings), {})
+    remedies = [command_line(args)]
+    pool, pool_size, would_run = s.facts.states, "", 0
     if pool is None:
-        ways.append("a larger --mamba-full-memory-ratio or --max-mamba-cache-size")
+        remedies.append("a larger --mamba-full-memory-ratio or --max-mamba-cache-size")
     else:
-        held = f" of {pool.slots} states, {pool.per_request} for each request,"
+        pool_size = f" of {pool.slots} states, {pool.per_request} for each request,"
+        if args:
+            slots_per_request = slots_after(args, pool.per_request)
+            would_run = state_slots(s.server, slots_per_request) // slots_per_request
     if FLAGS["mamba-ssm-dtype"].values("states", s.server):
-        ways.append("--mamba-ssm-dtype bfloat16, which halves a state and changes answers a little")
+        remedies.append("--mamba-ssm-dtype bfloat16, which halves a state and changes answers a little")
     return Finding(
         f"{s.load.median('running'):.0f} requests run, others wait, and token usage is "
-        f"{s.load.median('usage'):.2f}: the state pool{held} is the limit, not max_running_requests",
-        args,
-        ", or ".join(filter(None, ways)),
-        {**s.evidence("states"), "state_slots": pool and pool.slots, "would_run": would_run},
+        f"{s.load.median('usage'):.2f}: the state pool{pool_size} is the limit, not max_running_requests",
+        args=args,
+        change=", or ".join(filter(None, remedies)),
+        evidence={**s.evidence("states"), "state_slots": pool and pool.slots, "would_run": would_run},
     )
 
 
@@ -212,11 +225,14 @@ def retractions(s: Situation, flags: Flags) -> Finding | None:
         return Finding(f"{reading}: up to about one a minute is fine", evidence=evidence, fine=True)
     if not has_enough(s.load):  # `AdviceReport.reading` shows the number of retractions.
         return None
-    sign = f"{reading}, with token usage at {s.server.usage:.2f}: requests lose their place and their work"
-    share, again = s.log.recomputed_share, s.log.prefills.retracted_tokens
-    if share is not None:
-        cost = f"{again:,} tokens are computed again, {share:.0%} of those generated"
-        evidence |= {"tokens_computed_again": again, "recomputed_share": round(share, 4)}
+    sign = f"{reading}, with token usage at {s.server.usage:.2f}: retracted requests lose their work"
+    recomputed_share, recomputed_tokens = s.log.recomputed_share, s.log.prefills.retracted_tokens
+    if recomputed_share is not None:
+        cost = f"{recomputed_tokens:,} tokens are computed again, {recomputed_share:.0%} of those generated"
+        evidence |= {
+            "tokens_computed_again": recomputed_tokens,
+            "recomputed_share": round(recomputed_share, 4),
+        }
         if not retractions_cost(s.log):
             fine = f"{reading}: {cost}, which costs less than running fewer requests would"
             return Finding(fine, evidence=evidence, fine=True)
@@ -227,23 +243,24 @@ def retractions(s: Situation, flags: Flags) -> Finding | None:
     args = next_setting("retracting", "max-running-requests", s.server, flags)
     return Finding(
         f"{sign}, and --{name} {s.server.now(name):g} reserves all of max_new_tokens already",
-        args,
-        ", or ".join(filter(None, (command_line(args), "more memory for the KV pool"))),
-        evidence,
+        args=args,
+        change=", or ".join(filter(None, (command_line(args), "more memory for the KV pool"))),
+        evidence=evidence,
     )
 
 
 SURELY_LARGE = 4096
-"""From this chunk size on, in tokens, the fixed cost of a prefill pass is small on any card."""
+"""Minimum prefill chunk, in tokens, with which the fixed cost of a prefill pass is small on any GPU."""
 LIKE_A_STEP = 512
 """A prefill pass of at most this many tokens takes about as long as a decode step, because both read the
 weights once and compute little."""
 LEAST_INTERVAL = 2
-"""`--prefill-decode-interval` pays only from this number of decode steps on."""
+"""Minimum `--prefill-decode-interval` that pays, in decode steps."""
 FEWER_PASSES = 1.25
-"""`--prefill-decode-interval` pays only if there are at least this many times as many passes without it."""
+"""Minimum ratio, of the passes without `--prefill-decode-interval` to those with it, at which the flag
+pays."""
 LARGE_TP = 4
-"""Larger CUDA graphs pay from this tensor parallelism on (the guides)."""
+"""Minimum tensor parallelism at which larger CUDA graphs pay (SGLang's tuning guides)."""
 
 
 def running_low(s: Situation, flags: Flags) -> Finding | None:
@@ -255,8 +272,9 @@ def running_low(s: Situation, flags: Flags) -> Finding | None:
         return None
     return Finding(
         f"{s.load.median('running'):.0f} of at most {s.max_running} requests run, others wait and "
-        f"memory is left {s.often('far_below')}: they end as fast as full prefill passes admit new ones",
-        with_memory("chunk-full", "chunked-prefill-size", s.server, flags),
+        f"memory is left {s.often('far_below')}: full prefill passes admit requests only as fast as others "
+        "end",
+        args=with_memory("chunk-full", "chunked-prefill-size", s.server, flags),
         evidence=s.evidence("far_below"),
     )
 
@@ -273,7 +291,7 @@ def prefill_full(s: Situation, flags: Flags) -> Finding | None:
     return Finding(
         f"{share:.0%} of {prefills.passes} prefill passes take a whole chunk ({chunk} tokens) and requests "
         "still wait",
-        with_memory("chunk-full", "chunked-prefill-size", s.server, flags),
+        args=with_memory("chunk-full", "chunked-prefill-size", s.server, flags),
         evidence={"passes": prefills.passes, "full_waiting_share": round(share, 4)},
     )
 
@@ -292,24 +310,25 @@ def small_prefills(s: Situation, flags: Flags) -> Finding | None:
     if prefills.passes < GUIDES.samples or not are_small or frequent(s.load, "empty"):
         return None
     steps, interval = s.decode_steps, args[name]
-    if interval < LEAST_INTERVAL or not _saves_passes(
-        prefills.passes, steps, s.server.output_tokens, interval
-    ):
+    saves_passes = _saves_passes(
+        prefills=prefills.passes, steps=steps, output_tokens=s.server.output_tokens, interval=interval
+    )
+    if interval < LEAST_INTERVAL or not saves_passes:
         return None
     steps_per_pass = steps / prefills.passes
     return Finding(
         f"a prefill pass of {mean_tokens:.0f} tokens on average follows every {steps_per_pass:.1f} decode "
-        "steps: places are filled one by one, and each pass costs its fixed time",
-        args,
+        "steps: slots are filled one by one, and each pass has a fixed cost",
+        args=args,
         evidence={"passes": prefills.passes},
     )
 
 
-def _saves_passes(prefills: int, steps: float, output_tokens: float, interval: int) -> bool:
+def _saves_passes(*, prefills: int, steps: float, output_tokens: float, interval: int) -> bool:
     """Tell whether one prefill pass in `interval` decode steps needs clearly fewer passes than there were.
 
-    An ended request then waits half an interval on average until the next one takes its place, so that a
-    smaller share of the places decodes, and more decode steps are needed.
+    The slot of a finished request then stays empty for half an interval on average. So a smaller share of the
+    slots decodes, and more decode steps are needed.
     """
     if prefills * interval <= steps or not output_tokens:
         return False
@@ -334,32 +353,37 @@ def long_prompts(s: Situation, flags: Flags) -> Finding | None:
     return Finding(
         f"one or two prompts fill the pass in {share:.0%} of {prefills.passes} prefill passes "
         f"({tokens:,.0f} tokens each): long prompts dominate",
-        args,
+        args=args,
         evidence={"passes": prefills.passes, "few_long_share": round(share, 4)},
     )
 
 
 def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
     """Find that decoding runs without CUDA graphs, although they matter at its batch sizes."""
-    small = 0 < (s.facts.weights_gb or 0) <= GUIDES.launched_gb
-    sign = "no_graph_small" if small else "no_graph_tp" if s.facts.tp >= LARGE_TP else "no_graph"
-    without = [sample.running for sample in s.log.samples if SIGNS[sign](sample)]
-    share = len(without) / max(1, s.log.counted)
+    sign = "no_graph"
+    if 0 < (s.facts.weights_gb or 0) <= GUIDES.launched_gb:
+        sign = "no_graph_small"
+    elif s.facts.tp >= LARGE_TP:
+        sign = "no_graph_tp"
+    batches = [sample.running for sample in s.log.samples if SIGNS[sign](sample)]
+    share = len(batches) / max(1, s.log.counted)
     if not has_enough(s.log) or not is_frequent(share):
         return None
-    running = median(without)
+    running = median(batches)
     if s.facts.graph_disabled:
-        older = s.facts.arguments.get("disable_cuda_graph")
-        on = next_setting("graph-off", "cuda-graph-backend-decode", s.server, flags)
-        args = {"disable-cuda-graph": None} if older else on
-        why = "the server's arguments switch them off"
+        cause = "the server's arguments switch CUDA graphs off"
+        args = next_setting("graph-off", "cuda-graph-backend-decode", s.server, flags)
+        if s.facts.arguments.get("disable_cuda_graph"):  # the older flag, which must go
+            args = {"disable-cuda-graph": None}
     else:
-        args = with_memory("graph-off", "cuda-graph-max-bs-decode", replace(s.server, running=running), flags)
         largest = s.facts.graph_max_bs
-        why = f"they are captured up to {largest}" if largest else "they are captured for smaller batches"
+        cause = f"CUDA graphs are captured only for batches of up to {largest or 'fewer'} requests"
+        server = replace(s.server, running=running)
+        args = with_memory("graph-off", "cuda-graph-max-bs-decode", server, flags)
     return Finding(
-        f"cuda graph: False in {share:.0%} of {span_in_words(s.log)}, at {running:.0f} running: {why}",
-        args,
+        f"decoding runs without a CUDA graph (`cuda graph: False`) in {share:.0%} of "
+        f"{span_in_words(s.log)}, with {running:.0f} running requests: {cause}",
+        args=args,
         evidence={**s.evidence(), "no_graph_share": round(share, 4)},
         certainty="high" if s.facts.graph_disabled else None,
     )

@@ -13,7 +13,7 @@ from batchrunner.tuning.situation import LONGEST_LINE, Finding, Situation
 
 
 def memory_left(s: Situation, flags: Flags) -> Finding | None:
-    """Find that GPU memory is unused, or that the right amount is free."""
+    """Find that GPU memory is left unused, or that the right amount of it is free for activations."""
     spare_gb, band = s.server.spare_gb, s.server.band
     if spare_gb is None or spare_gb < band.low:
         return None
@@ -25,27 +25,27 @@ def memory_left(s: Situation, flags: Flags) -> Finding | None:
     if s.facts.number("max_total_tokens"):
         return Finding(
             f"{reading}: more than {good}, because --max-total-tokens limits the KV pool",
-            {"max-total-tokens": None},
+            args={"max-total-tokens": None},
             evidence=evidence,
         )
     return _fraction(
         s,
         flags,
         sign="memory-left",
-        reading=f"{reading}: more than {good}, the rest is unused",
+        reading=f"{reading}: more than the {good} that activations need; the rest is unused",
         evidence=evidence,
     )
 
 
 def pool_small(s: Situation, _: Flags) -> Finding | None:
     """Find that the KV pool of a CPU, whose size a flag sets, holds fewer requests than may run."""
-    now, most, running = s.server.now("max-total-tokens"), s.max_running, s.server.running
+    pool_tokens, most, running = s.server.now("max-total-tokens"), s.max_running, s.server.running
     if not most or running < 1 or not (s.short_of_pool or s.retracts_often):
         return None
     return Finding(
-        f"{running:.0f} of at most {most} requests run and others wait: the KV pool of {now:.0f} tokens "
-        f"holds no more, at token usage {s.load.median('usage'):.2f}",
-        evidence={**s.evidence("kv_bound", "conservative"), "pool_tokens": now, "max_running": most},
+        f"{running:.0f} of at most {most} requests run and others wait: the KV pool of {pool_tokens:.0f} "
+        f"tokens holds no more, at token usage {s.load.median('usage'):.2f}",
+        evidence={**s.evidence("kv_bound", "conservative"), "pool_tokens": pool_tokens, "max_running": most},
     )
 
 
@@ -54,9 +54,12 @@ def memory_tight(s: Situation, flags: Flags) -> Finding | None:
     spare_gb, low = s.server.spare_gb, s.server.band.low
     if spare_gb is None or spare_gb >= low:
         return None
-    reading = f"available_gpu_mem is {spare_gb:.2f} GB when the server is ready: under {round(low, 1):g} GB"
+    reading = (
+        f"available_gpu_mem is {spare_gb:.2f} GB when the server is ready: with less than "
+        f"{round(low, 1):g} GB, memory may run out"
+    )
     evidence = {"available_gpu_gb": spare_gb}
-    return _fraction(s, flags, sign="memory-tight", reading=f"{reading} it may run out", evidence=evidence)
+    return _fraction(s, flags, sign="memory-tight", reading=reading, evidence=evidence)
 
 
 def _fraction(
@@ -67,24 +70,24 @@ def _fraction(
     Return None if the weights and a useful pool would not fit into the new fraction.
     """
     name, card = "mem-fraction-static", s.facts.card_gb
-    now, up = s.server.now(name), sign == "memory-left"
-    if now is None or not card:
-        how = f"--{name} {'up' if up else 'down'} in steps of {FRACTION_STEP}"
-        return Finding(reading, change=how if flags.spelling(name) else "", evidence=evidence)
+    present, is_raise = s.server.now(name), sign == "memory-left"
+    if present is None or not card:
+        change = f"--{name} {'up' if is_raise else 'down'} in steps of {FRACTION_STEP}"
+        return Finding(reading, change=change if flags.spelling(name) else "", evidence=evidence)
     args = next_setting(sign, name, s.server, flags)
     if not args:
         return None
-    difference = f"{abs(args[name] - now) * card:.1f} GB of {card:.0f}"
-    change = f"{command_line(args)} (from {now:g}: {difference} {'more' if up else 'less'} for the KV pool)"
-    return Finding(reading, args, change, evidence)
+    difference_gb = f"{abs(args[name] - present) * card:.1f} GB {'more' if is_raise else 'less'}"
+    change = f"{command_line(args)} instead of {present:g}: {difference_gb} of {card:.0f} GB for the KV pool"
+    return Finding(reading, args=args, change=change, evidence=evidence)
 
 
 def ran_out(phase: Phase, where: str = "") -> Callable[[Situation, Flags], Finding | None]:
-    """Return the rule on memory that ran out in the given phase."""
+    """Return the rule on memory that ran out in a phase of the server; `where` names the phase in words."""
 
     def judge(s: Situation, flags: Flags) -> Finding | None:
-        beside = "" if phase == "graph" else _narrower(s, flags)
-        return _ran_out(s, trouble=s.facts.troubles.get(phase), flags=flags, where=where, beside=beside)
+        remedy = "" if phase == "graph" else _narrower(s, flags)
+        return _ran_out(s, trouble=s.facts.troubles.get(phase), flags=flags, where=where, remedy=remedy)
 
     return judge
 
@@ -98,14 +101,15 @@ def oom_weights(s: Situation, flags: Flags) -> Finding | None:
             trouble=trouble,
             flags=flags,
             where=where,
-            beside="" if s.facts.on_cpu else "more GPUs (--tp-size)",
+            remedy="" if s.facts.on_cpu else "more GPUs (--tp-size)",
         )
     if trouble := s.facts.troubles.get("load"):
         args = {} if s.facts.on_cpu else flags.setting("tp-size", 2 * s.facts.tp)
-        quantised = s.facts.quantised or s.facts.arguments.get("quantization")
-        room = command_line(args) or "a machine with more memory"
-        ways = room if quantised else f"{room}, or a quantised model"
-        finding = _ran_out(s, trouble=trouble, flags=flags, where="while weights were loaded", beside=ways)
+        remedy = command_line(args) or "a machine with more memory"
+        if not s.facts.quantised and not s.facts.arguments.get("quantization"):
+            remedy += ", or a quantised model"
+        where = "while weights were loaded"
+        finding = _ran_out(s, trouble=trouble, flags=flags, where=where, remedy=remedy)
         return finding and replace(finding, args=args)
     return None
 
@@ -119,9 +123,9 @@ def killed(s: Situation, flags: Flags) -> Finding | None:
     host = "more memory for it (the machine's, the container's or Slurm's --mem), if `dmesg` says `oom-kill`"
     return Finding(
         f"killed (SIGKILL), as the kernel does when the host's memory runs out: {died.text[:LONGEST_LINE]}",
-        args,
-        ", or ".join(filter(None, (command_line(args), host))),
-        {"line": died.text},
+        args=args,
+        change=", or ".join(filter(None, (command_line(args), host))),
+        evidence={"line": died.text},
     )
 
 
@@ -132,7 +136,7 @@ def crashed(s: Situation, _: Flags) -> Finding | None:
         return None
     return Finding(
         f"the server died: {died.text[:LONGEST_LINE]}",
-        change="look for that error in the log and among SGLang's issues: another release may not have it",
+        change="look for this error in the log and in SGLang's issues: another release may not have it",
         evidence={"line": died.text},
     )
 
@@ -143,30 +147,29 @@ def _narrower(s: Situation, flags: Flags) -> str:
     The KV pool takes all memory that the weights leave. So smaller numbers free memory only together with a
     lower mem-fraction-static.
     """
-    facts, ways = s.facts, []
+    facts, types = s.facts, list[str]()
     if facts.architecture in FP8:
         if facts.kv_in_16_bits:
-            ways.append(command_line(flags.setting("kv-cache-dtype", "fp8_e4m3")))
+            types.append(command_line(flags.setting("kv-cache-dtype", "fp8_e4m3")))
         if facts.in_16_bits:
-            ways.append(command_line(flags.setting("quantization", "fp8")))
+            types.append(command_line(flags.setting("quantization", "fp8")))
     elif facts.architecture == "ampere" and facts.in_16_bits:
-        ways.append("a model quantised to int8 or AWQ")
-    remedies = " or ".join(filter(None, ways))
-    return f"{remedies}, with a lower --mem-fraction-static" if remedies else ""
+        types.append("a model quantised to int8 or AWQ")
+    remedy = " or ".join(filter(None, types))
+    return f"{remedy}, with a lower --mem-fraction-static" if remedy else ""
 
 
 def _ran_out(
-    s: Situation, trouble: OutOfMemory | None, flags: Flags, where: str, beside: str
-) -> Finding | None:  # fmt: skip
-    """Advise the flags that recovery would set, or the remedy `beside`; None if no memory ran out."""
+    s: Situation, *, trouble: OutOfMemory | None, flags: Flags, where: str, remedy: str
+) -> Finding | None:
+    """Advise the flags that recovery would set, and another `remedy`; None if no memory ran out."""
     if trouble is None:
         return None
-    text = trouble.text
-    args = safer(Death(trouble.phase, text, trouble.running), s.facts, flags)
-    ways = [way for way in (command_line(args), beside) if way] or ["a smaller model, or a larger card"]
+    args = safer(Death(trouble.phase, trouble.text, trouble.running), s.facts, flags)
+    remedies = [text for text in (command_line(args), remedy) if text]
     return Finding(
-        f"out of memory{where and ' '}{where}: {text[:LONGEST_LINE]}",
-        args,
-        ", or ".join(ways),
-        {"running": trouble.running},
+        f"out of memory{where and ' '}{where}: {trouble.text[:LONGEST_LINE]}",
+        args=args,
+        change=", or ".join(remedies) or "a smaller model, or a GPU with more memory",
+        evidence={"running": trouble.running},
     )

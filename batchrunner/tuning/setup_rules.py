@@ -1,9 +1,10 @@
 """Rules on the setup of the server: metrics, GPUs, parallelism, precision, kernels, cache, order.
 
-Each rule is pure. A rule that needs to know the model or the GPU finds nothing if these are unknown.
+Each rule is pure. A rule on the model or the GPU finds nothing if the model or the GPU is unknown.
 """
 
 import re
+from typing import Any
 
 from batchrunner.core.console import counted
 from batchrunner.sglang.flags import Flags, command_line
@@ -15,30 +16,33 @@ ROOM_FOR_KV = 0.6
 """One GPU is enough for a model if all weights take at most this fraction of its memory. The rest holds the
 KV pool."""
 LONG_ENOUGH = 1024
-"""From this mean prompt length on, in tokens, copying a prefix from host memory is cheaper than computing
+"""Minimum mean prompt length, in tokens, at which copying a prefix from host memory is cheaper than computing
 it."""
 _GENERAL = {"triton", "torch_native", "flex_attention", "flashinfer"}
 """Attention backends that run on any GPU. Any other backend was chosen for a reason."""
 
 
 def metrics_off(s: Situation, flags: Flags) -> Finding | None:
-    """Find that the server reports less than it could."""
-    args = s.facts.arguments
-    off = [name for name in ("enable_metrics", "enable_cache_report") if args.get(name) is False]
-    if s.facts.metrics is False and "enable_metrics" not in off:
-        off.insert(0, "enable_metrics")
-    shown = {
+    """Find that the server's metrics or its report of cached tokens are switched off."""
+    contents = {
         "enable_metrics": "/metrics (retractions, cache hits, throughput, latency)",
         "enable_cache_report": "cached tokens of each chat answer",
     }
-    settings = {k: v for name in off for k, v in flags.setting(name.replace("_", "-"), value=True).items()}
-    return Finding(f"not reported: {' and '.join(shown[name] for name in off)}", settings) if off else None
+    disabled = {name for name in contents if s.facts.arguments.get(name) is False}
+    if s.facts.metrics is False:
+        disabled.add("enable_metrics")
+    names = [name for name in contents if name in disabled]
+    if not names:
+        return None
+    args: dict[str, Any] = {}
+    for name in names:
+        args |= flags.setting(name.replace("_", "-"), value=True)
+    return Finding(f"not reported: {' and '.join(contents[name] for name in names)}", args=args)
 
 
 def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
     """Find that a model is split over several GPUs although it fits one, or that GPUs are idle."""
-    tp, weights, card = s.facts.tp, s.facts.weights_gb, s.facts.card_gb
-    idle = s.facts.idle_gpus
+    tp, card, idle = s.facts.tp, s.facts.card_gb, s.facts.idle_gpus
     if idle:
         return Finding(
             f"{counted(idle, 'GPU')} that the server could use {'is' if idle == 1 else 'are'} idle",
@@ -46,15 +50,16 @@ def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
             evidence={"idle_gpus": idle},
             certainty="high",
         )
-    whole = (weights or 0.0) * tp * (s.facts.number("pp_size") or 1)
-    if tp < 2 or s.facts.on_cpu or not whole or not card or whole > ROOM_FOR_KV * card:  # noqa: PLR2004
+    # A GPU logs its own part of the weights, which tensor and pipeline parallelism divide.
+    model_gb = (s.facts.weights_gb or 0.0) * tp * (s.facts.number("pp_size") or 1)
+    if tp < 2 or s.facts.on_cpu or not model_gb or not card or model_gb > ROOM_FOR_KV * card:  # noqa: PLR2004
         return None
     args = flags.setting("tp-size", 1)
     return Finding(
-        f"the model ({whole:.0f} GB) fits one GPU ({card:.0f} GB) and is split over {tp}",
-        args,
-        f"a server for each GPU (`engine: {{replicas: auto}}`), with {command_line(args)}",
-        {"weights_gb": round(whole, 1), "card_gb": card, "tp": tp},
+        f"the model ({model_gb:.0f} GB) fits one GPU ({card:.0f} GB), but is split over {tp}",
+        args=args,
+        change=f"a server for each GPU (`engine: {{replicas: auto}}`), with {command_line(args)}",
+        evidence={"weights_gb": round(model_gb, 1), "card_gb": card, "tp": tp},
     )
 
 
@@ -65,13 +70,13 @@ def data_parallel(s: Situation, flags: Flags) -> Finding | None:
         return None
     return Finding(
         f"--dp-size {dp:.0f} sends requests to replicas in turn, whatever their load",
-        flags.setting("dp-size", 1),
-        f"{dp:.0f} servers instead (`engine.replicas`)",
+        args=flags.setting("dp-size", 1),
+        change=f"{dp:.0f} servers instead (`engine.replicas`)",
     )
 
 
 def expert_parallel(s: Situation, _: Flags) -> Finding:
-    """Name a mixture of experts on several GPUs without expert parallelism."""
+    """Return the finding for a mixture of experts, each of which is split over several GPUs."""
     return Finding(f"{s.facts.model} has experts, each of them split over {s.facts.tp} GPUs")
 
 
@@ -81,29 +86,30 @@ def dp_attention(s: Situation, _: Flags) -> Finding:
 
 
 def encoder_unused(s: Situation, _: Flags) -> Finding:
-    """Name a model that has an encoder for images, sounds or videos which the job does not need."""
+    """Return the finding for a model whose encoder of images, sounds or videos the job does not use."""
     return Finding(f"{s.facts.model} accepts images, sounds or videos, but the job has none")
 
 
 def fixed_guesses(s: Situation, _: Flags) -> Finding:
-    """Name speculation with a fixed number of guesses."""
+    """Return the finding for speculative decoding with a fixed number of guessed tokens per step."""
     return Finding(
         f"{s.facts.arguments.get('speculative_algorithm')} guesses the same number of tokens in each step"
     )
 
 
 def torch_compile(s: Situation, _: Flags) -> Finding | None:
-    """Find a small model with small batches."""
-    gb = (s.facts.weights_gb or 0.0) * s.facts.tp
-    if not 0 < gb <= GUIDES.small_model_gb or not frequent(s.load, "small_batch"):
+    """Find a small model with small batches, for which compiled kernels pay."""
+    model_gb = (s.facts.weights_gb or 0.0) * s.facts.tp
+    if not 0 < model_gb <= GUIDES.small_model_gb or not frequent(s.load, "small_batch"):
         return None
-    return Finding(f"a small model ({gb:.1f} GB), {s.server.running:.0f} requests running")
+    return Finding(f"a small model ({model_gb:.1f} GB) runs small batches ({s.server.running:.0f} requests)")
 
 
 def pool_full(s: Situation, _: Flags) -> Finding | None:
     """Find that the KV pool limits the number of running requests."""
-    sign = f"the KV pool is full {s.often('kv_bound')}"
-    return Finding(sign, evidence=s.evidence("kv_bound")) if frequent(s.load, "kv_bound") else None
+    if not frequent(s.load, "kv_bound"):
+        return None
+    return Finding(f"the KV pool is full {s.often('kv_bound')}", evidence=s.evidence("kv_bound"))
 
 
 def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
@@ -112,20 +118,22 @@ def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
     share = prefills.cached_share
     if prefills.prompts < FEW_PROMPTS or not GUIDES.shared <= share <= GUIDES.cached_well:
         return None
-    reading = (
-        f"{share:.0%} of {prefills.cached_tokens + prefills.new_tokens:,} prompt tokens were in the cache"
-    )
+    prompt_tokens = prefills.cached_tokens + prefills.new_tokens
+    reading = f"{share:.0%} of {prompt_tokens:,} prompt tokens were in the cache"
     evidence = {"cached_share": round(share, 4), "prompts": prefills.prompts}
     if s.client is not None:
-        ordered = s.client.order in {"auto", "prefix"}
-        return None if ordered else Finding(f"{reading}, in the input's order", {}, "`order: auto`", evidence)
+        if s.client.order in {"auto", "prefix"}:
+            return None  # The runner already sends rows with a common prefix one after another.
+        reading = f"{reading}, in the input's order"
+        return Finding(reading, args={}, change="`order: auto`", evidence=evidence)
     queue, limit = s.load.longest_queue, GUIDES.lpm_queue
     if policy == "lpm" and queue > limit:
         reading += f"; lpm gives up above {limit:.0f} waiting requests"
     if policy in {"lpm", None} or queue >= limit:
-        how = "send requests that begin alike one after another, as batchrun does"
-        return Finding(reading, {}, how, evidence)
-    return Finding(reading, next_setting("shared", "schedule-policy", s.server, flags), evidence=evidence)
+        change = "send requests that begin alike one after another, as batchrun does"
+        return Finding(reading, args={}, change=change, evidence=evidence)
+    args = next_setting("shared", "schedule-policy", s.server, flags)
+    return Finding(reading, args=args, evidence=evidence)
 
 
 def host_cache(s: Situation, _: Flags) -> Finding | None:
@@ -137,32 +145,33 @@ def host_cache(s: Situation, _: Flags) -> Finding | None:
     if not frequent(s.load, "full"):
         return None
     return Finding(
-        f"prompts of {prefills.mean_prompt:,.0f} tokens share prefixes, {prefills.cached_share:.0%} was in "
-        f"the cache, and the KV pool is full {s.often('full')}",
+        f"prompts of {prefills.mean_prompt:,.0f} tokens share prefixes, {prefills.cached_share:.0%} of their "
+        f"tokens were in the cache, and the KV pool is full {s.often('full')}",
         evidence={"cached_share": round(prefills.cached_share, 4), **s.evidence("full")},
     )
 
 
 def attention_backend(s: Situation, _: Flags) -> Finding | None:
-    """Find a general attention backend on a GPU for which there is a better one."""
-    now = s.facts.arguments.get("attention_backend")
-    if now not in _GENERAL or now in best_backends(s.facts)[:1]:
+    """Find an attention backend for any GPU on a GPU for which SGLang has a better one."""
+    backend = s.facts.arguments.get("attention_backend")
+    if backend not in _GENERAL or backend in best_backends(s.facts)[:1]:
         return None
-    command = str(s.facts.arguments.get("launch_command") or "--config")  # a log has no launch command
+    # If the launch command is unknown, as for a log, the user may have chosen the backend in a config file.
+    command = str(s.facts.arguments.get("launch_command") or "--config")
     if not re.search("attention.backend|--config", command):
-        return None  # SGLang chose it
-    return Finding(f"{now} attention on {s.facts.card}")
+        return None  # SGLang itself chose the backend.
+    return Finding(f"the attention backend is {backend} on {s.facts.card}")
 
 
 KEEPS_ORDER = frozenset({"fcfs", "lpm"})
 """Values of `--schedule-policy` that keep the order of arrival (fcfs) or prefer cached prefixes (lpm)."""
 OUT_OF_REACH = 0.1
-"""The server's order is bad if at least this fraction of the prompt tokens could have come from the cache,
-but did not."""
+"""Minimum fraction of the prompt tokens, of those that could have come from the prefix cache but did not, at
+which the server's order of rows counts as bad."""
 PAGED = ("mla", "mha", "dsa", "nsa")
-"""Attention backends that need pages of several tokens have one of these in their names."""
+"""Parts of the names of attention backends that need KV cache pages of several tokens."""
 LOST_IN_PAGES = 0.15
-"""Pages are too large if at least this fraction of a request's pages is empty."""
+"""Minimum fraction of a request's KV cache pages that is empty, at which the pages are too large."""
 
 
 def cache_off(s: Situation, _: Flags) -> Finding | None:
@@ -206,7 +215,7 @@ def pages_large(s: Situation, _: Flags) -> Finding | None:
         return None
     running = s.load.median("running")
     return Finding(
-        f"requests of {tokens:.0f} tokens lie in pages of {page}: a last page is half empty, "
+        f"requests of {tokens:.0f} tokens take pages of {page} tokens: half-empty last pages waste "
         f"{wasted_share:.0%} of the KV pool, and {running:.0f} of at most {s.max_running} requests run",
         evidence={
             **s.evidence("conservative", "kv_bound"),

@@ -303,24 +303,25 @@ def corner_of(load: Gauges, *, overfull: bool, share_held: float) -> Corner | No
     return None if load.queue else Corner.SHORT
 
 
-ADMITS_TOO_FEW = "the server admits too few"
+ADMITS_TOO_FEW = "the server admits too few requests"
 _WORDS = {
-    Corner.SHORT: ("queue short", ": more rows are sent"),
-    Corner.FULL: ("KV pool full", ": the pool is full, more rows in the queue cannot help"),
-    Corner.GOOD: ("KV pool well used", ": as it should be"),
+    Corner.SHORT: ("queue short", ": the queue is empty, so more rows are sent"),
+    Corner.FULL: ("KV pool full", ": the KV pool is full, so a longer queue does not help"),
+    Corner.GOOD: ("KV pool well used", ": the KV pool is well used and requests wait, as they should"),
     Corner.STATES: (
         "state pool full",
-        ": the model's state pool limits the running requests, sending more cannot help",
+        ": the model's state pool limits the running requests, so sending more rows does not help",
     ),
     Corner.FILLING: (
         "KV pool fills up",
-        ", more than about one retraction a minute: rows are sent as the pool has room",
+        ", more than about one retraction a minute: rows are sent only as fast as the KV pool has room",
     ),
     Corner.HELD: (
         "server holds back",
-        f" for most of a minute: {ADMITS_TOO_FEW}, sending more cannot help",
+        f" for most of a minute: {ADMITS_TOO_FEW}, so sending more rows does not help",
     ),
 }
+"""For each load state, the words for the status line, and the clause that follows the figures in an event."""
 FLAG_SIGNS = {
     "oom": "memory ran out",
     "no-pool": "the weights leave no room for a KV pool",

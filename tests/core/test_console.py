@@ -86,4 +86,4 @@ def test_durations(seconds: float, text: str) -> None:
 def test_the_line_of_a_background_run(rows: int, tokens: int, end: str) -> None:
     """Preempted rows are named only if there are any."""
     background = {"our_share": 0.614, "users_share": 0.12, "rows_given_back": rows, "tokens_lost": tokens}
-    assert background_line(background) == f"engine 61% ours, 12% its users'{end}"
+    assert background_line(background) == f"engine: 61% of its time for this run, 12% for its users{end}"

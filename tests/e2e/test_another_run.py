@@ -231,7 +231,7 @@ def test_a_file_that_changes_after_it_was_read(
     rows = ROWS if order == "prefix" else 10
     job = job_while(change, tmp_path, server, rows=rows, order=order)
     result = run_job(job, tmp_path, *join)
-    assert "changed during the run, after it was read: the results are those of the old" in result.stderr
+    assert "changed during the run, after it was read: the results are from the old" in result.stderr
     assert carried_right(job) == list(range(rows))
 
 

@@ -189,7 +189,7 @@ def test_odd_schemas_and_answers(tmp_path: Path, server: FakeSGLang, name: str) 
 ASKED: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "fence": (
         {"json": True}, '```json\n{"a": 1}\n```', '{"a": 1}',
-        "the answer is not JSON: it has a code fence (```) around it",
+        "the answer is not JSON: a code fence (```) surrounds it",
     ),
     "schema": ({"json": SCHEMA}, "{}", '{"kind": "a"}', "the answer does not satisfy its schema"),
     "regex": ({"regex": r"^\d+$"}, "no 5", "55", r"the answer has no match of accept.regex '^\\d+$'"),
@@ -372,7 +372,7 @@ def test_an_answer_follows_its_regular_expression(
     batchrunner.run(job)
     (row,) = results_of(job)
     assert (row["output"], len(server.sent)) == (text, 1)
-    wrong = f"the answer does not match sampling.regex {pattern!r}: the server ignores it, it seems"
+    wrong = f"the answer does not match sampling.regex {pattern!r}: the server seems to ignore it"
     assert row["error"] == (wrong if fails else None)
 
 

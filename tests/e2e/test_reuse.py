@@ -154,7 +154,7 @@ def test_paths_that_are_no_other_run(tmp_path: Path, server: FakeSGLang) -> None
     told(refusal(new, tmp_path), f"{tmp_path}/nothing: not a run's output path")
     batchrunner.run(old)
     old["output"]["reuse"] = old["output"]["path"]
-    told(refusal(old, tmp_path, "--fresh", "--set", "window=3"), "is the output path itself")
+    told(refusal(old, tmp_path, "--fresh", "--set", "window=3"), "is the output path of this job itself")
 
 
 def test_another_model(tmp_path: Path, server: FakeSGLang) -> None:

@@ -286,8 +286,8 @@ def test_requests_of_a_batch(
 
 
 REFUSALS = [
-    (Refusal(400, "AuthorizationHeaderMalformed"), "the region is wrong: give storage.region"),
-    (Refusal(403, "AccessDenied"), "the credentials do not allow it"),
+    (Refusal(400, "AuthorizationHeaderMalformed"), "the region is wrong: set storage.region"),
+    (Refusal(403, "AccessDenied"), "the credentials do not allow this request"),
     (Refusal(403, "SignatureDoesNotMatch"), "the credentials are wrong"),
     (Refusal(501, "NotImplemented"), "the store has no conditional writes"),
 ]

@@ -133,7 +133,7 @@ def test_too_few_files(tmp_path: Path, limit: int) -> None:
     with started_python("-c", FEW_FILES, limit, limit, write_job(job_of(tmp_path), tmp_path)) as process:
         assert process.end() == 2
     (line,) = process.lines
-    told(line, f"only {limit} files can be open at once (ulimit -n)", "raise it (ulimit -n 4096)")
+    told(line, f"only {limit} files can be open at once (ulimit -n)", "raise the limit (ulimit -n 4096)")
 
 
 def test_most_files_are_for_connections(tmp_path: Path) -> None:

@@ -384,7 +384,10 @@ def scorer() -> Iterator[FakeSGLang]:
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (["perhaps"], "labels: 'perhaps' is 2 tokens of the model (7, 8): a label must be a single token"),
+        (
+            ["perhaps"],
+            "labels: the model splits 'perhaps' into 2 tokens (7, 8): a label must be a single token",
+        ),
         ([" yes", "yes"], "labels: ' yes' and 'yes' are the same token, 11"),
         ([" yes", 11], "labels: ' yes' and 11 are the same token, 11"),
         (["??"], "labels: the engine's tokenizer refuses '??'"),

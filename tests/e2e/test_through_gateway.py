@@ -298,7 +298,7 @@ def test_prefill_and_decode_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert rows_in(job) == list(range(60))
     assert len(rows_at(prefill)) == len(rows_at(decode)) == 60
     note = next(note for note in report.engine["notes"] if "rows go through" in note)
-    assert "only the gateway joins the halves" in note
+    assert "only the gateway joins prefill and decode" in note
     schedulers = {signal["scheduler"] for sample in log_of(job, "sample") for signal in sample["signals"]}
     assert schedulers <= {gateway.url}
 

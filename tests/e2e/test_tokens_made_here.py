@@ -114,9 +114,9 @@ def test_a_tokenizer_that_differs_is_found_out(
     server.tokenize = lambda _: [1, 2, 3]
     job = job_of(tmp_path, server, prompt={kind: "{{ text }}!"})
     assert batchrunner.run(job).rows_ok == 10
-    assert "the engine's tokenizer differs: it makes other tokens of row 0" in caplog.text
+    assert "the engine's tokenizer splits row 0 into other tokens" in caplog.text
     assert not any("input_ids" in sent.body for sent in server.sent)
-    with pytest.raises(EngineStartError, match="the engine's tokenizer differs"):
+    with pytest.raises(EngineStartError, match="the engine's tokenizer splits row 0 into other tokens"):
         batchrunner.run({**job, "tokenize": "client"}, fresh=True)
 
 
@@ -179,7 +179,7 @@ def test_an_answer_that_is_begun(server: FakeSGLang, model: Path, tmp_path: Path
     write_rows(tmp_path / "input.parquet", 1, chat=[messages(("user", "a"), ("assistant", "It "))])
     job = job_of(tmp_path, server, prompt={"messages": "chat", "continue": True})
     batchrunner.run(job)
-    assert where_of(job) == [("server", "the beginning of an answer is put into the prompt by the server")]
+    assert where_of(job) == [("server", "only the server can put the beginning of an answer into the prompt")]
     server.forget()
     batchrunner.run({**job, "prompt": {"messages": "chat"}, "tokenize": "client"}, fresh=True)
     assert sent_text(model, server.sent[0].body) == f"{START}user\na{END}\n{START}assistant\n"

@@ -111,7 +111,7 @@ def test_rows_that_all_fail(tmp_path: Path, rows: int) -> None:
     job = job_of(tmp_path, engine, rows=rows, accept={"regex": "x"}, sampling={"temperature": 0.25})
     result = batchrun("tune", write_job(job, tmp_path))
     assert result.exit_code == 2, result.stdout
-    assert "the job's own flags cannot be measured: all rows failed, such as with: " in result.stderr
+    assert "the job's own flags cannot be measured: all rows failed, for example: " in result.stderr
     assert "temperature 0.25" in result.stderr
     assert "Traceback" not in result.stderr
 

@@ -32,7 +32,7 @@ def test_a_loop_is_found_where_it_begins(unit: str, rest: int) -> None:
     assert repetition is not None
     shortest = next(at for at in range(1, len(unit) + 1) if (unit + unit)[at : at + len(unit)] == unit)
     assert repetition.period == shortest
-    kept = (BEGINNING + loop)[: repetition.sense]
+    kept = (BEGINNING + loop)[: repetition.first_end]
     assert kept.startswith(BEGINNING)
     assert len(kept) <= len(BEGINNING) + shortest
 

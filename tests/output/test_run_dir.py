@@ -73,7 +73,7 @@ def test_results_are_never_read_as_input(tmp_path: Path) -> None:
     job = job_of(tmp_path, input={"path": str(tmp_path / "in")}, output={"path": str(tmp_path / "in")})
     refused = batchrun(write_job(job, tmp_path))
     assert refused.exit_code == 2
-    assert "lies in it: give another directory" in refused.stderr
+    assert "lies in this directory: give another directory" in refused.stderr
     assert sorted(p.name for p in (tmp_path / "in").iterdir()) == ["a.parquet"]
 
 

@@ -21,7 +21,7 @@ def test_a_guides_line_is_a_sign_if_it_comes_often(guide: str, tmp_path: Path) -
     line, reading = GUIDES[guide]
     found = judged(line, tmp_path)
     assert reading in found.lines()[0]
-    assert "A reading, not advice" in found.lines()[0]
+    assert "Too short for advice" in found.lines()[0]
     assert changes(found) == {}
     often = judged(stamped(*[line] * 40), tmp_path)
     assert set(changes(often)) == ({"conservative"} if guide != "G4" else set())
@@ -133,7 +133,8 @@ def test_an_advice_is_whole(tmp_path: Path) -> None:
     assert "below 0.9 (median 0.62)" in advice["sign"]
     assert "in 100% of 40 samples over 78 s" in advice["sign"]
     assert advice["args"] == {"schedule-conservativeness": 0.3}
-    assert advice["change"] == "--schedule-conservativeness 0.3, or a max_new_tokens nearer to real outputs"
+    job_change = "a max_new_tokens closer to real output lengths"
+    assert advice["change"] == f"--schedule-conservativeness 0.3, or {job_change}"
     assert advice["effect"]
     assert advice["tradeoff"]
     assert advice["certainty"] == "medium"

@@ -75,7 +75,7 @@ def change_facts(own: Path, section: str, **values: Any) -> None:
     [
         ({"in_flight": 400}, {"window": 400}, "`window: auto` instead of 400"),
         ({"in_flight": 400}, {}, "`window: 800` in the job"),
-        ({"in_flight": 40}, {}, "more of the machine: cores for rendering"),
+        ({"in_flight": 40}, {}, "more cores for rendering and tokenizing"),
         ({"in_flight": 40, "resting": 300}, {}, "why the engine refuses rows"),
         ({"in_flight": 400, "running": 20}, {}, "--tokenizer-worker-num 4"),
     ],
@@ -106,7 +106,7 @@ def test_an_attached_server_whose_memory_is_the_cap(tmp_path: Path, asked: int, 
     ("arguments", "expected"),
     [
         ({"tokenizer_worker_num": 1}, "--tokenizer-worker-num 4"),
-        ({}, "`engine.replicas`: servers with a front process each"),
+        ({}, "`engine.replicas`: several servers, each with its own front process"),
         ({"tokenizer_worker_num": 1, "device": "cpu"}, "a machine with more cores"),
         (
             {"tokenizer_worker_num": 4, "enable_http_worker_reuseport": False},
@@ -175,7 +175,7 @@ def test_start_drain_and_tail_do_not_count(load: dict[str, Any], values: dict[st
     found = advise(str(own))
     assert found.advice == []
     assert not found.healthy
-    assert "advice needs 8 over 10 s" in found.lines()[0]
+    assert "advice needs 8 samples over 10 s" in found.lines()[0]
 
 
 def test_servers_that_died_fill_up_again(own: Path) -> None:

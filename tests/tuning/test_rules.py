@@ -96,16 +96,16 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
              '  File "/sglang/srt/managers/scheduler.py", line 3300, in run_scheduler_process\n'
              "RuntimeError: CUDA error: an illegal memory access was encountered")
         .say("SIGQUIT received. signum=None, frame=None. It usually means one child failed."),
-        {"crashed": "look for that error in the log and among SGLang's issues: another release may not have "
+        {"crashed": "look for this error in the log and in SGLang's issues: another release may not have "
          "it"},
     ),
     "memory left": (
         LogWriter().started(gpu_gb=13.5),
-        {"memory-left": "--mem-fraction-static 0.91 (from 0.83: 6.3 GB of 78 more for the KV pool)"},
+        {"memory-left": "--mem-fraction-static 0.91 instead of 0.83: 6.3 GB more of 78 GB for the KV pool"},
     ),
     "memory tight": (
         LogWriter().started(gpu_gb=4.64),
-        {"memory-tight": "--mem-fraction-static 0.8 (from 0.83: 2.4 GB of 78 less for the KV pool)"},
+        {"memory-tight": "--mem-fraction-static 0.8 instead of 0.83: 2.4 GB less of 78 GB for the KV pool"},
     ),
     "memory tight, and it is the weights": (
         LogWriter().started(gpu_gb=0.5, card_gb=22, weights_gb=17.5), {},
@@ -169,7 +169,7 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
     "few running, not conservative": (
         LogWriter().started(schedule_conservativeness=0.3).decode(30, r=100, u=0.5).prefill(new=8192),
         {"running-low": "--chunked-prefill-size 16384 --mem-fraction-static 0.7",
-         "conservative": "a max_new_tokens nearer to real outputs"},
+         "conservative": "a max_new_tokens closer to real output lengths"},
     ),
     "long prompts in small chunks": (
         LogWriter().started(chunk=1024).decode(30).prefill(60, n=1, new=1024),

@@ -1,7 +1,8 @@
-"""Attached servers that serve others first: rows have the lowest priority, and are preempted on demand.
+"""Attached servers that serve their users first: rows have the lowest priority, and can be preempted.
 
-A row is preempted by SGLang's `/abort_request`. Its answer then says that it was aborted, and after how many
-tokens. Closing the connection instead would be too slow: SGLang looks for closed connections only every 4 s.
+A row is preempted by SGLang's `/abort_request`. The row's answer then says that the row was aborted, and has
+the number of its output tokens. To close the connection instead would take too long, because SGLang looks for
+closed connections only every 4 s.
 """
 
 import asyncio
@@ -17,24 +18,28 @@ from batchrunner.core.types import Completion, Request
 from batchrunner.engines.http.client import AttachedServers
 from batchrunner.engines.http.server import Endpoint, SentRequest
 
-LOWEST, HIGHEST = -(1 << 63), (1 << 63) - 1
-"""Lowest and highest value of SGLang's priorities. A flag of the server says which of them is served last."""
+LOWEST = -(1 << 63)
+"""Lowest value of a request's priority in SGLang. The flag `--schedule-low-priority-values-first` decides
+whether such a request is served last or first."""
+HIGHEST = (1 << 63) - 1
+"""Highest value of a request's priority in SGLang."""
 YIELDS = "--enable-priority-scheduling --default-priority-value 0 --retraction-policy priority"
-"""Flags by which a server lets its users go first."""
+"""Flags with which a server serves its users before requests of the lowest priority."""
 _OUTPUT_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 
 
 class BackgroundServers(AttachedServers):
-    """Servers whose users go first: see `Engine.preempt`."""
+    """Servers whose users go first, so that rows can be preempted: see `Engine.preempt`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._preempted: dict[asyncio.Task[Any], int] = {}
         """Output tokens of the rows that are being preempted, by the asyncio task that waits for each row."""
         self._preemptions: set[asyncio.Task[None]] = set()
+        """Tasks that preempt rows. The set keeps them from being garbage-collected."""
 
     async def open(self) -> EngineInfo:
-        """Connect, and say what the users of these servers will notice; see `Engine.open`."""
+        """Connect to the servers and describe them, with a note for their users; see `Engine.open`."""
         info = await super().open()
         if not self._reports_load:
             raise EngineStartError(
@@ -42,12 +47,14 @@ class BackgroundServers(AttachedServers):
                 hint="use SGLang 0.5.23, or leave out engine.background",
             )
         yields = all(_yields(arguments) for arguments in self._known_arguments())
-        note = (
-            "background: the server lets its users' requests go first"
-            if yields
-            else "background: the server does not let its users' requests go first. They may wait for rows "
-            f"of this run, which leaves a part of the server free for them: start it with {YIELDS}"
-        )
+        if yields:
+            note = "background: the server lets its users' requests go first"
+        else:
+            note = (
+                "background: the server does not let its users' requests go first, so they may wait for rows "
+                "of this run, which leaves a part of the server free for them. To let them go first, start "
+                f"the server with {YIELDS}"
+            )
         return replace(
             info,
             yields=yields,
@@ -82,21 +89,22 @@ class BackgroundServers(AttachedServers):
                 preemption.add_done_callback(self._preemptions.discard)
 
     def _known_arguments(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the arguments of the servers that answered at the start."""
+        """Yield the arguments of each server that answered at the start of the run."""
         for endpoint in self.endpoints.values():
             if endpoint.arguments is not None:
                 yield endpoint.arguments
 
     def _added_fields(self, endpoint: Endpoint, path: str) -> dict[str, Any]:
-        """Return the fields that let a request be aborted and give it the lowest priority."""
+        """Return the request id, and the priority with which the server serves the request last."""
         fields = super()._added_fields(endpoint, path)
+        # A server that was away at the start is assumed to have the arguments of another replica.
         arguments = endpoint.arguments or next(self._known_arguments())
         if arguments.get("enable_priority_scheduling"):
             fields["priority"] = HIGHEST if arguments.get("schedule_low_priority_values_first") else LOWEST
         return fields
 
     async def _post(self, endpoint: Endpoint, path: str, body: bytes) -> bytes:
-        """Post a body. If the row was preempted meanwhile, count the output tokens of its reply."""
+        """Post a body and return the reply; if the row was preempted meanwhile, count its output tokens."""
         reply = await super()._post(endpoint, path, body)
         task = asyncio.current_task()
         if task in self._preempted:
@@ -104,20 +112,23 @@ class BackgroundServers(AttachedServers):
         return reply
 
     async def _abort(self, endpoint: Endpoint, rids: Sequence[str]) -> bool:
-        """Abort requests, unless their row is being preempted: then they are aborted already."""
-        return asyncio.current_task() in self._preempted or await super()._abort(endpoint, rids)
+        """Abort requests by their ids, unless the current row is being preempted, which aborts it already."""
+        if asyncio.current_task() in self._preempted:
+            return True
+        return await super()._abort(endpoint, rids)
 
     async def _preempt_row(self, endpoint: Endpoint, task: asyncio.Task[Any], request: SentRequest) -> None:
-        """Abort a request. If it goes on nevertheless, close its connection."""
+        """Abort a request. If the request goes on nevertheless, close its connection."""
         if await self._abort(endpoint, request.rids):
             await asyncio.sleep(TIMING.status_timeout)
-        if endpoint.requests.get(task) is request:
-            del endpoint.requests[task]
+        is_still_in_flight = endpoint.requests.get(task) is request
+        if is_still_in_flight:
+            del endpoint.requests[task]  # by this the task knows that its caller did not cancel it
             task.cancel()
 
 
 def _yields(server: Mapping[str, Any]) -> bool:
-    """Tell by a server's arguments whether users' requests go before requests of the lowest priority.
+    """Tell from a server's arguments whether its users' requests go before requests of the lowest priority.
 
     The server must have a default priority. Without one, a user's request has the lowest priority too.
     """

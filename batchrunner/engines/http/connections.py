@@ -1,4 +1,4 @@
-"""The machine's limits on open connections (files, local ports), and ports to listen on."""
+"""The machine's limits on open connections (open files, local ports), and free ports to listen on."""
 
 import contextlib
 import errno
@@ -10,27 +10,32 @@ from pathlib import Path
 from batchrunner.core.errors import EngineStartError
 
 FEWEST_FILES = 256
-"""Minimum number of file descriptors. With fewer, a run has none left for connections, or cannot even
+"""Minimum of the limit on open files. With a lower limit, a run could open no connections, or not even
 begin."""
 OWN_FILES = 12
-"""File descriptors that a run opens beside its connections, after the engine is open: input, journal, output
-part, heartbeat, lease, report. Five of them are open at once in a run with small output parts."""
+"""Number of files reserved for what a run opens after the engine is open, besides connections: input,
+journal, part file (a Parquet file of results), heartbeat, lease, report. At most five of them were open at
+the same time in a run with small part files."""
 STATUS_FILES = 2
-"""Connections to each server that carry no rows: one for its load, one for its model."""
+"""Number of connections to each server that carry no rows: one for its load, one for its model."""
 MOST_FILES = 1 << 20
-"""Limit on open files that is assumed if the system sets none. By default, Linux refuses a higher one."""
+"""Limit on open files that is assumed if the system sets none. By default, Linux refuses a higher limit."""
 PORT_SHARE = 0.9
 """Fraction of the range of local ports that connections may use. The rest is for closed connections, which
-hold their ports for a minute (TIME_WAIT)."""
+keep their ports for a minute (TIME_WAIT)."""
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""File with the lowest and the highest local port of a connection, in Linux."""
 _DEFAULT_PORT_RANGE = (32768, 60999)
-_LOWEST_PORT, _HIGHEST_PORT = 10_240, 21_999
-"""Range of ports to listen on. From 22,000 on SGLang draws ports for its processes, and binds them later."""
+_LOWEST_PORT = 10_240
+"""Lowest port to listen on."""
+_HIGHEST_PORT = 21_999
+"""Highest port to listen on. SGLang draws ports from 22,000 for its processes, and binds them later."""
 _PORT_TRIES = 50
+"""Maximum number of random ports that are tried."""
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit on open files as far as the system allows; return it.
+    """Raise the soft limit on open files as far as the system allows; return the new limit.
 
     Raises EngineStartError if the limit is too low for any run.
     """
@@ -44,7 +49,7 @@ def raise_file_limit() -> int:
     if soft < FEWEST_FILES:
         raise EngineStartError(
             f"only {soft} files can be open at once (ulimit -n), and a run needs {FEWEST_FILES}",
-            hint="raise it (ulimit -n 4096)",
+            hint="raise the limit (ulimit -n 4096)",
         )
     return soft
 
@@ -53,43 +58,45 @@ def free_port() -> int:
     """Return a free loopback port to listen on, if possible below the range of connections' local ports.
 
     A server that restarts must find its port free again. If the port were in the range from which the system
-    takes local ports, one of ten thousand open connections would probably have taken it meanwhile.
+    takes local ports, one of ten thousand open connections would probably have taken the port meanwhile.
     """
-    first = _port_range()[0]
-    above = first if _LOWEST_PORT < first < _HIGHEST_PORT else _HIGHEST_PORT
+    first_local_port = _port_range()[0]
+    is_range_below = _LOWEST_PORT < first_local_port < _HIGHEST_PORT
+    end = first_local_port if is_range_below else _HIGHEST_PORT
     for _ in range(_PORT_TRIES):
-        port = random.randrange(_LOWEST_PORT, above)  # noqa: S311 - not a secret
-        with contextlib.suppress(OSError), socket.socket() as probe:  # OSError: it is in use
+        port = random.randrange(_LOWEST_PORT, end)  # noqa: S311 - not a secret
+        with contextlib.suppress(OSError), socket.socket() as probe:  # OSError: the port is in use
             probe.bind(("127.0.0.1", port))
             return port
     raise OSError("no port is free")
 
 
 class HeldPort:
-    """A free port that no other batchrunner on this machine gets until it is released.
+    """A free port that is reserved: no other batchrunner process on this machine takes it until `release`.
 
-    The server itself binds the port only after minutes of loading, so until then this object must protect it.
-    Raises OSError if no port is free.
+    A server binds its port only after minutes of loading the model. Raises OSError if no port is free.
     """
 
     def __init__(self) -> None:
-        self._hold = socket.socket(socket.AF_UNIX)
+        self._reservation = socket.socket(socket.AF_UNIX)
         for _ in range(_PORT_TRIES):
             self.number = free_port()
-            # An abstract Unix socket reserves the port: it belongs to the network namespace, as ports do, and
-            # vanishes with its process.
+            # The reservation is an abstract Unix socket with the port in its name. Like ports, such sockets
+            # belong to the network namespace, and they vanish with their process. OSError: another process
+            # has reserved the port.
             with contextlib.suppress(OSError):
-                self._hold.bind(f"\0batchrunner-port-{self.number}")
+                self._reservation.bind(f"\0batchrunner-port-{self.number}")
                 return
-        self._hold.close()
+        self._reservation.close()
         raise OSError(errno.EADDRINUSE, "no port is free")
 
     def release(self) -> None:
         """Let other batchrunner processes have the port."""
-        self._hold.close()
+        self._reservation.close()
 
 
 def _port_range() -> tuple[int, int]:
+    """Return the lowest and the highest local port that the system gives to connections."""
     try:
         low, high = map(int, _PORT_RANGE.read_text().split())
     except (OSError, ValueError):
@@ -98,14 +105,15 @@ def _port_range() -> tuple[int, int]:
 
 
 def open_connections(addresses: int) -> tuple[int, str]:
-    """Return how many connections can be open to this number of addresses, and a phrase for the limit.
+    """Return the maximum number of connections for rows, and a phrase that names the limit.
 
-    Connections for polls are not counted.
+    `addresses` is the number of servers to connect to. Every address has the whole range of local ports.
     """
-    low, high = _port_range()
+    lowest_port, highest_port = _port_range()
     limit = raise_file_limit()
-    files = limit - len([*Path("/dev/fd").iterdir()]) - OWN_FILES - STATUS_FILES * addresses
-    files, ports = max(files, 1), int((high - low + 1) * PORT_SHARE) * addresses
+    open_files = len([*Path("/dev/fd").iterdir()])
+    files = max(limit - open_files - OWN_FILES - STATUS_FILES * addresses, 1)
+    ports = int((highest_port - lowest_port + 1) * PORT_SHARE) * addresses
     if files <= ports:
         return files, f"open files (ulimit -n {limit}, of which {files} are left for connections)"
     return ports, f"local ports ({ports} for {addresses} address{'es' if addresses > 1 else ''})"

@@ -14,8 +14,9 @@ import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -40,7 +41,14 @@ from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.client import HttpEngine
 from batchrunner.engines.http.connections import open_connections
-from batchrunner.engines.http.gateway_workers import GatewayQuestions, GatewayWorker, load_now, sum_of
+from batchrunner.engines.http.gateway_workers import (
+    GatewayQuestions,
+    GatewayWorker,
+    LoadEstimate,
+    WorkerWatch,
+    sum_of,
+    urls_in_use,
+)
 from batchrunner.engines.http.guard import common_model, refuse_another
 from batchrunner.engines.http.server import Endpoint
 from batchrunner.engines.http.server_info import (
@@ -57,31 +65,45 @@ from batchrunner.sglang.model_files import vocabulary_of
 
 log = logging.getLogger(__name__)
 
-ROUTING_KEY, ROUTED_TO = "x-smg-routing-key", "x-smg-routed-worker-id"
-"""Request header with the routing key, and answer header with the worker that answered."""
+ROUTING_KEY = "x-smg-routing-key"
+"""Default name of the request header that has the routing key."""
+ROUTED_TO = "x-smg-routed-worker-id"
+"""Name of the answer header that has the URL of the worker that answered."""
 TRIES_PER_WORKER = 16
 """Maximum number of routing keys that are tried per worker. Among N workers, 16·N keys all miss a given
 worker with a probability of about e⁻¹⁶."""
 UNANSWERED_PER_WORKER = 4
-"""The search ends after this many unanswered keys per worker, because each key for a host that is gone takes
-2 s."""
+"""The search for keys ends after this many unanswered keys per worker, because each key that leads to a host
+that is gone takes 2 s."""
 CONFIRMATIONS = 4
 """Number of times that a key must lead to the same worker again before it is used."""
-MODEL_INFO, SERVER_INFO = "/get_model_info", "/get_server_info"
-"""Paths under which the gateway returns the description that one of its HTTP workers gives of itself."""
+LEAST_SEARCH_PAUSE_S = 10.0
+"""Minimum seconds between two searches for keys that only answers of wrong workers cause. The gateway decides
+anew which workers are overloaded as often as it reads load reports, by default every 10 s."""
+MODEL_INFO = "/get_model_info"
+"""Path under which the gateway returns the `/model_info` of its first HTTP worker."""
+SERVER_INFO = "/get_server_info"
+"""Path under which the gateway returns the `/server_info` of its first HTTP worker."""
 TASKS_PASSED = frozenset({GENERATE, EMBED})
 """Tasks whose requests a gateway passes on. It has no `/encode`, and takes no lists of logprob options."""
-NO_WORKER = frozenset({"no_available_workers", "no_healthy_workers", "no_workers", "model_not_found"})
-"""Error codes of a gateway that has no worker for a request now."""
-NOT_CONNECTED = "call_upstream_connection_failed"
-"""Error code of a request that reached no worker."""
-LOST_AT_WORKER = ("call_upstream_", "read_response", "upstream_error", "worker_stream_failed")
-"""Beginnings of the error codes of a request whose worker failed while it had the request."""
-LIMITS = (
-    *("admission_queue_", "scheduler_queue_", "prefill_queue_", "tenant_rate_limit", "rate_limit"),
-    *("worker_overload_protection_shed", "selection_queue_timeout"),
+NO_WORKER_CODES = frozenset({"no_available_workers", "no_healthy_workers", "no_workers", "model_not_found"})
+"""Error codes of a request for which the gateway has no worker now."""
+UNCONNECTED_CODE = "call_upstream_connection_failed"
+"""Error code of a request for which the gateway could not connect to the worker."""
+CUT_CODES = ("call_upstream_", "read_response", "upstream_error", "worker_stream_failed")
+"""Prefixes of the error codes of a request whose connection to the worker failed before its answer."""
+LIMIT_CODES = (
+    *("admission_queue_", "scheduler_queue_", "scheduler_preempted", "prefill_queue_"),
+    *("tenant_rate_limit", "rate_limit", "worker_overload_protection_shed", "selection_queue_timeout"),
 )
-"""Beginnings of the error codes of a request that the gateway refuses because of its own limits."""
+"""Prefixes of the error codes of a request that the gateway refuses because of its own limits, such as its
+queue or the quota of a tenant."""
+ASTRAY = (
+    "rows with the routing key of %s were answered by %s: the gateway has reassigned the key, or its "
+    "overload protection avoids a worker with waiting requests (start the gateway with "
+    "--disable-worker-overload-protection)"
+)
+"""Warning about a row that another worker answered than the worker of its routing key."""
 _NO_TEXTS = "the gateway's workers speak gRPC, and it returns them without the texts of the tokens"
 GRPC_UNSUPPORTED: Mapping[str, str] = {
     "sampling.lora_path": "the gateway's workers speak gRPC, and it drops the name of the adapter",
@@ -116,13 +138,13 @@ def refusal_of(answer: replies.WholeAnswer) -> RequestError | None:
         return None
     error = error_of(answer.status, answer.content, answer.retry_after)
     message = f"the gateway: {error}"
-    if code in NO_WORKER or code == NOT_CONNECTED:
+    if code in NO_WORKER_CODES or code == UNCONNECTED_CODE:
         return EngineDownError(message)
-    if code.startswith(LIMITS):
+    if code.startswith(LIMIT_CODES):
         return EngineBusyError(message, getattr(error, "retry_after_s", None))
-    if "timeout" in code or answer.status in {408, 504}:
+    if "timeout" in code or answer.status in {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.GATEWAY_TIMEOUT}:
         return AttemptFailedError(message)
-    return EngineDiedError(message) if code.startswith(LOST_AT_WORKER) else None
+    return EngineDiedError(message) if code.startswith(CUT_CODES) else None
 
 
 async def reason_to_go_through(url: str, headers: Mapping[str, str]) -> str | None:
@@ -133,10 +155,8 @@ async def reason_to_go_through(url: str, headers: Mapping[str, str]) -> str | No
     async with aiohttp.ClientSession(headers=headers) as session:
         workers = await _workers_at_start(GatewayQuestions(session, url), url)
         for worker in workers:
-            if worker.is_grpc:
-                return f"{worker.url} speaks gRPC"
-            if worker.worker_type != "regular":
-                return f"{worker.url} is a {worker.worker_type} worker, and only the gateway joins the halves"
+            if worker.peculiarity is not None:
+                return f"{worker.url} {worker.peculiarity}"
         reasons = await asyncio.gather(*(_unreachable(session, worker) for worker in workers))
         return next(filter(None, reasons), None)
 
@@ -167,20 +187,54 @@ async def _unreachable(session: aiohttp.ClientSession, worker: GatewayWorker) ->
     return None
 
 
-class KeyedSender(PostSender):
-    """Posts to a gateway with a routing key, and remembers which worker answered last."""
+@dataclass(slots=True)
+class WorkerState:
+    """State of one worker: its load, its model and its routing key."""
 
-    routed_to: str | None = None
+    watch: WorkerWatch
+    load: LoadEstimate = field(default_factory=LoadEstimate)
+    key: str | None = None
+    """Routing key that leads to the worker; None if there is none, or if it was not found yet."""
+
+
+class GatewaySender(PostSender):
+    """Posts rows to a gateway, and refuses the answers of workers that may serve another model."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: URL,
+        headers: Mapping[str, str],
+        workers: Mapping[str, WorkerState],
+    ) -> None:
+        """Take the further headers of each request, and the gateway's workers by URL, which may change."""
+        super().__init__(session, url, headers=headers)
+        self._workers = workers
+        self.answered_by: str | None = None
+        """URL of the worker that answered last; None before the first answer."""
 
     async def post(self, body: bytes) -> PostedAnswer:
-        """Send a body; see `PostSender.post`."""
+        """Send a body; see `PostSender.post`. Raises EngineDownError for an answer of a worker in doubt."""
         answer = await super().post(body)
-        self.routed_to = answer.headers.get(ROUTED_TO, self.routed_to)
+        url = answer.headers.get(ROUTED_TO)
+        if url is None:
+            return answer
+        self.answered_by = url
+        worker = self._workers.get(url)
+        if worker is not None and worker.watch.in_doubt and answer.status == HTTPStatus.OK:
+            answer.release()
+            raise EngineDownError(
+                f"{url} was away: its answers count once its next load report shows the run's model"
+            )
         return answer
 
 
 class ThroughGateway(HttpEngine):
-    """The workers of a Model Gateway, which gets all rows and passes them on."""
+    """A Model Gateway that gets all rows and passes them on to its workers.
+
+    If the gateway routes by keys, each worker is a route, and its URL is the name of the route. Otherwise the
+    gateway's URL is the only route.
+    """
 
     def __init__(
         self,
@@ -190,24 +244,34 @@ class ThroughGateway(HttpEngine):
         api_key: str | None,
         limits: LimitsSpec,
         task: TaskName = GENERATE,
+        routing_key_header: str = ROUTING_KEY,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Take the gateway's address, and `why` rows go through it."""
+        """Take the gateway's URL, the reason `why` rows go through it, and headers of every request."""
         super().__init__(api_key=api_key, limits=limits, task=task)
+        self._headers |= headers
         self.url = url
         self._why = why
+        self._key_header = routing_key_header
         self._gateway: GatewayQuestions | None = None
         self._model_id = ""
-        self._keys: dict[str, str] = {}
-        """Routing key of each worker; empty if the gateway does not route by keys."""
+        self._workers: dict[str, WorkerState] = {}
+        """Workers that the gateway has listed so far, by URL."""
+        self._has_keys = False
+        """Whether the gateway routes by keys."""
         self._key_numbers = itertools.count()
-        self._usable: frozenset[str] = frozenset()
-        """Workers that get rows now."""
+        self._in_use: frozenset[str] = frozenset()
+        """URLs of the workers to which the gateway sends requests now."""
         self._key_search: asyncio.Task[None] | None = None
         """Search for new keys, after a change of the workers."""
+        self._next_search_at = 0.0
+        """Time before which a wrong worker's answer starts no search, in seconds of the monotonic clock."""
+        self._halves_load = LoadEstimate()
+        """Load of all prefill and decode workers together."""
         self._is_away = False
 
     async def open(self) -> EngineInfo:
-        """Read the list of workers, and find out whether the gateway keeps to routing keys.
+        """Read the list of workers, and find out whether the gateway routes by keys.
 
         Raises EngineAwayError if no worker answers, EngineStartError if the workers cannot do the task.
         """
@@ -229,9 +293,14 @@ class ThroughGateway(HttpEngine):
         self.guard.model = common_model([worker.model for worker in workers if worker.labels] or [{}])
         self._vocabulary = vocabulary_of(str(model["model_path"]))
         check_does(self._task, model, f"{self.url}: serves {model['model_path']}")
-        self._keys = await self._find_keys(workers)
-        self._usable = frozenset(worker.url for worker in workers if worker.is_usable)
-        for url in self._keys or (self.url,):
+        self._observe(workers)
+        self._in_use = urls_in_use(workers)
+        peculiarity = next((f"{w.url} {w.peculiarity}" for w in workers if w.peculiarity), None)
+        keys = {} if peculiarity else await self._keys_of(self._in_use)
+        self._has_keys = bool(keys)
+        for url, key in keys.items():
+            self._workers[url].key = key
+        for url in keys or (self.url,):
             endpoint = self.endpoints[url] = self._new_endpoint(url)
             endpoint.arguments = server
         self.serving = [*self.endpoints.values()]
@@ -244,37 +313,30 @@ class ThroughGateway(HttpEngine):
             routes=tuple(self.endpoints),
             connections=connections,
             connections_by=limited_by,
-            one_by_one=self._why_one_by_one(workers) or info.one_by_one,
+            one_by_one=peculiarity or info.one_by_one,
             only_short_share="the gateway drops stream_interval, and a bundle has an event for each token",
+            prefix_rows_alone=not self._has_keys,
             unsupported=GRPC_UNSUPPORTED if any(worker.is_grpc for worker in workers) else {},
-            notes=(*self._notes(workers), f"connections limited by {limited_by}", *info.notes),
+            notes=(self._note(workers), f"connections limited by {limited_by}", *info.notes),
         )
 
-    def _notes(self, workers: Sequence[GatewayWorker]) -> list[str]:
-        """Return notes for the user: why rows go through the gateway, and who chooses the worker."""
-        if self._keys:
+    def _note(self, workers: Sequence[GatewayWorker]) -> str:
+        """Return a note for the user: why rows go through the gateway, and who chooses their worker."""
+        if self._has_keys:
             choice = "each worker gets its rows by a routing key"
         else:
             choice = (
-                "the gateway chooses the worker of each row (with --policy consistent_hashing, rows with a "
-                "common prefix would stay on one worker)"
+                "the gateway chooses the worker of each row (with --policy consistent_hashing and "
+                "--disable-worker-overload-protection, rows with a common prefix would stay on one worker)"
             )
         names = ", ".join(worker.url for worker in workers)
-        return [f"rows go through the gateway {self.url} ({self._why}) to {names}: {choice}"]
-
-    @staticmethod
-    def _why_one_by_one(workers: Sequence[GatewayWorker]) -> str | None:
-        if any(worker.is_grpc for worker in workers):
-            return "a worker that speaks gRPC takes one row in a request"
-        if any(worker.worker_type != "regular" for worker in workers):
-            return "prefill and decode workers take one row in a request"
-        return None
+        return f"rows go through the gateway {self.url} ({self._why}) to {names}: {choice}"
 
     async def _describe(self, workers: Sequence[GatewayWorker]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return a worker's description of its model and of its arguments.
+        """Return the description of the workers' model, and the server arguments.
 
-        The gateway asks an HTTP worker for both. For gRPC workers only the labels are known, which have some
-        of the fields.
+        If all workers speak HTTP, the gateway asks one of them for both. For gRPC workers, only the labels
+        in the list of workers are known. The labels have some of the fields.
         """
         assert self._question_session is not None
         status = ServerStatus(self._question_session, self.url)
@@ -289,7 +351,7 @@ class ThroughGateway(HttpEngine):
                 names = ", ".join(worker.url for worker in workers)
                 raise EngineAwayError(
                     f"{self.url}: no worker of the gateway answers ({code}): {names}",
-                    hint="start them, or remove them from the gateway's list",
+                    hint="start the workers, or remove them from the gateway's list",
                 )
         labels = next((worker.labels for worker in workers if worker.labels), {})
         labelled = {name: _value_of(value) for name, value in labels.items()}
@@ -305,32 +367,41 @@ class ThroughGateway(HttpEngine):
 
     def _new_sender(self, endpoint: Endpoint, path: str) -> PostSender:
         assert self._row_session is not None
-        key = self._keys.get(endpoint.url)
-        if key is None:
-            return PostSender(self._row_session, URL(endpoint.address + path))
-        return KeyedSender(self._row_session, URL(endpoint.address + path), headers={ROUTING_KEY: key})
+        worker = self._workers.get(endpoint.url)
+        headers = {} if worker is None or worker.key is None else {self._key_header: worker.key}
+        return GatewaySender(self._row_session, URL(endpoint.address + path), headers, self._workers)
 
     async def tokens_of(self, request: Request, *, special: bool = True) -> list[int] | None:  # noqa: ARG002
-        """Return None: a gateway has no tokenizer for workers that have one themselves."""
+        """Return None, because a gateway does not pass on `/v1/tokenize` to its workers."""
         return None
 
     async def _name_to_send(self, endpoint: Endpoint, name: str | None) -> str | None:  # noqa: ARG002
-        """Return the name by which the gateway finds a worker, whatever name a row gives."""
-        if name not in self._names_to_send and name is not None and name not in self._model_names:
+        """Return the name by which the gateway finds a worker; warn once for each other name in rows."""
+        if name is not None and name not in self._model_names and name not in self._names_to_send:
             log.warning("requests for the model %r are answered by %s", name, self._model_id)
             self._names_to_send[name] = self._model_id
         return self._model_id
 
     def _refusal(self, endpoint: Endpoint, answer: replies.WholeAnswer) -> RequestError:
-        """Return the error of a refused row; a refusal by the gateway itself tells little about the row."""
-        return refusal_of(answer) or super()._refusal(endpoint, answer)
+        """Return the error of a refused row; a worker that the gateway could not reach is in doubt."""
+        error = refusal_of(answer)
+        if isinstance(error, (EngineDownError, EngineDiedError)):
+            # The message has the URL of the worker. The endpoint is the worker only if there are keys.
+            named = [url for url in self._workers if url.encode() in answer.content]
+            for url in named or [endpoint.url]:
+                if url in self._workers:
+                    self._workers[url].watch.record_failure()
+        return error or super()._refusal(endpoint, answer)
 
-    async def _abort(self, endpoint: Endpoint, rids: Sequence[str]) -> bool:  # noqa: ARG002 - it needs none
-        """Do nothing: our closed connection makes the gateway close its own, and SGLang aborts the rows."""
+    async def _abort(self, endpoint: Endpoint, rids: Sequence[str]) -> bool:  # noqa: ARG002 - not needed
+        """Do nothing, because the gateway has no `/abort_request`.
+
+        The client has closed its connection. So the gateway closes its own, and SGLang aborts the rows.
+        """
         return True
 
-    async def excuses(self, url: str, sent_at: float) -> bool:  # noqa: ARG002 - of any row
-        """Tell that no row is to blame for the end of a connection: it is the gateway that was lost."""
+    async def excuses(self, url: str, sent_at: float) -> bool:  # noqa: ARG002 - the same for all rows
+        """Tell that no row is to blame for a lost connection, because the gateway was lost and no worker."""
         return True
 
     # Workers and their load
@@ -338,25 +409,26 @@ class ThroughGateway(HttpEngine):
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load of each worker; empty while the gateway is away.
 
-        Raises AnotherModelError for a worker that serves another model under the same name.
+        Raises AnotherModelError for a worker that serves another model under the run's name.
         """
         if self._gateway is None or not self._reports_load:
             return []
         try:
             workers = await self._gateway.workers(TIMING.status_timeout)
         except (EngineDownError, *NOT_REACHED) as failure:
-            self._note_absence(str(failure))
+            self._log_absence(str(failure))
             return []
-        self._note_absence(None)
+        self._log_absence(None)
         workers = [worker for worker in workers if worker.model_id in {None, self._model_id}]
         for worker in workers:
             if worker.labels:
                 refuse_another(worker.url, self.guard.model, worker.model)
+        self._observe(workers)
         self._follow(workers)
         return self._loads_now(workers, time.monotonic())
 
-    def _note_absence(self, why: str | None) -> None:
-        """Log when the gateway goes away, and when it is back."""
+    def _log_absence(self, why: str | None) -> None:
+        """Log when the gateway goes away (`why` is the reason), and when it is back (`why` is None)."""
         if (why is not None) == self._is_away:
             return
         self._is_away = why is not None
@@ -365,21 +437,28 @@ class ThroughGateway(HttpEngine):
         else:
             log.warning("the gateway %s is back", self.url)
             self._incidents.append(Incident("back", self.url))
-            self._usable = frozenset()  # the gateway may have forgotten the keys, so they are found anew
+            self._in_use = frozenset()  # A restarted gateway may have forgotten the keys: find them anew.
+
+    def _observe(self, workers: Sequence[GatewayWorker]) -> None:
+        """Process the load reports of all workers; raises AnotherModelError for other weights."""
+        for worker in workers:
+            state = self._workers.setdefault(worker.url, WorkerState(WorkerWatch(worker.url)))
+            state.watch.observe(worker)
+            state.load.observe(worker.report, self._in_flight_at(worker))
 
     def _loads_now(self, workers: Sequence[GatewayWorker], now: float) -> list[SchedulerLoad]:
         """Return the load of each worker that gets rows."""
-        usable = [worker for worker in workers if worker.is_usable]
-        if any(worker.worker_type == "decode" for worker in usable):
-            return [self._load_of_halves(usable, now)]
-        # In a gateway with keys, a worker gets rows once a key leads to it.
-        with_rows = [worker for worker in usable if not self._keys or worker.url in self.endpoints]
-        return [self._load_of(worker, now) for worker in with_rows]
+        in_use = urls_in_use(workers)
+        used_workers = [worker for worker in workers if worker.url in in_use]
+        if any(worker.worker_type == "decode" for worker in used_workers):
+            return [self._load_of_halves(used_workers, now)]
+        if self._has_keys:  # a worker gets rows once a key leads to it
+            used_workers = [worker for worker in used_workers if worker.url in self.endpoints]
+        return [self._load_of(worker, now) for worker in used_workers]
 
     def _load_of(self, worker: GatewayWorker, now: float) -> SchedulerLoad:
         is_route = worker.url in self.endpoints
-        return load_now(
-            worker.reported,
+        return self._workers[worker.url].load.now(
             self._in_flight_at(worker),
             scheduler=worker.url if is_route else f"{self.url}#{worker.url}",
             route=worker.url if is_route else self.url,
@@ -390,10 +469,10 @@ class ThroughGateway(HttpEngine):
         """Estimate the rows in flight at a worker, from our own rows and the gateway's count of requests."""
         endpoint = self.endpoints.get(worker.url)
         if endpoint is not None:
-            others = 0 if worker.load is None else max(0, worker.load - len(endpoint.requests))
-            return _rows_of(endpoint) + others
+            requests_of_others = 0 if worker.load is None else max(0, worker.load - len(endpoint.requests))
+            return _rows_of(endpoint) + requests_of_others
         if worker.load is None:
-            return worker.reported.num_running_reqs + worker.reported.num_waiting_reqs
+            return worker.report.num_running_reqs + worker.report.num_waiting_reqs
         return round(worker.load * self._rows_per_request())
 
     def _load_of_halves(self, workers: Sequence[GatewayWorker], now: float) -> SchedulerLoad:
@@ -402,82 +481,83 @@ class ThroughGateway(HttpEngine):
         Running requests and token usage are those of the decode workers. All other requests in flight count
         as waiting for a prefill.
         """
-        decoding = [worker.reported for worker in workers if worker.worker_type == "decode"]
-        counts = [worker.load for worker in workers if worker.worker_type == "decode"]
-        in_flight = sum(count or 0 for count in counts) if all(c is not None for c in counts) else 0
-        return load_now(
-            sum_of(decoding),
-            max(in_flight, sum(map(_rows_of, self.serving))),
-            scheduler=self.url,
-            route=self.url,
-            now=now,
-        )
+        decoding = [worker for worker in workers if worker.worker_type == "decode"]
+        counts = [worker.load for worker in decoding if worker.load is not None]
+        counted = sum(counts) if len(counts) == len(decoding) else 0
+        in_flight = max(counted, sum(map(_rows_of, self.serving)))
+        self._halves_load.observe(sum_of([worker.report for worker in decoding]), in_flight)
+        return self._halves_load.now(in_flight, scheduler=self.url, route=self.url, now=now)
 
     def _rows_per_request(self) -> float:
+        """Return the mean number of rows of a request in flight: a bundle has several rows."""
         requests = sum(len(endpoint.requests) for endpoint in self.serving)
         return sum(map(_rows_of, self.serving)) / requests if requests else 1.0
 
     def _follow(self, workers: Sequence[GatewayWorker]) -> None:
-        """Send rows to the workers that the gateway uses now; renew the keys if workers or keys changed."""
-        usable = frozenset(worker.url for worker in workers if worker.is_usable)
-        has_keys = not self._keys or usable <= self._keys.keys()
-        if usable == self._usable and has_keys and not self._leads_astray():
-            return
-        for url in sorted(usable - self._usable if self._usable else ()):
+        """Send rows to the workers that the gateway uses now; search for keys if workers or keys changed."""
+        in_use = urls_in_use(workers)
+        for url in sorted(in_use - self._in_use if self._in_use else ()):
             log.info("%s gets rows: the gateway uses it", url)
-        for url in sorted(self._usable - usable):
+        for url in sorted(self._in_use - in_use):
             log.info("%s gets no more rows: the gateway does not use it now", url)
-        self._usable = usable
-        if not self._keys:
+        is_changed, self._in_use = in_use != self._in_use, in_use
+        if not self._has_keys:
             return
-        for endpoint in self.serving:
-            endpoint.set_listed(is_listed=endpoint.url in usable)
-        if self._key_search is None or self._key_search.done():
+        for endpoint in self.serving if is_changed else ():
+            endpoint.set_listed(is_listed=endpoint.url in in_use)
+        lack_keys = any(self._workers[url].key is None for url in in_use)
+        is_searching = self._key_search is not None and not self._key_search.done()
+        if (is_changed or lack_keys or self._leads_astray(time.monotonic())) and not is_searching:
             self._key_search = asyncio.create_task(self._renew_keys())
 
     # Routing keys
 
-    def _leads_astray(self) -> bool:
-        """Tell whether a key has led to a worker other than its own: the gateway may have reassigned it."""
-        senders = (
-            (endpoint.url, sender) for endpoint in self.serving for sender in endpoint.senders.values()
-        )
-        return any(
-            isinstance(sender, KeyedSender) and sender.routed_to not in {None, url} for url, sender in senders
-        )
+    def _leads_astray(self, now: float) -> bool:
+        """Tell whether keys have to be found anew, because a key led to a worker other than its own.
+
+        The gateway may have assigned the key to another worker, or its overload protection avoids the key's
+        worker for a while. A new search does not help against the latter, so searches are not repeated at
+        once.
+        """
+        if now < self._next_search_at:
+            return False
+        for endpoint in self.serving:
+            for sender in endpoint.senders.values():
+                assert isinstance(sender, GatewaySender)
+                if sender.answered_by not in {None, endpoint.url}:
+                    if not self._next_search_at:
+                        log.warning(ASTRAY, endpoint.url, sender.answered_by)
+                    sender.answered_by = None
+                    self._next_search_at = now + LEAST_SEARCH_PAUSE_S
+                    return True
+        return False
 
     async def _renew_keys(self) -> None:
         """Find the workers' routing keys anew; repeat this if the list of workers changed meanwhile."""
         is_current = False
         while not is_current:
-            usable = self._usable
-            keys = await self._keys_of(usable)
-            if not keys.keys() >= usable:  # a worker or the gateway is down: old keys stay until it answers
+            urls = self._in_use
+            keys = await self._keys_of(urls)
+            if not keys.keys() >= urls:  # a worker or the gateway is down: old keys stay until it answers
                 await asyncio.sleep(TIMING.model_check)
-            is_current = usable == self._usable
-            self._keys.update(keys)
-            for url in keys:
+            is_current = urls == self._in_use
+            for url, key in keys.items():
+                self._workers[url].key = key
                 endpoint = self.endpoints.get(url)
                 if endpoint is None:
                     endpoint = self.endpoints[url] = self._new_endpoint(url)
                     self.serving.append(endpoint)
                 endpoint.set_listed(is_listed=True)
-                endpoint.senders.clear()
-
-    async def _find_keys(self, workers: Sequence[GatewayWorker]) -> dict[str, str]:
-        """Return a key for each worker; empty if the gateway does not route by keys."""
-        if any(worker.is_grpc or worker.worker_type != "regular" for worker in workers):
-            return {}
-        return await self._keys_of(frozenset(worker.url for worker in workers if worker.is_usable))
+                endpoint.senders.clear()  # new senders have the new key
 
     async def _keys_of(self, urls: frozenset[str]) -> dict[str, str]:
-        """Try routing keys until one leads to each worker; return them.
+        """Try routing keys until one leads to each worker; return the keys by the workers' URLs.
 
-        The result is empty if a key leads to another worker when it is tried again, or if some worker got no
-        key though all requests were answered.
+        A worker that is down gets no key. The result is empty if the gateway does not route by keys: a key
+        has led to different workers, or some worker got no key though all requests were answered.
 
-        Workers that are down get no key. Requests are sent one after the other, because a gateway may pin a
-        key at its first request, and must have answered this request before the next one comes.
+        Requests are sent one after the other. A gateway may pin a key to a worker at the first request with
+        the key, and the second request must not arrive before that.
         """
         keys = dict[str, str]()
         unanswered = 0
@@ -501,20 +581,23 @@ class ThroughGateway(HttpEngine):
         return keys
 
     async def _worker_of(self, key: str) -> str | None:
-        """Return the worker to which a key leads; the request is one that the worker refuses at once."""
+        """Return the URL of the worker to which a key leads; None if no worker answers.
+
+        The request has an invalid temperature, so the worker refuses it at once.
+        """
         assert self._question_session is not None
         body = {"model": self._model_id, "input_ids": [1], "sampling_params": {"temperature": -1}}
         timeout = aiohttp.ClientTimeout(total=TIMING.status_timeout)
         try:
             async with self._question_session.post(
-                self.url + wire.GENERATE_PATH, json=body, headers={ROUTING_KEY: key}, timeout=timeout
+                self.url + wire.GENERATE_PATH, json=body, headers={self._key_header: key}, timeout=timeout
             ) as answer:
                 return answer.headers.get(ROUTED_TO)
         except NOT_REACHED:
             return None
 
     async def close(self) -> None:
-        """Close all connections."""
+        """End a search for keys, and close all connections."""
         if self._key_search is not None:
             self._key_search.cancel()
             await asyncio.gather(self._key_search, return_exceptions=True)

@@ -1,15 +1,19 @@
-"""What a Model Gateway (smg 1.13) says of its workers: their addresses, models and loads.
+"""Reads a Model Gateway's list of workers (smg 1.13): their addresses, models and loads.
 
-`/workers` lists the workers. For each worker it has the number of requests that the gateway has there now,
-and the load that the worker last reported, which the gateway reads every `--load-monitor-interval` (10 s). An
-API key that may send rows may lack the right to read this list. Then `/loads` has the same loads, without the
-number of requests.
+`/workers` has two figures on the load of each worker. One is the number of requests that the gateway has at
+the worker now. The other is the worker's own report, which the gateway fetches every
+`--load-monitor-interval` (10 s by default). `LoadEstimate` combines them.
+
+An API key that may send rows may lack the right to read `/workers`. Then `/loads` has the same reports,
+without the number of requests.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -19,7 +23,7 @@ import orjson
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import EngineDownError
 from batchrunner.core.timing import TIMING
-from batchrunner.engines.http.guard import model_in
+from batchrunner.engines.http.guard import another_model, model_in
 from batchrunner.engines.http.proxies import by_proxy
 from batchrunner.engines.http.server_info import (
     KEY_REFUSED,
@@ -32,90 +36,129 @@ from batchrunner.engines.http.server_info import (
 from batchrunner.engines.http.wire import GENERATE_PATH
 
 LOADS = "/loads"
-"""Path of the loads of a gateway's workers."""
+"""Path under which a gateway returns the load reports of its workers."""
 REMEDY = "start the gateway, or correct engine.url"
+"""Advice to a user whose gateway does not answer."""
 NEAR_USAGE = 0.8
-"""Token usage from which the KV pool counts as nearly full, as in the law of concurrency."""
+"""Minimum token usage at which the KV pool counts as nearly full; the concurrency law has the same value."""
 _LEAVING = "draining"
 """Status of a worker that finishes its requests and gets no new ones."""
 
 
-class WorkerLoad(msgspec.Struct):
-    """The load of one scheduler of a worker, as it last reported it."""
+class _Memory(msgspec.Struct):
+    """Memory of a scheduler."""
+
+    weight_gb: float | None = None
+
+
+class WorkerLoad(msgspec.Struct, kw_only=True):
+    """Load report of one scheduler, or the sum over the schedulers of a worker."""
 
     num_running_reqs: Requests = 0
     num_waiting_reqs: Requests = 0
     token_usage: float = 0.0
+    num_used_tokens: int | None = None
     max_total_num_tokens: int | None = None
     max_running_requests: int | None = None
+    memory: _Memory | None = None
+    reported_at: Any = None
+    """Time of the report by the worker's clock, as text; None if the gateway does not return it."""
 
 
 class _EngineLoad(msgspec.Struct):
+    """Load report of a worker, with one entry for each of its schedulers."""
+
     loads: list[WorkerLoad] = []
+    timestamp: Any = None
 
 
-class _ListedLoad(WorkerLoad):
-    """An entry of `/loads`."""
+class _ListedLoad(WorkerLoad, kw_only=True):
+    """Entry of `/loads`: the load of one scheduler, and the worker to which the scheduler belongs."""
 
     worker: str = ""
     worker_type: str = "regular"
 
 
 class _GatewayLoads(msgspec.Struct):
+    """Reply to `/loads`."""
+
     loads: list[_ListedLoad]
 
 
 class GatewayWorker(msgspec.Struct):
-    """A worker, as the gateway lists it."""
+    """Entry of a gateway's list of workers."""
 
     url: str
     model_id: str | None = None
-    """Name by which the gateway finds the worker for a request."""
+    """Model name by which the gateway finds the worker for a request."""
     worker_type: str = "regular"
     """`regular`, `prefill` or `decode`."""
     connection_mode: str = "http"
+    """`http` or `grpc`."""
     status: str = "ready"
     is_healthy: bool = True
     labels: Mapping[str, Any] = {}
-    """What the worker said of its model and arguments when it was registered, as texts."""
+    """Properties of the worker's model and server arguments when the worker was registered. Values are
+    texts."""
     load: int | None = None
     """Number of requests that the gateway has at the worker now; None if the gateway does not report it."""
     engine_load: _EngineLoad | None = None
+    """Last load report; None before the first."""
 
     @property
     def is_grpc(self) -> bool:
-        """Whether it speaks gRPC and not HTTP."""
+        """Whether the gateway speaks gRPC with the worker, and not HTTP."""
         return self.connection_mode == "grpc" or self.url.startswith("grpc")
 
     @property
+    def peculiarity(self) -> str | None:
+        """Why the worker is no regular HTTP server, as a predicate such as "speaks gRPC"; None if it is one.
+
+        Only the gateway can send rows to such a worker, and each request may have only one row.
+        """
+        if self.is_grpc:
+            return "speaks gRPC"
+        if self.worker_type != "regular":
+            return f"is a {self.worker_type} worker, and only the gateway joins prefill and decode"
+        return None
+
+    @property
     def is_leaving(self) -> bool:
-        """Whether it gets no new requests."""
+        """Whether the gateway is removing the worker and sends it no new requests."""
         return self.status == _LEAVING
 
     @property
-    def is_usable(self) -> bool:
-        """Whether the gateway sends requests there."""
-        return self.is_healthy and not self.is_leaving
-
-    @property
     def model(self) -> dict[str, str]:
-        """Its model: the MODEL_FIELDS (guard.py) that the gateway knows."""
+        """Description of the worker's model: the MODEL_FIELDS (guard.py) that the gateway lists."""
         return model_in({**self.labels, "served_model_name": self.model_id})
 
     @property
-    def reported(self) -> WorkerLoad:
-        """Its last reported load, summed over its schedulers; only its limits before the first report."""
-        loads = self.engine_load.loads if self.engine_load is not None else []
-        if loads:
-            return sum_of(loads)
+    def report(self) -> WorkerLoad:
+        """Last load report, summed over the worker's schedulers; before the first report only the limits."""
+        if self.engine_load is not None and self.engine_load.loads:
+            load = sum_of(self.engine_load.loads)
+            load.reported_at = self.engine_load.timestamp
+            return load
         return WorkerLoad(
             max_total_num_tokens=self._number("max_total_tokens"),
             max_running_requests=self._number("max_running_requests"),
         )
 
+    @property
+    def weights_gb(self) -> float | None:
+        """Memory of the model's weights on one GPU, in GB; None if no report says it."""
+        loads = self.engine_load.loads if self.engine_load is not None else []
+        return next((load.memory.weight_gb for load in loads if load.memory is not None), None)
+
     def _number(self, label: str) -> int | None:
+        """Return the value of a label as a number; None if it has no such value."""
         text = str(self.labels.get(label))
         return int(text) if text.isdecimal() else None
+
+
+def urls_in_use(workers: Iterable[GatewayWorker]) -> frozenset[str]:
+    """Return the URLs of the workers to which the gateway sends requests now."""
+    return frozenset(worker.url for worker in workers if worker.is_healthy and not worker.is_leaving)
 
 
 _read_loads = msgspec.json.Decoder(_GatewayLoads)
@@ -124,38 +167,120 @@ _read_worker = msgspec.json.Decoder(GatewayWorker)
 
 def sum_of(loads: Sequence[WorkerLoad]) -> WorkerLoad:
     """Add up loads. The token usage is the largest one, and a limit is None if any load lacks it."""
-    running = [load.max_running_requests for load in loads]
-    tokens = [load.max_total_num_tokens for load in loads]
+    running_limits = [load.max_running_requests for load in loads]
+    token_limits = [load.max_total_num_tokens for load in loads]
     return WorkerLoad(
         num_running_reqs=sum(load.num_running_reqs for load in loads),
         num_waiting_reqs=sum(load.num_waiting_reqs for load in loads),
         token_usage=max(load.token_usage for load in loads),
-        max_total_num_tokens=sum(filter(None, tokens)) if all(tokens) else None,
-        max_running_requests=sum(filter(None, running)) if all(running) else None,
+        num_used_tokens=sum(load.num_used_tokens or 0 for load in loads),
+        max_total_num_tokens=sum(filter(None, token_limits)) if all(token_limits) else None,
+        max_running_requests=sum(filter(None, running_limits)) if all(running_limits) else None,
+        reported_at=[load.reported_at for load in loads],
     )
 
 
-def load_now(load: WorkerLoad, in_flight: int, *, scheduler: str, route: str, now: float) -> SchedulerLoad:
-    """Estimate a worker's load now, by its last report and the requests that are in flight there.
+@dataclass(slots=True)
+class LoadEstimate:
+    """Estimate of a worker's load now, from its last report and the number of requests in flight there. Pure.
 
-    A report can be 10 s old, but the number of requests in flight is exact. If requests waited at the time of
-    the report and the KV pool was nearly full, the worker can run no more than it ran then. Otherwise it runs
-    as many as its limit allows. All other requests in flight count as waiting.
+    The report may be 10 s old, but the number of requests in flight is exact at any time. Of these requests
+    some wait in the scheduler's queue (`#queue-req`). The others are at work: they run, or they or their
+    answers are on the way between the client and the scheduler. The number at work changes slowly. So it is
+    computed at each new report, and the queue is the rest of the requests in flight until the next report.
     """
-    is_full = load.num_waiting_reqs > 0 and load.token_usage >= NEAR_USAGE
-    most_running = load.num_running_reqs if is_full else load.max_running_requests
-    running = min(in_flight, in_flight if most_running is None else most_running)
-    return SchedulerLoad(
-        scheduler=scheduler,
-        source="gateway",
-        running=running,
-        queue=in_flight - running,
-        token_usage=load.token_usage if in_flight else 0.0,
-        max_total_tokens=load.max_total_num_tokens,
-        max_running=load.max_running_requests,
-        route=route,
-        taken_at=now,
-    )
+
+    _report: WorkerLoad | None = None
+    _at_work: int | None = None
+    """Maximum number of requests at work; None if any number may be."""
+    _from_others: int = 0
+    """Requests that the worker has reported and the gateway does not count, such as those of another
+    gateway."""
+
+    def observe(self, report: WorkerLoad, in_flight: int) -> None:
+        """Process a worker's last report, which may be an old one; `in_flight` requests are there now."""
+        if report == self._report:
+            return
+        is_first = self._report is None
+        self._report = report
+        reported = report.num_running_reqs + report.num_waiting_reqs
+        self._from_others = max(0, reported - in_flight)
+        self._at_work = max(in_flight, reported) - report.num_waiting_reqs
+        is_full = report.num_waiting_reqs > 0 and report.token_usage >= NEAR_USAGE
+        limit = report.max_running_requests
+        if limit is None:
+            if is_first:
+                self._at_work = None
+        elif not is_full and (is_first or self._at_work < limit):
+            # The scheduler has room for more requests: it has not been sent more, or it was between batches.
+            self._at_work = limit
+
+    def now(self, in_flight: int, *, scheduler: str, route: str, now: float) -> SchedulerLoad:
+        """Return the load now, in seconds of the monotonic clock, with `in_flight` requests there."""
+        report = self._report or WorkerLoad()
+        requests = in_flight + self._from_others
+        at_work = requests if self._at_work is None else min(requests, self._at_work)
+        limit = report.max_running_requests
+        return SchedulerLoad(
+            scheduler=scheduler,
+            source="gateway",
+            running=at_work if limit is None else min(at_work, limit),
+            queue=requests - at_work,
+            token_usage=report.token_usage if requests else 0.0,
+            used_tokens=report.num_used_tokens,
+            max_total_tokens=report.max_total_num_tokens,
+            max_running=limit,
+            route=route,
+            taken_at=now,
+        )
+
+
+SAME_WEIGHTS = 0.05
+"""Relative difference up to which two measurements of the weights' memory count as the same model. SGLang
+measures the memory at each start, and other processes on the GPU change the result a little."""
+
+
+NO_REPORT = ""
+"""Time of a report that the gateway could not read; it differs from the time of any report."""
+
+
+@dataclass(slots=True)
+class WorkerWatch:
+    """Watches for another model at a worker's address, of which the gateway takes no notice. Pure.
+
+    The gateway reads a worker's model only when the worker is registered. If a server of another model takes
+    the address later, only the load reports show it, because its weights take another amount of memory.
+    Before that, requests fail on their way to the worker. From such a failure on, the worker is in doubt and
+    its answers do not count, until a report that is newer than the failure.
+    """
+
+    url: str
+    in_doubt: bool = False
+    _weights_gb: float | None = None
+    """Memory of the weights by the first report; None if no report has it, and then nothing is in doubt."""
+    _report_before: Any = None
+    """Time of the last report from before the doubt; None until the list of workers is read again."""
+
+    def record_failure(self) -> None:
+        """Record that a request failed on its way to the worker."""
+        if self._weights_gb is not None:
+            self.in_doubt, self._report_before = True, None
+
+    def observe(self, worker: GatewayWorker) -> None:
+        """Process the worker's entry in the list; raises AnotherModelError for another model's weights."""
+        weights_gb = worker.weights_gb
+        if weights_gb is None:
+            self._report_before = NO_REPORT
+            return
+        if self._weights_gb is None:
+            self._weights_gb = weights_gb
+        if not math.isclose(weights_gb, self._weights_gb, rel_tol=SAME_WEIGHTS):
+            raise another_model(self.url, "weight_gb", str(self._weights_gb), str(weights_gb))
+        reported_at = worker.report.reported_at
+        if self.in_doubt and self._report_before is None and reported_at is not None:
+            self._report_before = reported_at  # the report may be older than the failure
+        elif reported_at != self._report_before or reported_at is None:
+            self.in_doubt = False
 
 
 class GatewayQuestions:

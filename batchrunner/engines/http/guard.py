@@ -1,14 +1,14 @@
 """Checks that the server that answers serves the run's model.
 
-A connection leads to one process for as long as it lives. So a new connection takes a request only once its
-server has said, after the connection was made, that it serves the run's model (`GuardedConnector`). Behind a
-proxy, the connection does not say which server answers. So after each sign that a server was away (`doubt`),
-it is asked for its model again before an answer counts (`confirm`).
+A connection leads to one process for as long as the connection lives. So a new connection takes a request
+only after its server was asked for its model and has named the run's model (`GuardedConnector`). Behind a
+proxy, a connection may lead to any server. So after each sign that a server was away (`Endpoint.doubt`), the
+server is asked for its model again before an answer counts (`ModelGuard.confirm`).
 
-Polls and failed requests notice any server that is away for a while. The question at a new connection is for
-a change without an absence: a Kubernetes Service or a port forward that is switched to another server. A
-second later `AttachedServers` would notice the change too, but answers of the other model would be stored by
-then. The question costs next to nothing per row, since one request serves all connections that open together.
+Polls and failed requests notice any server that is away for a while. The question at a new connection finds a
+change without an absence, such as a Kubernetes Service or a port forward that is switched to another server.
+`AttachedServers` would notice the change too, a second later, but answers of the other model would be stored
+by then. The question costs next to nothing per row, because connections that open together share a question.
 """
 
 import asyncio
@@ -27,21 +27,24 @@ MODEL_FIELDS = {
     "served_model_name": "the served name",
     "weight_version": "the weights' version",
     "revision": "the revision",
+    "weight_gb": "the memory of the weights in GB",
 }
-"""Fields of `/model_info` and `/server_info` that say which model a server serves, and their names in
-messages."""
+"""Fields of `/model_info` and `/server_info` that identify a server's model, with their names in messages."""
 
 
 def model_in(*replies: Mapping[str, Any]) -> dict[str, str]:
-    """Return the model's description in replies to `/model_info` and `/server_info`; the first reply wins."""
+    """Return the model's description in replies to `/model_info` and `/server_info`.
+
+    If a field is in several replies, the value in the first of them counts.
+    """
     merged = {name: value for reply in reversed(replies) for name, value in reply.items()}
     return {name: str(merged[name]) for name in MODEL_FIELDS if merged.get(name) is not None}
 
 
 def common_model(models: Sequence[Model]) -> dict[str, str]:
-    """Return the description that all replicas share; raises EngineStartError for different models.
+    """Return the fields that all replicas share; raises EngineStartError if their models differ.
 
-    The names under which they serve the model may differ.
+    The names under which the replicas serve the model may differ.
     """
     for name, words in MODEL_FIELDS.items():
         values = {model[name] for model in models if name in model}
@@ -55,7 +58,7 @@ def common_model(models: Sequence[Model]) -> dict[str, str]:
 
 
 class ModelGuard:
-    """Compares the servers' models with the run's. All callers that wait for a server share one question."""
+    """Compares the servers' models with the run's. Callers that wait for a server share one question."""
 
     def __init__(self) -> None:
         self.model: Model = {}
@@ -70,7 +73,7 @@ class ModelGuard:
         self._endpoints.append(endpoint)
 
     def endpoints_at(self, url: URL) -> list[Endpoint]:
-        """Return the guarded servers that a connection to a URL may be for."""
+        """Return the guarded servers at the host and port of a URL, which a connection for it may lead to."""
         return [endpoint for endpoint in self._endpoints if URL(endpoint.url).origin() == url.origin()]
 
     async def confirm(self, endpoint: Endpoint) -> None:
@@ -89,39 +92,47 @@ class ModelGuard:
             raise error
 
     async def check_answer(self, endpoint: Endpoint, version: str | None) -> None:
-        """Return once an answer may be used; raises like `confirm`, or for another version of the weights."""
+        """Return once the answer of a server may be used; raises AnotherModelError and EngineDownError.
+
+        `version` is the version of the weights in the answer; None if the answer has none.
+        """
         if endpoint.doubts:
             await self.confirm(endpoint)
         if version is None:
             return
-        self.weights = self.weights or version
+        self.weights = self.weights or version  # the first answer decides
         if version != self.weights:
-            raise _another_model(endpoint.url, "weight_version", self.weights, version)
+            raise another_model(endpoint.url, "weight_version", self.weights, version)
 
     async def _ask(self, endpoint: Endpoint, watch: ModelWatch) -> BatchrunError | EngineDownError | None:
-        """Ask for the model; return the error if it is another one or there is no answer, else None."""
+        """Ask a server for its model.
+
+        Return None if the model is the run's, else the error for another model or for no answer.
+        """
         async with watch.lock:
-            await asyncio.sleep(0)  # lets all callers of this moment share the question
+            await asyncio.sleep(0)  # all callers of this moment share the question
+            # From here on the question may be too old for a new caller, who therefore asks another one.
             watch.next_question = None
             doubts = endpoint.doubts
             try:
                 refuse_another(endpoint.url, self.model, await watch.ask())
             except (BatchrunError, EngineDownError) as error:
                 return error
+            # A doubt that came during the question is not settled by its answer.
             if endpoint.doubts == doubts:
                 endpoint.doubts = 0
             return None
 
 
 def refuse_another(url: str, run_model: Model, model: Model) -> None:
-    """Raise AnotherModelError where a server's model is another than the run's."""
-    for name, was in run_model.items():
-        if model.get(name, was) != was:
-            raise _another_model(url, name, was, model[name])
+    """Raise AnotherModelError if a field of a server's model differs from the run's model."""
+    for name, run_value in run_model.items():
+        if model.get(name, run_value) != run_value:
+            raise another_model(url, name, run_value, model[name])
 
 
-def _another_model(url: str, name: str, was: str, now: str) -> AnotherModelError:
-    """Return the error for a server that serves another model than at the beginning of the run."""
+def another_model(url: str, name: str, was: str, now: str) -> AnotherModelError:
+    """Return the error for a server whose model has changed: the field `name` was `was` and is `now`."""
     return AnotherModelError(
         f"{url} serves another model now ({MODEL_FIELDS[name]} was {was!r} and is {now!r})",
         hint="start the run's model there and run the job again to "
@@ -130,16 +141,17 @@ def _another_model(url: str, name: str, was: str, now: str) -> AnotherModelError
 
 
 class GuardedConnector(aiohttp.TCPConnector):
-    """Hands out a new connection only once its server is known to serve the run's model."""
+    """Hands out a new connection only after its server has confirmed that it serves the run's model."""
 
     def __init__(self, guard: ModelGuard, **options: Any) -> None:
-        """Take the guard, and the options of TCPConnector."""
+        """`options` are those of TCPConnector."""
         super().__init__(**options)
         self._guard = guard
 
     async def _create_connection(
         self, req: aiohttp.ClientRequest, traces: Any, timeout: aiohttp.ClientTimeout
     ) -> ResponseHandler:
+        """Open a connection, and return it after its server has confirmed the model."""
         protocol = await super()._create_connection(req, traces, timeout)
         try:
             for endpoint in self._guard.endpoints_at(req.url):
@@ -147,6 +159,7 @@ class GuardedConnector(aiohttp.TCPConnector):
         except BaseException:
             protocol.close()
             raise
+        # If the server died meanwhile, the answer may have come from its successor.
         if not protocol.is_connected():
             protocol.close()
             raise EngineDownError(f"the connection to {req.url.origin()} was lost before it was used")

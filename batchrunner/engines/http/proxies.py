@@ -1,4 +1,4 @@
-"""Proxies on the way to a server: those of the environment, and the time limit of any proxy."""
+"""Proxies between this machine and a server: those of the environment, and the time limit of any proxy."""
 
 import ipaddress
 from collections import deque
@@ -12,11 +12,12 @@ from yarl import URL
 
 
 class Proxy(NamedTuple):
-    """A proxy of the environment."""
+    """A proxy that an environment variable names."""
 
     address: URL
-    """Its URL, without user and password."""
+    """URL of the proxy, without user and password."""
     auth: aiohttp.BasicAuth | None
+    """User and password for the proxy."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -25,12 +26,13 @@ class Proxy(NamedTuple):
 
 
 def proxy_of(url: str) -> Proxy | None:
-    """Return the proxy for a URL, by `http_proxy` or `https_proxy`; None if no proxy applies.
+    """Return the proxy that `http_proxy` or `https_proxy` names for a URL; None if no proxy applies.
 
-    No proxy applies to servers on the loopback, or with a host, domain or network in `no_proxy`.
+    No proxy applies to a loopback address, or to a host, domain or network in `no_proxy`.
     """
     proxies = getproxies()
-    with suppress(ValueError, LookupError):  # an invalid URL, or a proxy that aiohttp does not accept
+    # The URL may be invalid, or the proxy may be one that aiohttp does not accept.
+    with suppress(ValueError, LookupError):
         server = URL(url)
         if server.scheme in proxies and not _is_excluded(server, proxies.get("no", "")):
             return Proxy(*get_env_proxy_for_url(server))
@@ -38,13 +40,13 @@ def proxy_of(url: str) -> Proxy | None:
 
 
 def by_proxy(url: str) -> str:
-    """Return a phrase for messages that names the proxy for a URL; empty if there is no proxy."""
+    """Return a phrase for messages, such as " by the proxy …", for a URL; empty if no proxy applies."""
     proxy = proxy_of(url)
     return f" by the proxy {proxy.address} (no_proxy lacks {URL(url).host})" if proxy else ""
 
 
 def _is_excluded(url: URL, no_proxy: str) -> bool:
-    """Tell whether a URL's host is on the loopback, or in `no_proxy`, whose entries may be networks."""
+    """Tell whether a URL's host is a loopback address, or is in `no_proxy`, which may contain networks."""
     host = url.host or ""
     if host == "localhost" or proxy_bypass(f"{host}:{url.port}"):  # an entry may have a port
         return True
@@ -56,7 +58,7 @@ def _is_excluded(url: URL, no_proxy: str) -> bool:
 
 
 def _networks_in(no_proxy: str) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network]:
-    """Return the networks and addresses of `no_proxy`, such as 10.0.0.0/8; skip the names."""
+    """Return the networks and addresses in `no_proxy`, such as 10.0.0.0/8, without the names of hosts."""
     networks = []
     for entry in no_proxy.split(","):
         with suppress(ValueError):
@@ -65,53 +67,59 @@ def _networks_in(no_proxy: str) -> list[ipaddress.IPv4Network | ipaddress.IPv6Ne
 
 
 ENDED_BY_PROXY = {408, 502, 504, 524}
-"""Statuses by which a proxy ends a request that the engine may still compute."""
+"""HTTP statuses with which a proxy ends a request that the server may still compute."""
 LEAST_AGE_S = 5.0
-"""A request that ended at an age below this, in seconds, does not count: its age was not the cause."""
-SAME_AGE_S, SAME_SHARE = 1.0, 0.05
-"""Two ages count as the same if they differ by at most SAME_AGE_S seconds, or by at most the fraction
-SAME_SHARE of the age."""
+"""Minimum age in seconds of an ended request that counts. The age of a shorter request was not the cause of
+its end."""
+SAME_AGE_S = 1.0
+"""Seconds by which two ages may differ and still count as equal."""
+SAME_SHARE = 0.05
+"""Fraction of an age by which two ages may differ and still count as equal, if it exceeds SAME_AGE_S."""
 BETWEEN_S = 1.0
-"""A request counts only if it was sent at least this many seconds after the last one that counted: requests
-that were sent and lost together have the same age anyway."""
+"""Minimum seconds between the times at which two counted requests were sent. Requests that were sent together
+and lost together have the same age in any case."""
 REQUESTS = 3
-"""Number of requests that must end at the same age before this age counts as a limit."""
+"""Number of requests that must end at the same age before the age counts as a limit."""
 
 
 class ProxyLimit:
-    """The time limit of a proxy on the way to one server, learned from its requests. No clock.
+    """Time limit of a proxy between this machine and one server, learned from ended requests. No clock.
 
-    A proxy with a limit answers 504 or 524, or closes the connection, while the engine computes on. All
-    requests that it ends have the same age, and no answer takes longer.
+    A proxy with a time limit answers 504 or 524, or closes the connection, while the server computes on. All
+    requests that the proxy ends have the same age, and no answer takes longer.
     """
 
     def __init__(self) -> None:
         self.limit_s: float | None = None
-        """Age at which the proxy ends requests, in seconds; None while no limit is known."""
+        """Age in seconds at which the proxy ends requests; None while no limit is known."""
         self._ages: deque[float] = deque(maxlen=REQUESTS)
-        self._sent_at: deque[float] = deque(maxlen=1)
+        """Ages in seconds of the last requests that counted."""
+        self._last_sent_at: float | None = None
+        """Time at which the last request that counted was sent."""
         self.longest_answer_s = 0.0
-        """Largest age of an answered request, in seconds. The limit cannot be below it."""
+        """Largest age in seconds of an answered request. The limit of a proxy cannot be lower."""
 
     def answered(self, age_s: float) -> None:
-        """Record the age of an answered request; an answer past the limit disproves the limit."""
+        """Record the age of an answered request. An answer that took longer than the limit disproves it."""
         self.longest_answer_s = max(self.longest_answer_s, age_s)
         if self.limit_s is not None and self._outlived(self.limit_s):
             self.limit_s = None
             self._ages.clear()
 
     def ended(self, sent_at: float, now: float) -> bool:
-        """Record a request that ended without an answer; tell whether it was ended at the limit."""
+        """Record a request that ended without an answer; tell whether a proxy's limit ended the request."""
         age_s = now - sent_at
         if self.limit_s is not None:
             return abs(age_s - self.limit_s) <= _tolerance(self.limit_s)
-        if age_s < LEAST_AGE_S or any(sent_at - last < BETWEEN_S for last in self._sent_at):
+        if age_s < LEAST_AGE_S:
             return False
-        self._sent_at.append(sent_at)
+        if self._last_sent_at is not None and sent_at - self._last_sent_at < BETWEEN_S:
+            return False
+        self._last_sent_at = sent_at
         self._ages.append(age_s)
         shortest, longest = min(self._ages), max(self._ages)
-        are_same = longest - shortest <= _tolerance(longest)
-        if are_same and len(self._ages) == REQUESTS and not self._outlived(longest):
+        are_equal = longest - shortest <= _tolerance(longest)
+        if are_equal and len(self._ages) == REQUESTS and not self._outlived(longest):
             self.limit_s = shortest
         return self.limit_s is not None
 
@@ -121,4 +129,5 @@ class ProxyLimit:
 
 
 def _tolerance(age_s: float) -> float:
+    """Return the seconds by which another age may differ from an age and still count as equal."""
     return max(SAME_AGE_S, SAME_SHARE * age_s)

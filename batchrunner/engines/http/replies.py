@@ -1,6 +1,6 @@
-"""Replies of SGLang's HTTP interface → completions and errors.
+"""Reads the replies of SGLang's HTTP endpoints into completions and errors.
 
-Whatever bytes come, reading them ends in a completion or in a RequestError of the row.
+Whatever bytes a server sends, reading them ends with a completion or with a RequestError of the row.
 """
 
 import asyncio
@@ -42,11 +42,11 @@ from batchrunner.job.sampling import THINKING
 from batchrunner.job.tasks import check_embeddings
 
 TokenLogprob = tuple[float | None, TokenCount, str | None]
-"""A token: the logarithm of its probability (LOWEST for minus infinity), its id and its text."""
+"""A token as (logarithm of its probability, id, text). The logarithm is LOWEST for minus infinity."""
 
 
 class Meta(msgspec.Struct):
-    """The `meta_info` of a sample."""
+    """The `meta_info` of a sample, which is one of the `n` outputs for a prompt."""
 
     finish_reason: FinishReason | Word | None = None
     prompt_tokens: TokenCount | None = None
@@ -61,22 +61,23 @@ class Meta(msgspec.Struct):
 
 
 class Sample(msgspec.Struct):
-    """An answer of `/generate`."""
+    """One output in a reply of `/generate`."""
 
     meta_info: Meta
     text: str = ""
-    """Text of the answer; a server without a tokenizer leaves it out."""
+    """Text of the output; empty if the server runs without a tokenizer."""
     output_ids: msgspec.Raw = msgspec.Raw()
-    """Its token ids, decoded only on request: SGLang sends them even if nobody asks for them."""
+    """Token ids of the output as undecoded JSON. SGLang always sends them, but few rows need them."""
 
 
 class Event(Sample):
-    """An event of a bundle's answer: a part or the end of a row's answer, or an error of all rows."""
+    """An event in the answer to a bundle: a row's answer so far, its last event, or an error of all rows."""
 
     meta_info: Meta = msgspec.field(default_factory=Meta)
     index: int | None = None
-    """The row's place in the bundle."""
+    """Index of the row in the bundle; None in an error of all rows, and for a request of one row."""
     error: Any = None
+    """SGLang's error object; None in an event of a row."""
 
 
 class Function(msgspec.Struct):
@@ -87,7 +88,7 @@ class Function(msgspec.Struct):
 
 
 class ToolCall(msgspec.Struct):
-    """A call of a tool."""
+    """A tool call in a chat's answer."""
 
     id: str | None = None
     type: str | None = None
@@ -95,7 +96,7 @@ class ToolCall(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
-    """The answer of a chat."""
+    """The assistant's message in the answer to a chat."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -103,23 +104,24 @@ class Message(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """A sample in OpenAI's form: a message of a chat, or a text."""
+    """One output in a reply of an OpenAI endpoint: a chat's message, or a text."""
 
     message: Message | None = None
     text: str | None = None
     finish_reason: Word | None = None
     meta_info: Meta = msgspec.field(default_factory=Meta)
     matched_stop: Any = None
+    """Stop text or stop token that ended the output."""
 
 
 class CachedTokens(msgspec.Struct):
-    """The `prompt_tokens_details` of a reply in OpenAI's form."""
+    """The `prompt_tokens_details` in the `usage` of an OpenAI endpoint's reply."""
 
     cached_tokens: TokenCount | None = None
 
 
 class Usage(msgspec.Struct):
-    """The counts of a reply in OpenAI's form."""
+    """The `usage` of an OpenAI endpoint's reply: its token counts."""
 
     prompt_tokens: TokenCount | None = None
     completion_tokens: TokenCount | None = None
@@ -128,19 +130,20 @@ class Usage(msgspec.Struct):
 
 
 class Extension(msgspec.Struct):
-    """The token ids that SGLang adds to a chat."""
+    """The `sglext` that SGLang adds to the reply of a chat."""
 
     output_ids: list[list[TokenCount]] | None = None
+    """Token ids of each choice."""
 
 
 class Metadata(msgspec.Struct):
-    """What SGLang says of the model in a reply in OpenAI's form."""
+    """The `metadata` that SGLang adds to the reply of an OpenAI endpoint."""
 
     weight_version: str | None = None
 
 
 class ChoicesReply(msgspec.Struct):
-    """A reply in OpenAI's form."""
+    """A reply of `/v1/chat/completions` or `/v1/completions`."""
 
     choices: Annotated[list[Choice], msgspec.Meta(min_length=1)]
     usage: Usage | None = None
@@ -149,7 +152,7 @@ class ChoicesReply(msgspec.Struct):
 
 
 class TokensReply(msgspec.Struct):
-    """The answer of `/v1/tokenize`."""
+    """A reply of `/v1/tokenize`."""
 
     tokens: list[TokenCount]
 
@@ -161,26 +164,33 @@ _read_tokens = msgspec.json.Decoder(TokensReply)
 _read_event = msgspec.json.Decoder(Event)
 
 MOST_ANSWER_BYTES = 128 << 20
-"""Maximum bytes of an answer. For comparison: one part file of the results holds 64 MiB."""
+"""Maximum bytes of an answer. For comparison, a part file (a Parquet file of results) has about 64 MiB."""
 MOST_EVENT_BYTES = 16 << 20
-"""Maximum bytes of an event in an answer to several rows; a row with a larger one is sent again alone."""
-LARGE_BYTES, LARGE_AT_ONCE = 1 << 20, 8
-"""An answer of more than LARGE_BYTES bytes counts as large, and at most LARGE_AT_ONCE large answers are read
-at once. So a thousand answers that do not end cannot fill the memory."""
+"""Maximum bytes of an event in the answer to a bundle. A row with a larger event is sent again alone."""
+LARGE_BYTES = 1 << 20
+"""Bytes of an answer from which it counts as large, so that it is read only with one of the LARGE_AT_ONCE
+permits."""
+LARGE_AT_ONCE = 8
+"""Maximum number of large answers that are read at the same time. Otherwise a thousand answers that do not
+end would fill the memory."""
 _OK = HTTPStatus.OK.value
 _DATA = b"data:"
+"""Beginning of the line with the data of a server-sent event."""
 JSON_BEGINS = b"{", b"["
-"""First bytes of a JSON answer; any other content is a page for people."""
-BEGIN, END = "<think>", "</think>"
-"""Tags around a model's reasoning; some chat templates write the first tag."""
+"""First byte of a reply in JSON. Any other content, such as HTML, does not come from SGLang."""
+BEGIN = "<think>"
+"""Tag before a model's reasoning. Some chat templates add the tag to the prompt, so the answer lacks it."""
+END = "</think>"
+"""Tag after a model's reasoning."""
 TAGS = "think>"
-"""Common part of both tags: a text without it has no reasoning."""
+"""Common end of the tags BEGIN and END. A text without it has no reasoning."""
 NO_REASONING: Mapping[str, list[Any]] = MappingProxyType({"reasoning": [None]})
+"""Column of an answer without reasoning."""
 _END_ON_A_LINE = re.compile(r"(?:^|\n)[ \t]*</think>[ \t]*(?:\n|$)")
-"""End tag of reasoning whose begin tag is in the chat template. The end tag counts only on a line of its own,
-since an answer may mention it."""
+"""Matches the end tag of reasoning whose begin tag is in the prompt. The end tag counts only on a line of its
+own, because an answer may mention the tag."""
 ENDED = "stop"
-"""The finish reason of an answer that the model ended, at its end token or at a stop text."""
+"""Finish reason of an answer that the model ended, by its end token or a stop text."""
 
 
 class WholeAnswer(msgspec.Struct):
@@ -200,10 +210,10 @@ class WholeAnswer(msgspec.Struct):
 async def whole(answer: PostedAnswer, large_answers: asyncio.Semaphore) -> WholeAnswer:
     """Read the body of an answer; raises AttemptFailedError if it exceeds MOST_ANSWER_BYTES.
 
-    `large_answers` has the permits to read a large answer; see LARGE_BYTES.
+    `large_answers` has the LARGE_AT_ONCE permits to read an answer of more than LARGE_BYTES.
     """
     stream = answer.content
-    if stream.is_eof() and stream.total_bytes <= MOST_ANSWER_BYTES:
+    if stream.is_eof() and stream.total_bytes <= MOST_ANSWER_BYTES:  # the usual case: all bytes have arrived
         content = stream.read_nowait()
     else:
         body = bytearray()
@@ -218,22 +228,22 @@ async def whole(answer: PostedAnswer, large_answers: asyncio.Semaphore) -> Whole
     return WholeAnswer(answer.status, content, retry_after)
 
 
-async def _read_on(stream: aiohttp.StreamReader, body: bytearray, most: int) -> None:
-    """Add to a body until its stream ends or it has more than `most` bytes."""
-    while len(body) <= most and (part := await stream.readany()):
-        body += part
+async def _read_on(stream: aiohttp.StreamReader, body: bytearray, most_bytes: int) -> None:
+    """Append to a body until its stream ends, or until the body has more than `most_bytes`."""
+    while len(body) <= most_bytes and (chunk := await stream.readany()):
+        body += chunk
 
 
 def read_event(content: bytes) -> Event:
-    """Decode an event; raises for any other content."""
+    """Decode the data of an event; raises AttemptFailedError for any other content."""
     return decode_reply(_read_event, content)
 
 
 def stopped_at_repetition(event: Event, request: Request) -> Event | None:
     """Return a last event for an answer that repeats itself, with the text before the first repeat.
 
-    Return None for any other answer, and if the prompt has the same repetition. If the job asks for token ids
-    or probabilities, the answer keeps its whole text, since these belong to it.
+    Return None for an answer that does not repeat itself, or whose repetition is also in the prompt. If the
+    job asks for token ids or probabilities, the text is not shortened, because they belong to the whole text.
     """
     from batchrunner.engines.repetition import find_repetition, repeats_in_prompt  # noqa: PLC0415 - few need it
 
@@ -245,53 +255,55 @@ def stopped_at_repetition(event: Event, request: Request) -> Event | None:
         output = (_read_ids.decode(event.output_ids) if event.output_ids else None) or []
     if repeats_in_prompt(request.prompt, output):
         return None
-    is_whole = request.asks is not None and request.asks.of_tokens
-    text = event.text if is_whole else event.text[: repetition.sense]
+    keeps_whole_text = request.asks is not None and request.asks.of_tokens
+    text = event.text if keeps_whole_text else event.text[: repetition.first_end]
     meta = msgspec.structs.replace(event.meta_info, finish_reason=REPETITION)
     return msgspec.structs.replace(event, text=text, meta_info=meta)
 
 
 class EventLines:
-    """Splits a stream into server-sent events with one line of data each, wherever its chunks begin."""
+    """Splits a byte stream into server-sent events, each with one line of data."""
 
     def __init__(self) -> None:
-        self._rest = bytearray()
+        self._incomplete_line = bytearray()
 
-    def feed(self, part: bytes) -> list[bytes]:
-        """Add the next chunk; return the data of the events that it completes. Other lines are ignored.
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Add a chunk of the stream; return the data of the events that end in the chunk.
 
-        Raises BundleRefusedError for an event that is too large.
+        Lines without data are ignored. Raises BundleRefusedError for an event of more than MOST_EVENT_BYTES.
         """
-        *lines, rest = part.split(b"\n")
-        if lines and self._rest:
-            lines[0] = bytes(self._rest) + lines[0]
-            self._rest.clear()
-        self._rest += rest
-        if len(self._rest) > MOST_EVENT_BYTES:
+        *lines, incomplete_line = chunk.split(b"\n")
+        if lines and self._incomplete_line:
+            lines[0] = bytes(self._incomplete_line) + lines[0]
+            self._incomplete_line.clear()
+        self._incomplete_line += incomplete_line
+        if len(self._incomplete_line) > MOST_EVENT_BYTES:
             raise BundleRefusedError(f"an event is larger than {MOST_EVENT_BYTES >> 20} MiB")
         return [line[len(_DATA) :].strip() for line in lines if line.startswith(_DATA)]
 
 
 class Answer(msgspec.Struct):
-    """One completion, in the same form for all endpoints."""
+    """One output, with the same fields for all endpoints."""
 
     text: str
     reason: str | None
-    """Finish reason: why the completion ended."""
+    """Finish reason."""
     meta: Meta
     matched: Any = None
-    """The stop text or token that ended it."""
+    """Stop text or stop token that ended the output."""
     ids: list[int] | None = None
+    """Token ids of the output; None if they were not requested."""
     reasoning: str | None = None
     """Reasoning that the server has separated from the text."""
     calls: list[ToolCall] | None = None
+    """Tool calls of the output."""
 
 
 def completion_of(request: Request, reply: bytes | Sample | list[bytes]) -> Completion:
     """Read a reply with status 200, an event of such a reply, or all replies to a task without decoding.
 
-    Raises RequestError if the reply is an abort or no answer, if it has fewer or more completions than
-    requested, or if it is empty although the model did not end it.
+    Raises RequestError if the reply is an abort or not an answer, if it has fewer or more outputs than
+    requested, or if all outputs are empty although the model did not end them.
     """
     try:
         if isinstance(reply, Sample):
@@ -299,7 +311,7 @@ def completion_of(request: Request, reply: bytes | Sample | list[bytes]) -> Comp
         if isinstance(reply, list):
             (result,) = answers_of([request], reply)
             if isinstance(result, RequestError):
-                raise result  # noqa: TRY301 - as it is
+                raise result  # noqa: TRY301 - the handler below raises it again, unchanged
             return result
         if request.kind == "body":
             return _from_body(request.prompt, reply)
@@ -314,28 +326,31 @@ def completion_of(request: Request, reply: bytes | Sample | list[bytes]) -> Comp
 
 
 def _from_generate(request: Request, samples: Sequence[Sample]) -> Completion:
-    asks = request.asks
-    has_ids = asks is not None and asks.of_tokens
+    """Return the completion in the outputs of a `/generate` reply."""
+    needs_ids = request.asks is not None and request.asks.of_tokens
     answers = []
     for sample in samples:
         meta = sample.meta_info
-        reason, matched = _word_and_match(meta)
-        ids = _read_ids.decode(sample.output_ids) if has_ids and sample.output_ids else None
+        reason, matched = _reason_and_match(meta)
+        ids = _read_ids.decode(sample.output_ids) if needs_ids and sample.output_ids else None
         answers.append(Answer(text=sample.text, reason=reason, meta=meta, matched=matched, ids=ids))
-    first = samples[0].meta_info
-    return _completion(request, answers, first.prompt_tokens, first.cached_tokens)
+    first_meta = samples[0].meta_info
+    return _completion(request, answers, first_meta.prompt_tokens, first_meta.cached_tokens)
 
 
 def _from_chat(request: Request, reply: ChoicesReply) -> Completion:
+    """Return the completion in a reply of the chat endpoint."""
     choices = reply.choices
-    ids = reply.sglext.output_ids if reply.sglext else None
-    has_ids = ids is not None and len(ids) == len(choices)
+    ids: Sequence[list[int] | None] = (reply.sglext and reply.sglext.output_ids) or ()
+    if len(ids) != len(choices):  # the server sends no token ids
+        ids = [None] * len(choices)
     answers = []
     for number, choice in enumerate(choices):
         raise_abort(choice.meta_info.finish_reason)
         raise_abort(choice.finish_reason)
         message = choice.message
-        if message is None or (len(choices) > 1 and not _says_something(message)):
+        # `_completion` refuses a reply without any text. Among several outputs, each must have a text.
+        if message is None or (len(choices) > 1 and not _has_content(message)):
             raise AttemptFailedError(f"sample {number} of {len(choices)} has no text")
         answers.append(
             Answer(
@@ -343,33 +358,34 @@ def _from_chat(request: Request, reply: ChoicesReply) -> Completion:
                 reason=choice.finish_reason,
                 meta=choice.meta_info,
                 matched=choice.matched_stop,
-                ids=ids[number] if ids is not None and has_ids else None,
+                ids=ids[number],
                 reasoning=message.reasoning_content or None,
                 calls=message.tool_calls,
             )
         )
-    first = choices[0].meta_info
-    if first.prompt_tokens is None and reply.usage is not None:
-        _fill_counts(answers, reply.usage)
-    return _completion(request, answers, first.prompt_tokens, first.cached_tokens)
+    first_meta = choices[0].meta_info
+    if first_meta.prompt_tokens is None and reply.usage is not None:
+        _add_counts(answers, reply.usage)
+    return _completion(request, answers, first_meta.prompt_tokens, first_meta.cached_tokens)
 
 
-def _fill_counts(answers: Sequence[Answer], usage: Usage) -> None:
-    """Add the token counts of a chat whose choices have none, as with the gRPC workers of a gateway."""
+def _add_counts(answers: Sequence[Answer], usage: Usage) -> None:
+    """Copy a chat's token counts from its `usage`: the gRPC workers of a gateway send no other counts."""
     meta = answers[0].meta
     meta.prompt_tokens = usage.prompt_tokens
     if usage.prompt_tokens_details is not None:
         meta.cached_tokens = usage.prompt_tokens_details.cached_tokens
-    if len(answers) == 1:
+    if len(answers) == 1:  # with several outputs, their number is the sum over all of them
         meta.completion_tokens = usage.completion_tokens
 
 
-def _says_something(message: Message) -> bool:
+def _has_content(message: Message) -> bool:
+    """Tell whether a message has a text (even an empty text), reasoning or tool calls."""
     return message.content is not None or bool(message.reasoning_content or message.tool_calls)
 
 
-def _word_and_match(meta: Meta) -> tuple[str | None, Any]:
-    """Return why an output ended, and the stop text or token that ended it; raises the error of an abort."""
+def _reason_and_match(meta: Meta) -> tuple[str | None, Any]:
+    """Return the finish reason, and the stop text or token that ended the output; raises for an abort."""
     reason = meta.finish_reason
     raise_abort(reason)
     return (reason.type, reason.matched) if isinstance(reason, FinishReason) else (reason, None)
@@ -378,15 +394,16 @@ def _word_and_match(meta: Meta) -> tuple[str | None, Any]:
 def _completion(
     request: Request, answers: Sequence[Answer], prompt_tokens: int | None, cached_tokens: int | None
 ) -> Completion:
-    """Return the answers to a request as one Completion; raises AttemptFailedError if they are no answer.
+    """Return the outputs for a request as one Completion.
 
-    An empty text is an answer if the model ended it, or if it comes with reasoning or tool calls.
+    Raises AttemptFailedError if their number is wrong, or if all of them are empty. An empty text counts as
+    an answer if the model ended it, or if it comes with reasoning or tool calls.
     """
-    number = request.sampling.get("n") or 1
-    if len(answers) != number:
-        raise AttemptFailedError(f"the reply has {len(answers)} samples, not {number} (sampling.n)")
+    output_count = request.sampling.get("n") or 1
+    if len(answers) != output_count:
+        raise AttemptFailedError(f"the reply has {len(answers)} samples, not {output_count} (sampling.n)")
     texts, reasons, counts, retractions, is_empty = [], [], [], 0, True
-    for answer in answers:  # one pass: a comprehension for each list takes twice as long
+    for answer in answers:  # a comprehension for each list would take twice as long
         meta = answer.meta
         texts.append(answer.text)
         reasons.append(answer.reason)
@@ -396,7 +413,6 @@ def _completion(
             is_empty = False
     if is_empty:
         raise AttemptFailedError("empty answer")
-    weights = answers[0].meta.weight_version
     completion = Completion(
         texts=texts,
         finish_reasons=reasons,
@@ -404,17 +420,18 @@ def _completion(
         prompt_tokens=prompt_tokens,
         cached_tokens=cached_tokens,
         retractions=retractions,
-        weights=weights,
+        weights=answers[0].meta.weight_version,
     )
     budget = request.sampling.get(THINKING)
     if budget is not None:
-        thoughts = max(answer.meta.reasoning_tokens or 0 for answer in answers)
-        completion = completion._replace(thinking_cut=thoughts >= budget > 0)
+        thinking_tokens = max(answer.meta.reasoning_tokens or 0 for answer in answers)
+        completion = completion._replace(thinking_cut=thinking_tokens >= budget > 0)
     asks = request.asks
     if asks is None:
         return completion
+    # Most chats ask for the column `reasoning` only, and have none. This test spares them the steps below.
     if asks.only_reasoning and len(answers) == 1 and TAGS not in texts[0] and not answers[0].reasoning:
-        return completion._replace(columns=NO_REASONING)  # the usual case
+        return completion._replace(columns=NO_REASONING)
     if "reasoning" in asks.names:
         answers = [_split_reasoning(answer) for answer in answers]
     return completion._replace(texts=[answer.text for answer in answers], columns=_columns(asks, answers))
@@ -423,23 +440,26 @@ def _completion(
 def _split_reasoning(answer: Answer) -> Answer:
     """Split a text into reasoning and answer; without an end tag, reasoning extends to the end of the text.
 
-    Both parts are stripped, as in SGLang's reasoning parsers. A text without reasoning stays unchanged.
+    Reasoning and answer are stripped, as in SGLang's reasoning parsers. A text without reasoning stays
+    unchanged.
     """
     text = answer.text
     if text.lstrip().startswith(BEGIN):
-        reasoning, _, rest = text.lstrip().removeprefix(BEGIN).partition(END)
-    elif END in text and BEGIN not in text and (end := _END_ON_A_LINE.search(text)):
-        reasoning, rest = text[: end.start()], text[end.end() :]
+        reasoning, _, text_after = text.lstrip().removeprefix(BEGIN).partition(END)
+    elif END in text and BEGIN not in text and (end_tag := _END_ON_A_LINE.search(text)):
+        # The begin tag is in the prompt.
+        reasoning, text_after = text[: end_tag.start()], text[end_tag.end() :]
     else:
         return answer
-    parted = answer.reasoning or reasoning.strip() or None
-    return msgspec.structs.replace(answer, text=rest.strip(), reasoning=parted)
+    # Reasoning that the server has separated takes precedence.
+    reasoning_or_none = answer.reasoning or reasoning.strip() or None
+    return msgspec.structs.replace(answer, text=text_after.strip(), reasoning=reasoning_or_none)
 
 
 def _columns(asks: AskedColumns, answers: Sequence[Answer]) -> dict[str, list[Any]]:
-    """Return the requested columns.
+    """Return the values of the requested columns, one for each output.
 
-    Raises AttemptFailedError if the reply lacks a requested token id or probability.
+    Raises AttemptFailedError if the reply lacks requested token ids or probabilities.
     """
     metas = [answer.meta for answer in answers]
     values: dict[str, Callable[[], list[Any]]] = {
@@ -452,19 +472,19 @@ def _columns(asks: AskedColumns, answers: Sequence[Answer]) -> dict[str, list[An
             [_tokens(tokens or []) for tokens in _required(meta.output_top_logprobs, "top_logprobs")]
             for meta in metas
         ],
-        # all samples have the same prompt
+        # All outputs have the same prompt, so one value is enough.
         "prompt_logprobs": lambda: [_tokens(_required(metas[0].input_token_logprobs, "prompt_logprobs"))],
     }
     return {name: values[name]() for name in values if name in asks.names}
 
 
 def _text(value: Any) -> str | None:
-    """Return a JSON value as text; a string is returned unchanged."""
+    """Return a value as JSON text; a string or None is returned unchanged."""
     return value if value is None or isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def _calls(calls: Sequence[ToolCall] | None) -> list[dict[str, Any]] | None:
-    """Return calls of tools in OpenAI's form, with the arguments as JSON text."""
+    """Return tool calls in OpenAI's format, with their arguments as JSON text; None if there are none."""
     if not calls:
         return None
     return [
@@ -478,10 +498,12 @@ def _calls(calls: Sequence[ToolCall] | None) -> list[dict[str, Any]] | None:
 
 
 def _tokens(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    return [{"id": number, "token": text, "logprob": logprob} for logprob, number, text in tokens]
+    """Return tokens with their probabilities in the format of the results."""
+    return [{"id": token_id, "token": text, "logprob": logprob} for logprob, token_id, text in tokens]
 
 
 def _required(value: Any, name: str) -> Any:
+    """Return a value of the reply; raises AttemptFailedError if the reply lacks it."""
     if value is None:
         raise AttemptFailedError(f"the answer lacks {name}, which output.columns requests")
     return value
@@ -496,11 +518,11 @@ def tokens_in(reply: bytes) -> list[int] | None:
 
 
 def _from_body(body: RequestBody, reply: bytes) -> Completion:
-    """Read a reply to a whole request; the request's model name replaces the one in the reply.
+    """Read the reply to a row of a batch file. The model name of the row replaces that in the reply.
 
-    Raises RequestError if the reply is an abort or no answer, or if a vector is unusable.
+    Raises RequestError if the reply is an abort or not an answer, or if a vector is invalid.
     """
-    reply = strict_json(reply)  # it becomes a line of the results, which must be valid JSON
+    reply = strict_json(reply)  # the reply becomes a line of the results, which must be valid JSON
     if body.path == EMBEDDINGS_PATH:
         prompt_tokens = check_embeddings(reply, len(prompts_in(body)) or None)
         columns = {RESPONSE: [_as_line(reply, body.model)]}
@@ -514,11 +536,13 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
         )
     answer = decode_reply(_read_choices, reply)
     _check_choices(body, answer.choices)
-    first, usage = answer.choices[0], answer.usage or Usage()
+    # The completion has the first choice. All choices are in the response.
+    choice, usage = answer.choices[0], answer.usage or Usage()
+    text = choice.message.content if choice.message else choice.text
     details = usage.prompt_tokens_details
     return Completion(
-        texts=[(first.message.content if first.message else first.text) or ""],
-        finish_reasons=[first.finish_reason],
+        texts=[text or ""],
+        finish_reasons=[choice.finish_reason],
         completion_tokens=[usage.completion_tokens],
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=details.cached_tokens if details else None,
@@ -529,19 +553,25 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
 
 
 def _check_choices(body: RequestBody, choices: list[Choice]) -> None:
+    """Raise the error of an abort, or AttemptFailedError if a choice is missing or has no text."""
     for choice in choices:
         raise_abort(choice.finish_reason)
     is_chat = body.path == CHAT_PATH
-    if any((choice.message if is_chat else choice.text) is None for choice in choices):
+    contents = [choice.message if is_chat else choice.text for choice in choices]
+    if None in contents:
         raise AttemptFailedError(f"not an answer of {body.path}: a choice has no text")
+    # The number of choices of a text completion also depends on its number of prompts, so it is not checked.
     n_field = fields_of(body.content).get("n") if is_chat else None
-    number = (n_field and msgspec.json.decode(n_field)) or len(choices)
-    if number != len(choices):
-        raise AttemptFailedError(f"the reply has {len(choices)} choices, not {number} (n)")
+    requested = msgspec.json.decode(n_field) if n_field else None
+    if requested and requested != len(choices):
+        raise AttemptFailedError(f"the reply has {len(choices)} choices, not {requested} (n)")
 
 
 def _as_line(reply: bytes, model: str | None) -> str:
-    """Return a reply as JSON on one line, each value as it came; `model` is the request's, or None."""
+    """Return a reply as JSON on one line, with its values unchanged.
+
+    If the request has a model name, `model` replaces the name in the reply.
+    """
     fields = fields_of(reply)
     if model is not None and "model" in fields:
         fields["model"] = msgspec.Raw(msgspec.json.encode(model))
@@ -552,7 +582,7 @@ def _as_line(reply: bytes, model: str | None) -> str:
 
 
 def answers_of(requests: Sequence[Request], replies: Sequence[bytes]) -> list[Completion | RequestError]:
-    """Return the answers in replies to requests of a task without decoding; raises for other replies."""
+    """Return the answer or error of each request of a task without decoding; raises for invalid replies."""
     task = requests[0].task
     assert task is not None
     return task.answers(requests, replies)

@@ -1,4 +1,4 @@
-"""One server as the client sees it: requests in flight, model, hang, death."""
+"""State of one server in the client: its requests in flight, its model, its hangs and its deaths."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ from batchrunner.engines.http.proxies import ProxyLimit
 from batchrunner.engines.http.wire import PostSender
 
 Model = Mapping[str, str]
-"""Description of a server's model: the MODEL_FIELDS (guard.py) that the server reports."""
+"""Description of a server's model: the fields in MODEL_FIELDS (guard.py) that the server reports."""
 ModelQuestion = Callable[[], Awaitable[Model]]
-"""Asks a server for its model; raises EngineDownError without an answer."""
+"""Function that asks a server for its model. Raises EngineDownError if the server does not answer."""
 
 
 class SentRequest(NamedTuple):
-    """A request that is sent and not answered."""
+    """A request that was sent and is not answered yet."""
 
     sent_at: float
-    """Time in seconds of the monotonic clock."""
+    """Time at which the request was sent, in seconds of the monotonic clock."""
     rids: tuple[str, ...] = ()
-    """Request ids by which SGLang aborts it, one for each row; empty if it cannot be aborted."""
+    """Ids by which SGLang can abort the request, one for each row; empty if it cannot be aborted."""
 
 
 @dataclass(slots=True, eq=False)
 class Liveness:
-    """Whether a server answers, and when it died."""
+    """Whether a server answers, and the time of its last death."""
 
     is_dead: bool = False
-    """Whether it did not answer when last asked."""
+    """Whether the server did not answer when it was last asked."""
     died_at: float = -math.inf
-    """Time of its last death, in seconds of the monotonic clock."""
+    """Time of the server's last death, in seconds of the monotonic clock; minus infinity before the first."""
     question: asyncio.Future[bool] | None = None
-    """Liveness question in flight, shared by all rows that were cut off together; None if there is none."""
+    """Question in flight, shared by all rows whose connections broke together; None if there is none. Its
+    result is whether the server answers."""
 
     def record(self, *, alive: bool) -> None:
-        """Record whether the server is alive now."""
+        """Record whether the server is alive now; of several failures in a row, the first is its death."""
         if not alive and not self.is_dead:
             self.died_at = time.monotonic()
         self.is_dead = not alive
@@ -58,35 +59,42 @@ class ModelWatch:
 
     ask: ModelQuestion
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a question is in flight, so that the next question waits."""
     next_question: asyncio.Task[BatchrunError | EngineDownError | None] | None = None
-    """The next question, not sent yet; its result is the error, or None for the run's model."""
+    """Task of the next question, which is not sent yet. Its result is the error, or None if the server serves
+    the run's model."""
 
 
 class HangPause(NamedTuple):
-    """A pause of a server that hangs: it gets no rows."""
+    """A pause in which a server that hangs gets no rows."""
 
     why: str
+    """Reason of the pause, in words for the user."""
     until: float
-    """End of the pause at the latest, in seconds of the monotonic clock."""
+    """Latest end of the pause, in seconds of the monotonic clock."""
     progress: object
     """The server's progress (`hang_detector.progress_of`) when the hang was noticed."""
 
     def is_over(self, now: float, progress: object) -> bool:
-        """Tell whether the pause is over: its time has passed, or the server has made progress."""
+        """Tell whether the pause is over at the time `now`.
+
+        It is over once its time has passed, or if the server's `progress` shows that it works again.
+        """
         return now > self.until or bool(progress and progress != self.progress)
 
 
 @dataclass(slots=True, eq=False)
 class Endpoint:
-    """A server, and the client's state for it."""
+    """The client's state of one server."""
 
     url: str
     hangs: HangDetector
+    """Finds hangs of the server."""
     address: str = ""
-    """URL to which its requests are sent: `url`, or that of a gateway."""
+    """URL to which the server's requests are sent: `url`, or the URL of a gateway."""
     liveness: Liveness = field(default_factory=Liveness)
     arguments: Mapping[str, Any] | None = None
-    """The server's arguments at the start of the run; None if it did not answer then."""
+    """The server's arguments at the start of the run; None if the server did not answer then."""
     watch: ModelWatch | None = None
     """Questions for the server's model; None before the run's model is known."""
     doubts: int = 0
@@ -99,12 +107,14 @@ class Endpoint:
     answers: int = 0
     """Number of requests answered so far, with whatever status."""
     proxy_limit: ProxyLimit = field(default_factory=ProxyLimit)
+    """Time limit of a proxy between this machine and the server, as far as it is known."""
     is_listed: bool = True
     """Whether the gateway lists the server; always true without a gateway."""
     hang_pause: HangPause | None = None
-    """Pause of a server that hangs; None if it does not hang."""
+    """Pause in which the server gets no rows; None if the server does not hang."""
     closed: str | None = None
-    """Reason why the server gets no requests now, from the two fields above; None if it gets requests."""
+    """Reason why the server gets no requests now, from `is_listed` and `hang_pause`; None if it gets
+    requests."""
 
     def __post_init__(self) -> None:
         """Send requests to the server itself, unless they go through a gateway."""
@@ -121,7 +131,7 @@ class Endpoint:
             self.doubts += 1
 
     def hang_among(self, loads: Sequence[SchedulerLoad]) -> Hang | None:
-        """Return the hang if the server hangs, else None; `loads` are the last loads of all servers."""
+        """Return the hang if the server hangs, else None; `loads` are the latest loads of all servers."""
         own_loads = [load for load in loads if load.server == self.url]
         return self.hangs.poll(time.monotonic(), own_loads, in_flight=self.in_flight, answers=self.answers)
 
@@ -142,14 +152,15 @@ class Endpoint:
         self._update_closed()
 
     def _update_closed(self) -> None:
+        """Set the reason for which the server gets no requests."""
         if not self.is_listed:
             self.closed = f"the gateway sends no rows to {self.url} now"
         else:
             self.closed = None if self.hang_pause is None else self.hang_pause.why
 
     def end_requests(self, sent_before: float) -> None:
-        """Cancel the requests that were sent before a time, and remove them from `requests`."""
-        late = [task for task, request in self.requests.items() if request.sent_at < sent_before]
-        for task in late:
-            del self.requests[task]
+        """Cancel the requests that were sent before a time (monotonic clock), and remove them."""
+        tasks = [task for task, request in self.requests.items() if request.sent_at < sent_before]
+        for task in tasks:
+            del self.requests[task]  # by this the task knows that its caller did not cancel it
             task.cancel()

@@ -1,4 +1,4 @@
-"""Watches a live server for some seconds: its load, its counters and its arguments."""
+"""Watches a live server for some seconds, for `batchrun advise`: its load, counters and arguments."""
 
 import asyncio
 import contextlib
@@ -28,13 +28,12 @@ from batchrunner.engines.http.server_info import (
     memory_caps_running,
     scheduler_states,
 )
+from batchrunner.job.engine import API_KEY_VARIABLE
 from batchrunner.sglang.flags import StatePool, number, slots_per_request
 from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import Facts
 from batchrunner.sglang.logs.series import Series, sample_of_load
 from batchrunner.tuning.situation import Situation
-
-KEY_VARIABLE = "SGLANG_API_KEY"
 
 
 def watch_server(url: str, span_s: float) -> Situation:
@@ -46,37 +45,43 @@ def watch_server(url: str, span_s: float) -> Situation:
 
 
 async def _watch(url: str, span_s: float) -> Situation:
-    enough = asyncio.Event()
-    with contextlib.suppress(NotImplementedError, RuntimeError):  # not in the main thread
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, enough.set)
-    key = os.environ.get(KEY_VARIABLE)
-    has_password = URL(url).password is not None  # aiohttp sends it in the same header
+    """Poll a server for `span_s` seconds, or until Ctrl-C; see `watch_server`."""
+    is_interrupted = asyncio.Event()
+    # Outside the main thread no signal handler can be set, and Ctrl-C is not for this function.
+    with contextlib.suppress(NotImplementedError, RuntimeError):
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, is_interrupted.set)
+    key = os.environ.get(API_KEY_VARIABLE)
+    has_password = URL(url).password is not None  # aiohttp sends a password in the header of the key
     headers = {"Authorization": f"Bearer {key}"} if key and not has_password else {}
     async with aiohttp.ClientSession(headers=headers) as session:
         server = _Server(ServerStatus(session, url))
         await server.ask_arguments()
         end = time.monotonic() + span_s
-        while not enough.is_set() and time.monotonic() < end:
+        while not is_interrupted.is_set() and time.monotonic() < end:
             await server.poll()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(enough.wait(), TIMING.load_poll)
+            with contextlib.suppress(TimeoutError):  # a pause that Ctrl-C ends
+                await asyncio.wait_for(is_interrupted.wait(), TIMING.load_poll)
         return server.situation()
 
 
 class _Server:
-    """One server that is polled."""
+    """A server that is polled, and the readings so far."""
 
     def __init__(self, status: ServerStatus) -> None:
         self._status = status
         self._series = Series()
         self._facts = Facts()
-        self._seen: dict[str, float | None] = {}
-        self._first: dict[str, float] = {}
-        self._last: dict[str, float] = {}
+        self._report_times: dict[str, float | None] = {}
+        """Time stamp of the last load report of each scheduler."""
+        self._first_counters: dict[str, float] = {}
+        """Counters of the first poll of `/metrics`, by their names."""
+        self._last_counters: dict[str, float] = {}
+        """Counters of the last poll of `/metrics`, by their names."""
         self._next_metrics = 0.0
+        """Time of the next poll of `/metrics`, in seconds of the monotonic clock."""
 
     async def ask_arguments(self) -> None:
-        """Read the server's arguments and limits; raises InputError."""
+        """Read the server's arguments and limits; raises InputError if it is not an SGLang server."""
         url, wait_s = self._status.url, TIMING.advise_timeout
         try:
             status, info = await self._status.mapping(SERVER_INFO, wait_s)
@@ -84,14 +89,16 @@ class _Server:
             reason = str(getattr(failure, "os_error", failure)) or f"no answer within {wait_s:g} s"
             raise InputError(f"{url}: no server answers there{by_proxy(url)}: {reason}") from None
         if status in KEY_REFUSED:
-            raise InputError(f"{url}: refuses the API key", hint=f"set {KEY_VARIABLE}")
+            raise InputError(f"{url}: refuses the API key", hint=f"set {API_KEY_VARIABLE}")
         if "model_path" not in info:
             raise InputError(
                 f"{url}: not an SGLang server (no {SERVER_INFO})",
                 hint="give a server's own address, not a gateway's",
             )
         self._facts.version = info.get("version")
-        self._facts.arguments = {k: v for k, v in info.items() if k not in {"version", "internal_states"}}
+        self._facts.arguments = {
+            name: value for name, value in info.items() if name not in {"version", "internal_states"}
+        }
         state = next(iter(scheduler_states(info)), {})
         memory = state.get("memory_usage")
         memory = memory if isinstance(memory, dict) else {}
@@ -101,13 +108,13 @@ class _Server:
             self._facts.states = StatePool(slots, per_request, kv_gb=kv_gb)
         self._facts.weights_gb = number(memory.get("weight"))
         self._facts.card_gb = _free_at_first(memory)
-        with contextlib.suppress(*NOT_REACHED):  # The model's class is optional.
+        with contextlib.suppress(*NOT_REACHED):  # the model's class is optional
             _, model = await self._status.mapping(MODEL_INFO, TIMING.advise_timeout)
             classes = model.get("architectures")
             self._facts.model = str(classes[0]) if isinstance(classes, list) and classes else None
 
     async def poll(self) -> None:
-        """Record one sample of each scheduler; a poll that fails is skipped."""
+        """Record one load sample of each scheduler; a poll that fails is skipped."""
         with contextlib.suppress(*NOT_REACHED, *NOT_SGLANG):
             if time.monotonic() >= self._next_metrics:
                 await self._metrics()
@@ -117,68 +124,87 @@ class _Server:
 
     def situation(self) -> Situation:
         """Return the situation, with the growth of the counters since the first poll."""
-        grown = {name: max(0.0, value - self._first.get(name, 0.0)) for name, value in self._last.items()}
-        prefills, prompt = self._series.prefills, grown.get("prompt_tokens_total", 0.0)
-        prefills.cached_tokens = int(grown.get("cached_tokens_total", 0))
-        prefills.new_tokens = max(0, int(prompt) - prefills.cached_tokens)
-        prefills.prompts = int(grown.get("num_requests_total", 0))
-        self._series.retractions = int(grown.get("num_retracted_requests_total", 0))
+        growth = dict[str, int]()
+        for name, value in self._last_counters.items():
+            # A counter that fell was reset by a restart of the server.
+            growth[name] = int(max(0.0, value - self._first_counters.get(name, 0.0)))
+        prefills = self._series.prefills
+        prefills.cached_tokens = growth.get("cached_tokens_total", 0)
+        prefills.new_tokens = max(0, growth.get("prompt_tokens_total", 0) - prefills.cached_tokens)
+        prefills.prompts = growth.get("num_requests_total", 0)
+        self._series.retractions = growth.get("num_retracted_requests_total", 0)
         self._series.settle()
-        self._facts.mute = not self._seen
+        self._facts.mute = not self._report_times
         return Situation(self._series, self._series, self._facts)
 
     async def _metrics(self) -> None:
-        """Record the counters of `/metrics`, if the server has it."""
+        """Record the counters of `/metrics`, if the server has this path."""
         self._next_metrics = time.monotonic() + TIMING.advise_metrics
         status, body = await self._status.get(METRICS, TIMING.advise_timeout)
         text = body.decode(errors="replace") if status == 200 else ""  # noqa: PLR2004
         self._facts.metrics = "sglang:" in text
         if self._facts.metrics:
-            self._last = counters_in(text)
-            self._first = self._first or self._last
+            self._last_counters = counters_in(text)
+            self._first_counters = self._first_counters or self._last_counters
 
     def _add(self, loads: Sequence[SchedulerLoad]) -> None:
-        """Record the load of each scheduler. Counters are sums, so each scheduler gets an equal part."""
-        graph, rate = self._last.get("is_cuda_graph"), self._last.get("gen_throughput")
-        states = self._last.get("mamba_usage", 0.0)
+        """Record the load of each scheduler that has work.
+
+        The numbers of `/metrics` are sums over all schedulers, so each scheduler gets an equal part of them.
+        """
+        counters = self._last_counters
+        graph, rate = counters.get("is_cuda_graph"), counters.get("gen_throughput")
+        state_usage_sum = counters.get("mamba_usage", 0.0)
         for load in loads:
-            new = load.taken_at is None or self._seen.get(load.scheduler) != load.taken_at
-            self._seen[load.scheduler] = load.taken_at
-            if new and load.has_work:
-                sample = sample_of_load(
-                    load,
-                    at=time.monotonic(),
-                    graph=None if graph is None or not load.running else bool(graph),
-                    rate=rate and rate / len(loads),
-                )
-                state_usage = max(sample.state_usage, states / len(loads))
-                self._series.add(load.scheduler, sample._replace(state_usage=state_usage))
+            # SGLang repeats a scheduler's last report until the scheduler makes another, so count it once.
+            is_repeated = (
+                load.taken_at is not None and self._report_times.get(load.scheduler) == load.taken_at
+            )
+            self._report_times[load.scheduler] = load.taken_at
+            if is_repeated or not load.has_work:
+                continue
+            sample = sample_of_load(
+                load,
+                at=time.monotonic(),
+                graph=None if graph is None or not load.running else bool(graph),
+                rate=rate and rate / len(loads),
+            )
+            state_usage = max(sample.state_usage, state_usage_sum / len(loads))
+            self._series.add(load.scheduler, sample._replace(state_usage=state_usage))
 
 
 def _free_at_first(memory: dict[str, Any]) -> float | None:
-    """Return the GPU memory in GB that was free before the weights were loaded, as the sum of its uses."""
+    """Return the GPU memory in GB that was free before the weights were loaded; None if unknown.
+
+    It is the sum of weights, KV pool, CUDA graphs and the memory that was free after the start.
+    """
     graphs = memory.get("graph")
-    parts = [memory.get(name) for name in ("weight", "kvcache", "startup_available")]
-    parts += graphs.values() if isinstance(graphs, dict) else []
-    sizes = [part for part in map(number, parts) if part is not None]
-    return sum(sizes) if len(sizes) == len(parts) else None
+    values = [memory.get(name) for name in ("weight", "kvcache", "startup_available")]
+    values += graphs.values() if isinstance(graphs, dict) else []
+    sizes_gb = [size_gb for size_gb in map(number, values) if size_gb is not None]
+    return sum(sizes_gb) if len(sizes_gb) == len(values) else None
 
 
 def _limits(info: dict[str, Any], state: dict[str, Any], memory: dict[str, Any]) -> ServerReady:
-    """Return the limits of the first scheduler; its state overrides arguments, which may be null."""
-    merged = {**info, **{name: value for name, value in state.items() if value}}
-    most = "max_running_requests"
-    merged[most] = limit_in_effect(state, most) or merged.get(most)
-    names = ("max_total_num_tokens", "chunked_prefill_size", "max_running_requests", "context_length")
-    pool, chunk, running, context = (
-        None if (limit := number(merged.get(name))) is None else int(limit) for name in names
-    )
+    """Return the limits of a server's first scheduler.
+
+    `info` has the server's arguments. A value in the scheduler's `state` takes precedence, unless it is null
+    or 0. `memory` is the scheduler's `memory_usage`.
+    """
+    limits = {**info, **{name: value for name, value in state.items() if value}}
+    running_name = "max_running_requests"
+    limits[running_name] = limit_in_effect(state, running_name) or limits.get(running_name)
+
+    def limit(name: str) -> int | None:
+        value = number(limits.get(name))
+        return None if value is None else int(value)
+
     free_gb = None if info.get("device") == "cpu" else number(memory.get("startup_available"))
     return ServerReady(
-        max_total_num_tokens=pool,
-        chunked_prefill_size=chunk,
-        max_running_requests=running,
-        context_len=context,
+        max_total_num_tokens=limit("max_total_num_tokens"),
+        chunked_prefill_size=limit("chunked_prefill_size"),
+        max_running_requests=limit(running_name),
+        context_len=limit("context_length"),
         gpu_gb=free_gb,
         memory_caps_running=memory_caps_running(info),
     )

@@ -1,4 +1,4 @@
-"""Requests as SGLang's HTTP interface takes them: their bodies, and how these are written to a connection."""
+"""Writes requests for SGLang's HTTP endpoints: makes their bodies, and posts them on a connection."""
 
 from base64 import b64encode
 from collections import Counter
@@ -21,23 +21,25 @@ from batchrunner.input.request_bodies import THINKING_BUDGET, prompts_in
 from batchrunner.job.output import OF_TOKENS
 from batchrunner.job.sampling import THINKING
 
-# /generate's name → /v1/chat/completions' name, where they differ
 _CHAT_NAMES = {
     "max_new_tokens": "max_completion_tokens",
     "min_new_tokens": "min_tokens",
     "sampling_seed": "seed",
 }
-
-
+"""Names of sampling parameters at `/v1/chat/completions`, by their names at `/generate`, if they differ."""
 GENERATE_PATH, TOKENIZE_PATH, ABORT_PATH = "/generate", "/v1/tokenize", "/abort_request"
 ABORTABLE_PATHS = {GENERATE_PATH, CHAT_PATH, COMPLETIONS_PATH}
-"""Paths whose requests can be aborted. At other paths a row ends with its forward pass anyway."""
+"""Paths of endpoints that generate text, whose requests can be aborted. A request to any other endpoint takes
+one forward pass, which cannot be aborted."""
 ANY_MODEL = "default"
 """Model name that SGLang accepts for the model it serves, whatever that model is called."""
 
 
 def path_of(request: Request) -> str:
-    """Return the endpoint for this kind of prompt: the server renders the chat template of messages."""
+    """Return the path of the endpoint for a request, by the kind of its prompt.
+
+    Messages go to the chat endpoint, because the server must render the chat template.
+    """
     if request.task is not None:
         return request.task.path
     if request.kind == "messages":
@@ -46,10 +48,10 @@ def path_of(request: Request) -> str:
 
 
 def refuse_deadly(request: Request, vocabulary: int | None) -> None:
-    """Raise RowRefusedError for a prompt that would kill a server, or that its task cannot take.
+    """Raise RowRefusedError for a prompt that would kill a server, or for a chat in a task without chats.
 
-    In SGLang 0.5.23 an empty `text` and a token id that the model does not have end the scheduler, and with
-    it every row in flight.
+    An empty `text`, or a token id outside the model's vocabulary, ends the scheduler of SGLang 0.5.23, and
+    with it every row in flight. `vocabulary` is the number of tokens in the vocabulary; None if unknown.
     """
     if request.kind == "messages":
         if request.task is not None:
@@ -63,22 +65,24 @@ def refuse_deadly(request: Request, vocabulary: int | None) -> None:
 
 
 def _refuse_deadly_prompt(prompt: Any, vocabulary: int | None) -> None:
+    """Raise RowRefusedError for a prompt, a text or a list of token ids, that would kill a server."""
     if not prompt:
         raise RowRefusedError("the prompt is empty")
     if isinstance(prompt, list):
         try:
-            # `sorted` is faster than `min` and `max` for a list of integers. With 0, a single null fails too.
+            # Only the smallest and the largest id are checked. `sorted` finds them faster than `min` and
+            # `max`. The additional 0 makes a list of a single null fail too.
             ids = sorted((0, *prompt))
         except TypeError:
             raise RowRefusedError("a token id is null") from None
-        for bad in (ids[0], ids[-1]):
-            if bad < 0 or (vocabulary is not None and bad >= vocabulary):
-                ids_in_use = f" (0 to {vocabulary - 1})" if vocabulary else ""
-                raise RowRefusedError(f"token id {bad} is not in the model's vocabulary{ids_in_use}")
+        for token_id in (ids[0], ids[-1]):
+            if token_id < 0 or (vocabulary is not None and token_id >= vocabulary):
+                valid_ids = f" (0 to {vocabulary - 1})" if vocabulary else ""
+                raise RowRefusedError(f"token id {token_id} is not in the model's vocabulary{valid_ids}")
 
 
 def body_of(request: Request) -> dict[str, Any]:
-    """Make the body for the endpoint of this kind of prompt."""
+    """Return the body of a request for its endpoint (see `path_of`)."""
     if request.task is not None:
         return request.task.bodies([request])[0]
     return chat_body(request) if request.kind == "messages" else generate_body(request)
@@ -88,24 +92,27 @@ def bytes_of(body: Mapping[str, Any], default: Callable[[Any], Any] | None = Non
     """Return a body as JSON; raises RowRefusedError for values that neither JSON nor `default` can write."""
     try:
         return orjson.dumps(body, default=default)
-    except TypeError as failure:  # an unpaired surrogate, which a template can write
+    except TypeError as failure:  # for instance an unpaired surrogate, which a template can write
         raise RowRefusedError(f"the prompt cannot be sent: {failure}") from None
 
 
 def with_fields(body: bytes, fields: Mapping[str, Any]) -> bytes:
-    """Return a body with further fields, which override its own fields of the same names."""
-    head = body.rstrip()[:-1].rstrip()
-    comma = b"" if head == b"{" else b","
-    return b"%b%b%b" % (head, comma, orjson.dumps(fields)[1:])
+    """Return a body with `fields` added, which override fields of the same names in the body.
+
+    The body is not decoded. The fields are appended, because a JSON parser uses the last of several values.
+    """
+    body_without_brace = body.rstrip()[:-1].rstrip()
+    comma = b"" if body_without_brace == b"{" else b","
+    return b"%b%b%b" % (body_without_brace, comma, orjson.dumps(fields)[1:])
 
 
 def generate_body(request: Request) -> dict[str, Any]:
-    """Make the body for `/generate`."""
+    """Return the body of a request for `/generate`."""
     body = {request.kind: request.prompt, "sampling_params": request.sampling}
     if THINKING in request.sampling:
-        body |= {"sampling_params": _as_sent(request.sampling), "require_reasoning": True}
+        body |= {"sampling_params": _with_budget(request.sampling), "require_reasoning": True}
     if request.media:
-        body.update(_data_of(request))
+        body.update(_media_fields(request))
     if request.lora_path is not None:
         body["lora_path"] = request.lora_path
     if request.asks is not None and request.asks.of_tokens:
@@ -113,10 +120,11 @@ def generate_body(request: Request) -> dict[str, Any]:
     return body
 
 
-def _as_sent(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sampling parameters with the limit of thinking where SGLang's scheduler reads it.
+def _with_budget(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sampling parameters with `max_thinking_tokens` moved to `custom_params`.
 
-    The field `max_thinking_tokens` of `/generate` comes to the same, but chats have none.
+    SGLang's scheduler reads the budget there. `/generate` also has a field `max_thinking_tokens` with the
+    same effect, but the chat endpoint has no such field.
     """
     sent = {**sampling}
     if THINKING in sent:
@@ -124,32 +132,38 @@ def _as_sent(sampling: Mapping[str, Any]) -> dict[str, Any]:
     return sent
 
 
-def _urls(file: PromptFile) -> list[str]:
-    """Return the data URLs of a file, or of the pages of a document."""
+def _data_urls(file: PromptFile) -> list[str]:
+    """Return the data URL of a file, or those of the pages of a document."""
     return [
         f"data:{file.kind.media_type};base64,{b64encode(content).decode()}" for content in file.ready or ()
     ]
 
 
-def _data_of(request: Request) -> dict[str, Any]:
-    """Return the fields of `/generate` with the files of a request.
+def _media_fields(request: Request) -> dict[str, Any]:
+    """Return the fields of `/generate` that contain the files of a request.
 
-    If a request asks for several samples, SGLang 0.5.23 gives each of them one item of the list. So all files
-    are put into a single item.
+    If a request asks for several outputs (`n`), SGLang 0.5.23 gives each output one item of the list of
+    files. So all files are put into a single item.
     """
-    data = dict[str, list[Any]]()
+    urls_by_field = dict[str, list[Any]]()
     for file in request.media:
-        data.setdefault(file.kind.data_field, []).extend(_urls(file))
-    return {name: [urls] if _samples(request) > 1 else urls for name, urls in data.items()}
+        urls_by_field.setdefault(file.kind.data_field, []).extend(_data_urls(file))
+    if _output_count(request) == 1:
+        return urls_by_field
+    return {name: [urls] for name, urls in urls_by_field.items()}
 
 
-def _samples(request: Request) -> int:
+def _output_count(request: Request) -> int:
+    """Return the number of outputs that a request asks for."""
     return request.sampling.get("n") or 1
 
 
 def _refuse_split_files(request: Request) -> None:
-    """Raise RowRefusedError for a chat with several samples and files: SGLang gives each sample one file."""
-    if _samples(request) == 1:
+    """Raise RowRefusedError for a chat with several outputs (`n`) and several files of a kind.
+
+    SGLang 0.5.23 would give each output only one of the files.
+    """
+    if _output_count(request) == 1:
         return
     counts = Counter[str]()
     for file in request.media:
@@ -163,32 +177,37 @@ def _refuse_split_files(request: Request) -> None:
 
 
 def _messages_of(request: Request) -> Any:
-    """Return the messages of a request as the chat endpoint takes them, with their files."""
+    """Return the messages of a request, with the contents of their files, for the chat endpoint."""
     if not request.media:
         return request.prompt
     messages = []
     for message in request.prompt:
         content = message.get("content")
         if isinstance(content, list):
-            parts = [new_part for part in content for new_part in _with_urls(part, request.media)]
-            messages.append({**message, "content": parts})
+            content_with_urls = []
+            for part in content:
+                content_with_urls += _with_urls(part, request.media)
+            messages.append({**message, "content": content_with_urls})
         else:
             messages.append(message)
     return messages
 
 
 def _with_urls(part: Any, files: Sequence[PromptFile]) -> list[Any]:
-    """Return a part of a message in the form that is sent: a data URL for a file, or one for each page."""
-    number = file_of_part(part)
-    if number is None:
+    """Return a part of a message's content, with data URLs in place of a reference to one of the `files`.
+
+    A document becomes several parts, one for each page.
+    """
+    file_number = file_of_part(part)
+    if file_number is None:
         return [part]
-    file = files[number]
-    name = file.kind.url_part
-    return [{"type": name, name: {"url": url}} for url in _urls(file)]
+    file = files[file_number]
+    part_type = file.kind.url_part
+    return [{"type": part_type, part_type: {"url": url}} for url in _data_urls(file)]
 
 
 def _generate_logprob_fields(asks: AskedColumns) -> dict[str, Any]:
-    """Return the fields of `/generate` that request probabilities; token ids come without a request."""
+    """Return the fields of `/generate` that request probabilities. Token ids need no field."""
     if asks.names.isdisjoint(OF_TOKENS):
         return {}
     fields: dict[str, Any] = {"return_logprob": True, "return_text_in_logprobs": True}
@@ -200,7 +219,10 @@ def _generate_logprob_fields(asks: AskedColumns) -> dict[str, Any]:
 
 
 def _chat_logprob_fields(asks: AskedColumns) -> dict[str, Any]:
-    """Return the fields of a chat that request token ids and probabilities; raises RowRefusedError."""
+    """Return the fields of a chat that request token ids and probabilities.
+
+    Raises RowRefusedError for probabilities of the prompt, which a chat cannot have.
+    """
     if "prompt_logprobs" in asks.names:
         raise RowRefusedError(
             "output.columns: prompt_logprobs: SGLang returns none for a chat that the server tokenizes"
@@ -216,76 +238,78 @@ def _chat_logprob_fields(asks: AskedColumns) -> dict[str, Any]:
 
 
 STREAM_INTERVAL = 1 << 30
-"""Tokens between two events of a row that is not watched for repetition. The number is so large that only two
-events come: one after the first token, and one at the end."""
-
-
+"""Number of tokens between two events of a row that is not watched for repetition. The number is so large
+that only two events come: one after the first token, and one at the end."""
 LEAST_TOKENS = 1024
-"""An answer is watched only if `max_new_tokens` is at least this. A shorter answer has no room for
-repetition."""
-LEAST_BETWEEN, MOST_EVENTS = 256, 32
-"""Minimum number of tokens between two events of a watched row, and about the maximum number of its events.
-More events would cost too much, since each has the whole text so far."""
+"""Minimum of `max_new_tokens` from which an answer is watched for repetition. A shorter answer has no room
+for repetition."""
+LEAST_BETWEEN = 256
+"""Minimum number of tokens between two events of a watched row."""
+MOST_EVENTS = 32
+"""Approximate maximum number of events of a watched row. More events would cost too much, because each has
+the whole text so far."""
 UNLIMITED_TOKENS = 16_384
 """Assumed `max_new_tokens` of a row that sets none."""
 _GRAMMARS = ("regex", "ebnf", "structural_tag")
+"""Sampling parameters that constrain the output by a grammar, except `json_schema`."""
 
 
 def tokens_between_events(request: Request) -> int | None:
-    """Return the number of tokens after which an answer is checked for repetition again; None for never.
+    """Return the number of tokens between two checks of an answer for repetition; None for no checks.
 
-    A row is not checked if its grammar or parameters may ask for repetition: lists, patterns, `ignore_eos`.
+    An answer is not checked if it may have to repeat itself: with a schema that has lists, with another
+    grammar, or with `ignore_eos`.
     """
     if not request.stops_repetition:
         return None
-    sampling = request.sampling
-    most = sampling.get("max_new_tokens") or UNLIMITED_TOKENS
-    if request.kind not in {"text", "input_ids"} or most < LEAST_TOKENS:
+    most_tokens = request.sampling.get("max_new_tokens") or UNLIMITED_TOKENS
+    if request.kind not in {"text", "input_ids"} or most_tokens < LEAST_TOKENS:
         return None
-    if (sampling.get("n") or 1) > 1 or _may_ask_for_repetition(sampling):
+    if _output_count(request) > 1 or _may_ask_for_repetition(request.sampling):
         return None
-    return max(LEAST_BETWEEN, int(most) // MOST_EVENTS)
+    return max(LEAST_BETWEEN, int(most_tokens) // MOST_EVENTS)
 
 
 def _may_ask_for_repetition(sampling: Mapping[str, Any]) -> bool:
+    """Tell whether sampling parameters may make an answer repeat itself."""
     schema = str(sampling.get("json_schema") or "")
     has_lists = '"array"' in schema or '"items"' in schema
     return has_lists or bool(sampling.get("ignore_eos")) or any(sampling.get(name) for name in _GRAMMARS)
 
 
 def _streamed(request: Request, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling parameters of a row whose answer comes as events."""
+    """Return sampling parameters for an answer that comes as events."""
     return {**sampling, "stream_interval": tokens_between_events(request) or STREAM_INTERVAL}
 
 
 def watched_body(request: Request) -> dict[str, Any]:
-    """Make the body for `/generate` of one row whose answer is watched while it is written."""
+    """Return the body for `/generate` of one row whose answer is watched for repetition."""
     body = generate_body(request)
     return {**body, "sampling_params": _streamed(request, body["sampling_params"]), "stream": True}
 
 
 def bundle_body(requests: Sequence[Request]) -> dict[str, Any]:
-    """Make the body for `/generate` with several prompts of token ids, each answered by an event."""
+    """Return the body for `/generate` of several prompts of token ids, which is answered by events."""
     samplings = [_streamed(request, request.sampling) for request in requests]
-    alike = all(sampling == samplings[0] for sampling in samplings)
+    are_equal = all(sampling == samplings[0] for sampling in samplings)
     body: dict[str, Any] = {
         "input_ids": [request.prompt for request in requests],
-        "sampling_params": samplings[0] if alike else samplings,
+        "sampling_params": samplings[0] if are_equal else samplings,
         "stream": True,
     }
     if any(request.lora_path is not None for request in requests):
         body["lora_path"] = [request.lora_path for request in requests]
-    asks = requests[0].asks  # all rows of a job ask for the same
+    asks = requests[0].asks  # all rows of a job ask for the same columns
     if asks is not None and asks.of_tokens:
         body.update(_generate_logprob_fields(asks))
     return body
 
 
 def chat_body(request: Request) -> dict[str, Any]:
-    """Make the body for `/v1/chat/completions`, with `return_meta_info` for the counts of each sample."""
+    """Return the body for `/v1/chat/completions`; `return_meta_info` requests the counts of each output."""
     if request.media:
         _refuse_split_files(request)
-    sampling = _as_sent(request.sampling)
+    sampling = _with_budget(request.sampling)
     body: dict[str, Any] = {"model": ANY_MODEL, "messages": _messages_of(request), "return_meta_info": True}
     if request.continues:
         body["continue_final_message"] = True
@@ -300,7 +324,7 @@ def chat_body(request: Request) -> dict[str, Any]:
     if tag is not None:
         body["response_format"] = {"type": "structural_tag", **_json(tag, "structural_tag")}
     spaces = sampling.pop("spaces_between_special_tokens", None)
-    if spaces is not None:  # the chat endpoint of SGLang 0.5 takes it from chat_template_kwargs
+    if spaces is not None:  # the chat endpoint of SGLang 0.5 reads this parameter in chat_template_kwargs
         template_kwargs["spaces_between_special_tokens"] = spaces
     body.update({_CHAT_NAMES.get(name, name): value for name, value in sampling.items()})
     if template_kwargs:
@@ -316,37 +340,38 @@ def chat_body(request: Request) -> dict[str, Any]:
 
 
 def tokenize_body(request: Request, *, special: bool = True) -> dict[str, Any]:
-    """Make the body for `/v1/tokenize`, which returns the tokens that the prompt's endpoint would use.
+    """Return the body for `/v1/tokenize`, which returns the token ids that the prompt's endpoint would use.
 
-    With `special` these include the tokens that begin and end a prompt.
+    With `special` the ids of a text include the tokens that begin and end a prompt (BOS, EOS).
     """
     if request.kind == "messages":
         body = {"messages": _messages_of(request), "chat_template_kwargs": request.chat_template_kwargs}
         if request.continues:
             body["continue_final_message"] = True
         return {"model": ANY_MODEL, **body}
-    inside = {} if special else {"add_special_tokens": False}
-    return {"model": ANY_MODEL, "prompt": request.prompt, **inside}
+    options = {} if special else {"add_special_tokens": False}
+    return {"model": ANY_MODEL, "prompt": request.prompt, **options}
 
 
 def _json(value: Any, name: str) -> Any:
+    """Return a sampling parameter that may be JSON text as a value; raises RowRefusedError."""
     if not isinstance(value, str):
         return value
     try:
         return orjson.loads(value)
     except orjson.JSONDecodeError as failure:
-        raise RowRefusedError(f"{name} is not JSON: {failure}") from None
+        raise RowRefusedError(f"{name} is not valid JSON: {failure}") from None
 
 
 JSON = "application/json"
 _REDIRECTS = {301, 302, 303, 307, 308}
 _NEWEST_KNOWN = (3, 14)
-"""Newest version of aiohttp whose connection pool is known. The pool is no public interface, so with a newer
-version requests are sent by the session."""
+"""Newest version (major, minor) of aiohttp with which requests are posted directly on a connection of the
+pool. The pool is not a public interface, so with a newer version requests are posted by aiohttp's session."""
 
 
 class DirectAnswer(msgspec.Struct):
-    """An answer on a connection of aiohttp's pool. Its head has been read."""
+    """An answer on a connection in aiohttp's pool: its status and headers, and a stream of its body."""
 
     status: int
     headers: Mapping[str, str]
@@ -359,49 +384,55 @@ class DirectAnswer(msgspec.Struct):
 
 
 PostedAnswer = DirectAnswer | aiohttp.ClientResponse
+"""The answer to a POST, as PostSender returns it or as aiohttp's session does."""
 
 
 class PostSender:
-    """Posts JSON to one URL, on a connection of the pool of an aiohttp session.
+    """Posts JSON to one URL, on connections of an aiohttp session's pool.
 
     For each row, `aiohttp.ClientSession.post` creates a request, a writer with its own asyncio task, and a
-    response. With these, a plain row costs 44 % more instructions. Here the head of the request is made only
-    once. Connecting, TLS, the pool and the reading of HTTP are left to aiohttp. A request through a proxy is
-    sent by aiohttp's session.
+    response, so that a plain row costs 44 % more instructions. This class makes the head of the request only
+    once. Connecting, TLS, the pool and the parsing of HTTP are left to aiohttp. A request through a proxy is
+    posted by aiohttp's session.
     """
 
     def __init__(
         self, session: aiohttp.ClientSession, url: URL, *, headers: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """Post to `url` with the session's headers and the `headers` given here."""
+        """Post to `url` with the session's headers and further `headers`."""
         assert session.connector is not None
         self._session = session
         self._connector = session.connector
         self._url = url
-        # `_request` tells the connector where to connect, and has the headers that aiohttp adds.
         self._headers = headers
+        # The connector reads the address to connect to from `_request`, which is never sent. It also has the
+        # headers that aiohttp adds.
         self._request = aiohttp.ClientRequest(
             "POST", url, headers={**session.headers, "Content-Type": JSON, **headers}
         )
         self._head = f"POST {url.raw_path_qs} HTTP/1.1\r\n{_lines(self._request.headers)}".encode()
-        is_known = tuple(int(part) for part in aiohttp.__version__.split(".")[:2]) <= _NEWEST_KNOWN
+        version = tuple(int(number) for number in aiohttp.__version__.split(".")[:2])
         self._proxy = proxy_of(str(url))
-        self.is_direct = is_known and self._proxy is None
+        self.is_direct = version <= _NEWEST_KNOWN and self._proxy is None
+        """Whether requests are posted directly on a connection, and not by aiohttp's session."""
 
     async def post(self, body: bytes) -> PostedAnswer:
-        """Send a body, and wait for the head of the answer.
+        """Send a body, and wait for the status and headers of the answer.
 
-        Raises aiohttp.ClientError and OSError. Raises EngineDownError for a redirect, which would send the
+        Raises aiohttp.ClientError and OSError. A redirect raises EngineDownError: to follow it would send the
         API key to another server.
         """
         answer = await (self._post_directly(body) if self.is_direct else self._post_by_session(body))
         if answer.status in _REDIRECTS:
             answer.release()
-            place = answer.headers.get("Location", "nowhere")
-            raise EngineDownError(f"{answer.status}: {self._url} leads to {place}: correct engine.urls")
+            target = answer.headers.get("Location", "nowhere")
+            raise EngineDownError(
+                f"{self._url} redirects to {target} (status {answer.status}): correct engine.urls"
+            )
         return answer
 
     async def _post_directly(self, body: bytes) -> PostedAnswer:
+        """Post a body on a connection of the pool."""
         try:
             connection = await self._connector.connect(self._request, [], self._session.timeout)
         except TimeoutError:
@@ -413,9 +444,10 @@ class PostSender:
             protocol.set_response_params(read_until_eof=True)
             protocol.transport.write(b"%bContent-Length: %d\r\n\r\n%b" % (self._head, len(body), body))
             message, content = await protocol.read()
-            while message.code < 200:  # noqa: PLR2004 - it only announces an answer, such as 100 Continue
+            while message.code < 200:  # noqa: PLR2004 - an interim answer, such as 100 Continue
                 message, content = await protocol.read()
         except BaseException as failure:
+            # The connection may still carry the rest of this answer, so no other request may use it.
             connection.close()
             if isinstance(failure, HttpProcessingError):
                 raise aiohttp.ClientPayloadError(failure.message) from None
@@ -423,6 +455,7 @@ class PostSender:
         return DirectAnswer(message.code, message.headers, content, connection)
 
     async def _post_by_session(self, body: bytes) -> PostedAnswer:
+        """Post a body by aiohttp's session, through the proxy if there is one."""
         payload = aiohttp.BytesPayload(body, content_type=JSON)
         options = self._proxy.options if self._proxy else {}
         return await self._session.post(
@@ -431,4 +464,5 @@ class PostSender:
 
 
 def _lines(headers: Mapping[str, str]) -> str:
+    """Return the header lines of an HTTP request, without the length of the body."""
     return "".join(f"{name}: {value}\r\n" for name, value in headers.items() if name != "Content-Length")

@@ -19,7 +19,7 @@ from batchrunner.engines.http.connections import raise_file_limit
 from batchrunner.engines.http.server import Endpoint
 from batchrunner.engines.http.server_info import why_no_budget
 from batchrunner.engines.launched.server import SGLangServer
-from batchrunner.job.engine import THINK_LIMIT, ServerEngine
+from batchrunner.job.engine import API_KEY_VARIABLE, THINK_LIMIT, ServerEngine
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE, TaskName
 from batchrunner.sglang.device import (
@@ -63,7 +63,7 @@ class LaunchedFleet(HttpEngine):
         shape: str | None = None,
     ) -> None:
         # Hexadecimal, because a leading - would look like an option.
-        self._key = os.environ.get("SGLANG_API_KEY") or secrets.token_hex(24)
+        self._key = os.environ.get(API_KEY_VARIABLE) or secrets.token_hex(24)
         super().__init__(
             api_key=self._key,
             limits=limits,

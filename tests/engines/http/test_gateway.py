@@ -5,11 +5,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import msgspec
 import orjson
 import pytest
 from aiohttp import web
 
 from batchrunner.core.errors import (
+    AnotherModelError,
     AttemptFailedError,
     EngineBusyError,
     EngineDiedError,
@@ -18,7 +20,13 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.gateway import ThroughGateway, code_of, refusal_of
-from batchrunner.engines.http.gateway_workers import GatewayQuestions, WorkerLoad, load_now
+from batchrunner.engines.http.gateway_workers import (
+    GatewayQuestions,
+    GatewayWorker,
+    LoadEstimate,
+    WorkerLoad,
+    WorkerWatch,
+)
 from batchrunner.engines.http.replies import WholeAnswer
 from batchrunner.engines.http.server_info import is_gateway
 from batchrunner.job.spec import LimitsSpec
@@ -66,21 +74,79 @@ def test_codes_of_other_bodies() -> None:
         assert code_of(body) is None
 
 
+def reported(
+    running: int, waiting: int, *, usage: float = 0.5, most: int | None = 64, at: str = ""
+) -> WorkerLoad:
+    return WorkerLoad(
+        num_running_reqs=running, num_waiting_reqs=waiting, token_usage=usage, max_running_requests=most,
+        reported_at=at,
+    )  # fmt: skip
+
+
+def running_and_queue(estimate: LoadEstimate, in_flight: int) -> tuple[int, int]:
+    load = estimate.now(in_flight, scheduler="s", route="r", now=7.0)
+    assert load.taken_at == 7.0
+    return load.running, load.queue
+
+
 @pytest.mark.parametrize(
-    ("load", "in_flight", "running", "queue"),
+    ("report", "in_flight", "load"),
     [
-        (WorkerLoad(32, 28, 0.9, max_running_requests=64), 100, 32, 68),  # it could run no more
-        (WorkerLoad(8, 28, 0.5, max_running_requests=64), 100, 64, 36),  # it was between two batches
-        (WorkerLoad(10, 0, 0.5, max_running_requests=64), 100, 64, 36),  # as many as it may
-        (WorkerLoad(10, 0, 0.5), 100, 100, 0),
-        (WorkerLoad(32, 28, 0.9, max_running_requests=64), 3, 3, 0),
+        (reported(32, 68, usage=0.9), 100, (32, 68)),  # the pool is full
+        (reported(8, 28), 36, (36, 0)),  # it was between two batches
+        (reported(10, 0), 100, (64, 36)),  # it had not been sent more
+        (reported(10, 0, most=None), 100, (100, 0)),
+        (reported(64, 200), 100, (64, 200)),  # most requests came through another gateway
     ],
 )
-def test_the_load_now(load: WorkerLoad, in_flight: int, running: int, queue: int) -> None:
-    """What is in flight runs as far as the last report allows, and the rest waits."""
-    found = load_now(load, in_flight, scheduler="s", route="r", now=7.0)
-    assert (found.running, found.queue, found.taken_at) == (running, queue, 7.0)
-    assert found.token_usage == load.token_usage
+def test_the_load_at_a_first_report(report: WorkerLoad, in_flight: int, load: tuple[int, int]) -> None:
+    """As many requests run as the pool or the limit allows, and the others wait."""
+    estimate = LoadEstimate()
+    estimate.observe(report, in_flight)
+    assert running_and_queue(estimate, in_flight) == load
+
+
+def test_the_queue_between_two_reports() -> None:
+    """Requests on their way do not count as queued, and the queue follows the requests in flight."""
+    estimate = LoadEstimate()
+    estimate.observe(reported(0, 0), 0)
+    assert running_and_queue(estimate, 100) == (64, 36)
+    second = reported(64, 6, at="12:00:01")  # 30 of 100 are on their way
+    estimate.observe(second, 100)
+    assert running_and_queue(estimate, 100) == (64, 6)
+    estimate.observe(second, 160)  # still the old report
+    assert running_and_queue(estimate, 160) == (64, 66)
+    assert running_and_queue(estimate, 80) == (64, 0)
+    estimate.observe(reported(64, 60, at="12:00:02"), 140)
+    assert running_and_queue(estimate, 140) == (64, 60)
+    estimate.observe(reported(50, 0, at="12:00:03"), 110)  # even the limit starves the scheduler
+    assert running_and_queue(estimate, 120) == (64, 10)
+
+
+def listed(weights_gb: float | None, at: str) -> GatewayWorker:
+    loads = [] if weights_gb is None else [{"memory": {"weight_gb": weights_gb}}]
+    entry = {"url": WORKER, "engine_load": {"timestamp": at, "loads": loads}}
+    return msgspec.convert(entry, GatewayWorker)
+
+
+def test_a_worker_is_in_doubt_until_a_newer_report() -> None:
+    """The report in the gateway's list when a row failed may be older than the failure."""
+    watch = WorkerWatch(WORKER)
+    watch.record_failure()
+    assert not watch.in_doubt  # no report has told the weights
+    watch.observe(listed(15.0, "1"))
+    watch.record_failure()
+    in_doubt = []
+    for at, weights_gb in [("2", 15.1), ("2", 15.1), ("3", 15.1), ("4", 14.9), ("", None), ("5", 15.0)]:
+        watch.observe(listed(weights_gb, at))
+        in_doubt.append(watch.in_doubt)
+    assert in_doubt == [True, True, False, False, False, False]
+    watch.record_failure()
+    watch.observe(listed(None, ""))  # the gateway could not read a report after the failure
+    watch.observe(listed(15.0, "6"))
+    assert not watch.in_doubt
+    with pytest.raises(AnotherModelError, match=r"the memory of the weights in GB was '15.0' and is '20.0'"):
+        watch.observe(listed(20.0, "7"))
 
 
 class FakeGateway:
