@@ -238,8 +238,14 @@ def serve(
     ] = 8000,
     host: Annotated[
         str,
-        typer.Option(metavar="HOST", help="Address to listen on; any but localhost needs BATCHRUN_API_KEY."),
+        typer.Option(metavar="HOST", help="Address to listen on; any but localhost needs a key."),
     ] = "127.0.0.1",
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="KEYS.yaml", help="File with the owners' keys, shares and limits. SIGHUP reads it again."
+        ),
+    ] = None,
     task: Annotated[
         Literal["generate", "embed"], typer.Option(metavar="generate|embed", help="Task of the model.")
     ] = "generate",
@@ -268,6 +274,7 @@ def serve(
         directory.expanduser(),
         host=host,
         port=port,
+        keys=keys and keys.expanduser(),
         task=task,
         overrides=_all_overrides(overrides, None, background=background),
         most_files=max_files,

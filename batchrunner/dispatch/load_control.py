@@ -5,8 +5,6 @@ Each change of a window is written to the event log, with its reason.
 
 import asyncio
 import logging
-import math
-import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,6 +15,7 @@ from batchrunner.dispatch.concurrency.law import CornerChange, Decision
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.queue import Backlog
 from batchrunner.dispatch.route import Routes
+from batchrunner.dispatch.sharing import Claim, divide
 from batchrunner.engines.base import Engine
 from batchrunner.output.events import EventLog
 from batchrunner.tuning.signals import Corner
@@ -27,23 +26,6 @@ log = logging.getLogger(__name__)
 SPARE = 8
 """Number of slots that a run gets in addition to its ready rows, for rows that become ready soon. Other runs
 of the same engine cannot use these slots."""
-
-
-def fair_shares(whole: int, wanted: Sequence[int]) -> list[int]:
-    """Divide `whole` slots among runs: equally, but no run gets more slots than it wants.
-
-    `wanted` has the number of slots that each run wants; the oldest run comes first. Slots that no run wants
-    go to the oldest run.
-    """
-    shares, remaining = [0] * len(wanted), whole
-    # Runs that want the fewest slots come first, so that the other runs share what they leave.
-    modest_first = sorted(range(len(wanted)), key=wanted.__getitem__)
-    for served, run in enumerate(modest_first):
-        equal_share = math.ceil(remaining / (len(wanted) - served))
-        shares[run] = min(wanted[run], equal_share)
-        remaining -= shares[run]
-    shares[0] += remaining
-    return shares
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +59,10 @@ class LoadControl:
 
     def join(self, run: SendingRun) -> None:
         """Add a run. It gets its share of the slots as the other runs free them."""
+        accounts = {other.routes.account for other in self._runs}
+        account = run.routes.account
+        if accounts and account not in accounts:
+            account.advance_to(min(other.time for other in accounts))
         self._runs.append(run)
         self._apply(())
 
@@ -123,13 +109,15 @@ class LoadControl:
     def _apply(self, changes: Iterable[Decision | CornerChange]) -> None:
         """Resize the windows so that all runs together have at most as many requests as the law allows."""
         changes = [*changes]
+        unsent = [run.backlog.unsent for run in self._runs]
         ready = [min(run.backlog.unsent, run.backlog.ready + SPARE) for run in self._runs]
         for limit in self.concurrency.routes:
             window = self.concurrency.window_of(limit)
             routes = [run.routes.open(limit.url, limit.ended) for run in self._runs]
+            accounts = [run.routes.account for run in self._runs]
             in_flight = [route.in_flight for route in routes]
             free = max(0, window - sum(in_flight))
-            shares = fair_shares(window, [*map(operator.add, in_flight, ready)])
+            shares = divide(window, [*map(Claim, accounts, in_flight, ready, unsent)])
             for route, share in zip(routes, shares, strict=True):
                 # A run gets more slots only as other runs free them, because no request is cancelled.
                 granted = min(share, route.in_flight + free)

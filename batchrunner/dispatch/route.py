@@ -15,6 +15,7 @@ from typing import Any
 
 from batchrunner.core.types import Completion, Request
 from batchrunner.dispatch.bundles import BundleSender
+from batchrunner.dispatch.sharing import Account
 
 FIRST_COOLDOWN_S, LONGEST_COOLDOWN_S = 0.5, 30.0
 """First and longest cooldown of a route that fails requests, in seconds. Each further cooldown is twice as
@@ -143,8 +144,11 @@ class Route:
 class Routes:
     """The routes of a run; a route is added when its server is first seen."""
 
-    def __init__(self) -> None:
+    def __init__(self, account: Account | None = None) -> None:
+        """Start without routes. Without an `account`, the run has an account of its own."""
         self._by_url: dict[str, Route] = {}
+        self.account = account or Account()
+        """Account that pays for the rows of the run."""
         self.in_flight = 0
         """Requests in flight on all routes."""
 

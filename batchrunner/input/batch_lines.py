@@ -22,53 +22,60 @@ from batchrunner.input.text_lines import ITEMS_NAMED, TOO_LONG, LineNumbers, Tex
 log = logging.getLogger(__name__)
 
 MOST_REPEATED = 100_000
-"""Maximum number of custom_ids whose full digests are compared. These are the custom_ids that share the low
-half of their digest with an earlier one. Among ten million different custom_ids, about 12,000 do."""
+"""Maximum number of custom_ids that are kept because they may be repeated.
+
+They are the custom_ids whose digest has the same low half as an earlier digest. Among ten million different
+custom_ids, about 12,000 have one by chance.
+"""
 ID_CHARACTERS = 40
 """Maximum number of characters of a repeated `custom_id` in a message."""
 _LOW_BITS = (1 << 32) - 1
+"""Mask for the low half of a digest of 64 bits."""
 
 
-class _Named(msgspec.Struct):
-    custom_id: Annotated[str, msgspec.Meta(min_length=1)]
+class _AnyCustomId(msgspec.Struct):
+    """The `custom_id` of a line that need not be a valid request."""
 
-
-class _NamedByAny(msgspec.Struct):
     custom_id: msgspec.Raw
 
 
-class _RequestLine(_Named):
+class _RequestLine(msgspec.Struct):
+    """Valid request on a line of a batch file."""
+
+    custom_id: Annotated[str, msgspec.Meta(min_length=1)]
     method: Literal["POST"]
     url: str
     body: msgspec.Raw
 
 
 class _ModelOfBody(msgspec.Struct):
+    """Model that the body of a request names."""
+
     model: str | None = None
 
 
-_read_custom_id = msgspec.json.Decoder(_NamedByAny)
+_read_custom_id = msgspec.json.Decoder(_AnyCustomId)
 _read_request = msgspec.json.Decoder(_RequestLine)
 _read_model = msgspec.json.Decoder(_ModelOfBody)
 
 
 class _WrongEndpointError(ValueError):
-    """A request is for an endpoint that is not served, or for another task than the lines before it."""
+    """Error for a request to an endpoint that is not served, or for another task than earlier requests."""
 
 
 def request_lines(lines: Iterable[bytes | None], path: str) -> Iterator[TextRecord]:
-    """Yield a record for each line that is not empty. None stands for a line that is too long.
+    """Yield a record for each line that is not empty; None in `lines` stands for a line that is too long.
 
-    The first request sets the kind of endpoint for the whole file (embeddings or not), and the first request
-    with a model sets the model. After the last line, raises InputError if any line has a wrong endpoint; the
-    message begins with `path`.
+    The first request decides for the whole file whether its endpoint is that of embeddings. The first request
+    with a model decides the model of the whole file. After the last line, raises InputError, which begins
+    with `path`, if any line has a wrong endpoint.
     """
     for_embeddings: bool | None = None
     model: str | None = None
     wrong_endpoints = LineNumbers()
     for number, line in enumerate(lines, 1):
         if line is None:
-            yield TextRecord(number, {}, f"not a request: it {TOO_LONG}", 0)
+            yield TextRecord(number, values={}, problem=f"not a request: the line {TOO_LONG}", size=0)
             continue
         text = line.strip()
         if not text:
@@ -90,54 +97,59 @@ def request_lines(lines: Iterable[bytes | None], path: str) -> Iterator[TextReco
     if wrong_endpoints.count:
         raise InputError(
             f"{path}: {wrong_endpoints}: {wrong_endpoints.reason}",
-            hint="remove these lines, or move them to a file of their own",
+            hint="remove these lines, or move them to a separate file",
         )
 
 
 def _request_in(text: bytes) -> _RequestLine:
-    """Return the request on a line; raises ValueError or RecursionError if there is none."""
-    text.decode()
+    """Return the request on a line; raise ValueError or RecursionError if it is not a valid request."""
+    text.decode()  # refuses bytes that are not UTF-8, which msgspec accepts in a raw body
     return _read_request.decode(text)
 
 
 def _check_endpoint(url: str, *, for_embeddings: bool | None) -> None:
-    """Raise _WrongEndpointError if an endpoint is not served, or is of another kind than in earlier lines."""
+    """Raise _WrongEndpointError if an endpoint is not served, or is for another task than earlier lines.
+
+    `for_embeddings` tells whether earlier lines ask for embeddings; None for the first request.
+    """
     if url not in BATCH_PATHS:
         raise _WrongEndpointError(f"url should be {' or '.join(BATCH_PATHS)} (got {url!r:.60})")
     if for_embeddings not in {None, url == EMBEDDINGS_PATH}:
         raise _WrongEndpointError(
-            f"url is {url}, unlike in an earlier line: one model cannot make both embeddings and answers"
+            f"url is {url}, but earlier lines have another task: one model cannot both embed and generate"
         )
 
 
 def _same_model(body: msgspec.Raw, model: str | None) -> str | None:
-    """Return the model of the file, `model` or else the one that this body names.
+    """Return the model of a batch file after a line with this `body`.
 
-    Raises ValueError if the body names another model than `model`.
+    `model` is the model of the lines before; None if they name none. Raises ValueError if the body names
+    another model.
     """
-    named = _read_model.decode(body).model
-    if None not in {named, model} and named != model:
+    body_model = _read_model.decode(body).model
+    if None not in {body_model, model} and body_model != model:
         raise ValueError(
-            f"requests the model {named!r}, but an earlier line {model!r}: split the file by model"
+            f"the request names the model {body_model!r}, but an earlier line names {model!r}: "
+            "split the file by model"
         )
-    return model or named
+    return model or body_model
 
 
 def _custom_id_in(text: bytes) -> dict[str, str]:
-    """Return the custom_id of a line that is not a valid request; empty if it has none.
+    """Return the column `custom_id` of a line that is not a valid request; {} if the line has no custom_id.
 
     A custom_id that is not a string is returned as its JSON text.
     """
     try:
-        written = bytes(_read_custom_id.decode(text).custom_id)
-        name = msgspec.json.decode(written) if written.startswith(b'"') else written.decode()
+        custom_id = bytes(_read_custom_id.decode(text).custom_id)
+        value = msgspec.json.decode(custom_id) if custom_id.startswith(b'"') else custom_id.decode()
     except (ValueError, RecursionError):
         return {}
-    return {} if written == b"null" else {CUSTOM_ID: name}
+    return {} if custom_id == b"null" else {CUSTOM_ID: value}
 
 
 def log_faults(records: Iterable[TextRecord], path: str) -> Iterator[TextRecord]:
-    """Yield the records of a batch file; at its end log bad lines and repeated custom_ids."""
+    """Yield the records of a batch file; at the end of the file, log bad lines and repeated custom_ids."""
     bad_lines, custom_ids = LineNumbers(), _CustomIds()
     for record in records:
         if record.problem is not None:
@@ -155,14 +167,21 @@ def log_faults(records: Iterable[TextRecord], path: str) -> Iterator[TextRecord]
 
 
 class _CustomIds:
-    """The custom_ids of a file. Finds repetitions in about 10 bytes of memory per line."""
+    """Custom_ids of a batch file, among which repeated ones are found.
+
+    They take about 10 bytes of memory per line.
+    """
 
     def __init__(self) -> None:
-        self._digests = array("Q")  # digest of each line's custom_id, from line 1; 0 without one
-        self._low_halves = BitMap()  # low halves of the digests; a new one proves a new custom_id
-        self._candidates: dict[int, str] = {}  # custom_ids that may be repeated, by digest
+        self._digests = array("Q")
+        """Digest of the custom_id on each line, from line 1; 0 for a line without a custom_id."""
+        self._low_halves = BitMap()
+        """Low halves of the digests so far. A digest with a new low half belongs to a new custom_id."""
+        self._candidates: dict[int, str] = {}
+        """Custom_ids that may be repeated, by digest."""
 
     def add(self, line: int, custom_id: str) -> None:
+        """Add the custom_id of a line; lines come in order."""
         self._digests.extend(repeat(0, line - 1 - len(self._digests)))
         digest = xxh3_64_intdigest(custom_id.encode())
         self._digests.append(digest)
@@ -173,10 +192,13 @@ class _CustomIds:
             self._candidates.setdefault(digest, custom_id[:ID_CHARACTERS])
 
     def repeated(self) -> list[tuple[str, LineNumbers]]:
-        """Return the first characters of each repeated custom_id, with its lines."""
-        lines_of: defaultdict[int, LineNumbers] = defaultdict(LineNumbers)
+        """Return the first characters of each repeated custom_id, with the lines that have it."""
+        # A candidate whose digest occurs once only shares the low half of the digest with another custom_id.
+        lines_by_digest: defaultdict[int, LineNumbers] = defaultdict(LineNumbers)
         if self._candidates:
             for line, digest in enumerate(self._digests, 1):
                 if digest in self._candidates:
-                    lines_of[digest].add(line)
-        return [(self._candidates[digest], lines) for digest, lines in lines_of.items() if lines.count > 1]
+                    lines_by_digest[digest].add(line)
+        return [
+            (self._candidates[digest], lines) for digest, lines in lines_by_digest.items() if lines.count > 1
+        ]

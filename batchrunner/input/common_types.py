@@ -1,7 +1,8 @@
-"""The common type of two columns of one name: Arrow's permissive promotion, and the cases that it lacks.
+"""Finds a common type for a column whose type differs between input files.
 
-The files of an input may have different types for one column. If two types differ only in layout, such as
-`string` and `large_string`, the first one wins, so that a new file does not change the column's type.
+Most common types come from Arrow's permissive promotion; this module adds the cases that Arrow lacks. If two
+types differ only in layout, such as `string` and `large_string`, the common type is the first one, so that a
+new file at the end of the input does not change the type of the column.
 """
 
 from __future__ import annotations
@@ -13,18 +14,22 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 _TEXTS = {pa.string(), pa.large_string(), pa.string_view()}
+"""Arrow types of texts."""
 _BYTES = {pa.binary(), pa.large_binary(), pa.binary_view()}
+"""Arrow types of bytes."""
 _UTC = {"UTC", "Etc/UTC", "GMT", "Etc/GMT", "Z", "Zulu", "+00:00", "-00:00", "+0000", "+00"}
 """Names of the time zone UTC."""
 _DIGITS = {pa.int8(): 3, pa.int16(): 5, pa.int32(): 10, pa.int64(): 19,
            pa.uint8(): 3, pa.uint16(): 5, pa.uint32(): 10, pa.uint64(): 20}  # fmt: skip
 """Maximum number of decimal digits of each integer type."""
-_MOST_DIGITS_128, _MOST_DIGITS = 38, 76
-"""Maximum number of digits of a decimal of 128 bits, and of 256 bits."""
+_MOST_DIGITS_128 = 38
+"""Maximum number of digits of a decimal of 128 bits."""
+_MOST_DIGITS_256 = 76
+"""Maximum number of digits of a decimal of 256 bits, the largest decimal of Arrow."""
 
 
 def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """Return the type that holds the values of both types; None if there is none."""
+    """Return a type that holds the values of both types; None if there is no such type."""
     if one == other or pt.is_null(other):
         return one
     if pt.is_null(one):
@@ -38,26 +43,31 @@ def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def _promoted(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """Return the type to which Arrow promotes both types; None if there is none."""
+    """Return the type to which Arrow promotes both types; None if Arrow has no such type."""
     schemas = [pa.schema([("", kind)]) for kind in (one, other)]
     try:
         promoted = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     except (TypeError, pa.ArrowException):
         return None
+    # For a decimal and a float32, Arrow would choose a float32, which holds few digits of the decimal.
     has_decimal = pt.is_decimal(one) or pt.is_decimal(other)
     return pa.float64() if has_decimal and pt.is_floating(promoted) else promoted
 
 
 def _common_dictionary(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """Return the common type of two types of which at least one is dictionary-encoded.
+
+    The common type is a dictionary only if the first type is one.
+    """
     value_types = [kind.value_type if pt.is_dictionary(kind) else kind for kind in (one, other)]
-    values = common_type(*value_types)
-    if values is None or not pt.is_dictionary(one):
-        return values
+    value_type = common_type(*value_types)
+    if value_type is None or not pt.is_dictionary(one):
+        return value_type
     is_ordered = one.ordered and pt.is_dictionary(other) and other.ordered
-    return pa.dictionary(pa.int32(), values, ordered=is_ordered)
+    return pa.dictionary(pa.int32(), value_type, ordered=is_ordered)
 
 
-def _first(one: pa.DataType, other: pa.DataType) -> pa.DataType:  # noqa: ARG001 - others use both
+def _first(one: pa.DataType, other: pa.DataType) -> pa.DataType:  # noqa: ARG001 - as the other functions
     return one
 
 
@@ -69,15 +79,16 @@ def _common_map(one: pa.MapType, other: pa.MapType) -> pa.DataType | None:
 
 
 def _is_list(kind: pa.DataType) -> bool:
-    lists = (pt.is_list, pt.is_large_list, pt.is_fixed_size_list, pt.is_list_view, pt.is_large_list_view)
-    return any(is_one(kind) for is_one in lists)
+    tests = (pt.is_list, pt.is_large_list, pt.is_fixed_size_list, pt.is_list_view, pt.is_large_list_view)
+    return any(test(kind) for test in tests)
 
 
 def _common_list(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    values = common_type(one.value_type, other.value_type)
-    if values is None:
+    """Return a list of the common type of the items; of fixed size only if both lists have this size."""
+    item_type = common_type(one.value_type, other.value_type)
+    if item_type is None:
         return None
-    item = one.value_field.with_type(values).with_nullable(True)
+    item = one.value_field.with_type(item_type).with_nullable(True)
     if pt.is_fixed_size_list(one) and pt.is_fixed_size_list(other) and one.list_size == other.list_size:
         return pa.list_(item, one.list_size)
     is_large = pt.is_large_list(one) or pt.is_large_list_view(one)
@@ -85,9 +96,9 @@ def _common_list(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def _common_struct(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """Return a struct with the fields of both; None if a name is repeated or a field has no common type.
+    """Return a struct with the fields of both structs; a field that a struct lacks is null in its values.
 
-    A field that one struct lacks is null in its values.
+    Return None if a struct has two fields of one name, or if a field has no common type.
     """
     fields: dict[str, pa.Field[Any]] = {}
     for struct in (one, other):
@@ -104,32 +115,33 @@ def _common_struct(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def _common_timestamp(one: pa.TimestampType, other: pa.TimestampType) -> pa.DataType | None:
-    """Return the timestamp with the finer unit; None if only one type has a time zone.
+    """Return a timestamp with the finer unit of both; None if only one type has a time zone.
 
-    Different zones become UTC.
+    If the time zones differ, the common zone is UTC.
     """
     if (one.tz is None) != (other.tz is None):
         return None
     zone = one.tz
     if one.tz != other.tz and not {one.tz, other.tz} <= _UTC:
         zone = "UTC"
-    finer = _promoted(pa.timestamp(one.unit), pa.timestamp(other.unit))
-    assert isinstance(finer, pa.TimestampType)
-    return pa.timestamp(finer.unit, zone)
+    finer_type = _promoted(pa.timestamp(one.unit), pa.timestamp(other.unit))
+    assert isinstance(finer_type, pa.TimestampType)
+    return pa.timestamp(finer_type.unit, zone)
 
 
 def _common_exact(one: Any, other: Any) -> pa.DataType | None:
-    """Return the common type of two integers, two decimals or one of each.
+    """Return the common type of two types that are integers or decimals.
 
-    For an integer and a decimal, Arrow's own promotion may give a decimal that is too narrow.
+    For an integer and a decimal, Arrow's own promotion may give a decimal with too few digits.
     """
     if pt.is_integer(one) == pt.is_integer(other):
         return _promoted(one, other)
     integer, decimal = (one, other) if pt.is_integer(one) else (other, one)
-    digits = max(decimal.precision - decimal.scale, _DIGITS[integer]) + decimal.scale
+    digits_before_point = max(decimal.precision - decimal.scale, _DIGITS[integer])
+    digits = digits_before_point + decimal.scale
     if digits <= _MOST_DIGITS_128:
         return pa.decimal128(digits, decimal.scale)
-    return pa.decimal256(digits, decimal.scale) if digits <= _MOST_DIGITS else None
+    return pa.decimal256(digits, decimal.scale) if digits <= _MOST_DIGITS_256 else None
 
 
 _KINDS: Sequence[tuple[Callable[[pa.DataType], bool], Callable[[Any, Any], pa.DataType | None]]] = (
@@ -141,4 +153,4 @@ _KINDS: Sequence[tuple[Callable[[pa.DataType], bool], Callable[[Any, Any], pa.Da
     (pt.is_timestamp, _common_timestamp),
     (lambda kind: pt.is_integer(kind) or pt.is_decimal(kind), _common_exact),
 )
-"""Kinds of types: the test for a kind, and the function that returns the common type of two types of it."""
+"""Functions that return the common type of two types of a kind, each after the test for its kind."""

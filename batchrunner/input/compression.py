@@ -1,6 +1,6 @@
-"""Compressed input: recognizes the compression of a file by its first bytes, and decompresses the file.
+"""Recognizes the compression of an input file by its first bytes, and decompresses the file.
 
-The ending of the file's name matters only where the bytes leave the compression open.
+The ending of the file's name decides only if the first bytes do not show the compression.
 """
 
 import gzip
@@ -16,28 +16,31 @@ from batchrunner.core.errors import InputError
 HEAD_BYTES = 64
 """Number of bytes at the beginning of a file that are read to recognize its compression."""
 BUFFER_BYTES = 1 << 20
-"""Size of the buffer through which a file is read."""
+"""Size in bytes of the buffer through which a file is read."""
 DECOMPRESSION_ERRORS: tuple[type[Exception], ...] = (EOFError, zlib.error)
-"""Errors of damaged gzip data, in addition to those of reading the file."""
+"""Errors of damaged gzip data, in addition to the errors of reading the file."""
 _MAGIC = {b"\x1f\x8b\x08": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\x04\x22\x4d\x18": "lz4"}
-"""Codecs of pyarrow by the first bytes of a file."""
-_BZ2, _BZ2_BLOCK = b"BZh", b"1AY&SY"
+"""Names of pyarrow's codecs, by the first bytes of a file."""
+_BZ2 = b"BZh"
+"""First bytes of a bzip2 file. A digit for the block size follows."""
+_BZ2_BLOCK = b"1AY&SY"
+"""Bytes of a bzip2 file after the digit for the block size: the beginning of the first block."""
 _SKIPPABLE_FRAME = b"*M\x18"
-"""Bytes 2 to 4 of a skippable frame of zstd or lz4. Files of parallel tools begin with such a frame."""
+"""Bytes 2 to 4 of a skippable frame of zstd or lz4, with which files of parallel compressors begin."""
 _WORKBOOK = b"[Content_Types].xml"
-"""Name of the first file in the archive of an Excel workbook."""
+"""Name of the first file in the ZIP archive of an Excel workbook."""
 _COMMANDS = {
     "gzip": "gzip -dc", "zstd": "zstd -dc --long=31", "lz4": "lz4 -dc", "bz2": "bzip2 -dc",
     "xz": "xz -dc", "ZIP": "unzip -p",
 }  # fmt: skip
-"""Commands that print the content of a compressed file."""
+"""Shell commands that print the content of a compressed file, by the kind of compression."""
 
 
 def codec_of(head: bytes, codec: str | None) -> str | None:
-    """Return the codec of a file by its first bytes; None if it is not compressed.
+    """Return pyarrow's codec for a file whose first bytes are `head`; None if the file is not compressed.
 
-    `codec` is the codec that the file's name stands for. It decides for brotli, whose files begin with no
-    fixed bytes, and between zstd and lz4 for a file that begins with a skippable frame.
+    `codec` is the codec by the ending of the file's name. It decides in two cases: a brotli file begins with
+    no fixed bytes, and a skippable frame may begin a file of zstd or of lz4.
     """
     for magic, name in _MAGIC.items():
         if head.startswith(magic):
@@ -50,7 +53,7 @@ def codec_of(head: bytes, codec: str | None) -> str | None:
 
 
 def refuse_archive(path: str, head: bytes) -> None:
-    """Raise InputError for an archive, and for a compression that pyarrow does not read."""
+    """Raise InputError for an archive, such as ZIP, and for a compression that pyarrow cannot read."""
     if head.startswith(b"PK\x03\x04") and _WORKBOOK in head:
         raise InputError(f"{path}: is an Excel workbook", hint="save it as CSV")
     if kind := _archive_kind(head):
@@ -64,19 +67,19 @@ def _archive_kind(head: bytes) -> str | None:
 
 
 def unpacking(path: str, head: bytes) -> str | None:
-    """Return the command that unpacks a compressed file; None for a file that is not compressed."""
+    """Return a hint with the command that unpacks a compressed file; None if it is not compressed."""
     kind = _archive_kind(head) or codec_of(head, None)
     return kind and f"unpack it: {_COMMANDS[kind]} {shlex.quote(path)} > NEW_FILE"
 
 
 def decompressed(stream: pa.NativeFile, codec: str | None) -> io.BufferedReader:
-    """Return a reader of the decompressed stream.
+    """Return a buffered reader of the decompressed content of a stream.
 
-    Reading raises the stream's errors, ArrowException, or DECOMPRESSION_ERRORS.
+    Reading raises the errors of the stream, ArrowException, or one of DECOMPRESSION_ERRORS.
     """
-    raw: Any = stream
-    if codec == "gzip":  # pyarrow's own codec fails on zero bytes after the data
-        raw = gzip.GzipFile(fileobj=cast("IO[bytes]", stream))
+    content: Any = stream
+    if codec == "gzip":  # pyarrow's own codec fails on zero bytes after the compressed data
+        content = gzip.GzipFile(fileobj=cast("IO[bytes]", stream))
     elif codec is not None:
-        raw = pa.CompressedInputStream(stream, codec)
-    return io.BufferedReader(raw, BUFFER_BYTES)
+        content = pa.CompressedInputStream(stream, codec)
+    return io.BufferedReader(content, BUFFER_BYTES)

@@ -18,17 +18,18 @@ from batchrunner.core.files import LONGEST_LINE_BYTES
 from batchrunner.input.text_lines import TOO_LONG, TextRecord
 from batchrunner.job.spec import InputSpec
 
-csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE_BYTES))  # a field may hold a whole document
+# The default limit of the csv module is too small, because a field may hold a whole document.
+csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE_BYTES))
 
 _ENCODING_HINT = "set input.encoding; Excel writes cp1252 or utf-16"
 _UNDECODED = re.compile("[\udc80-\udcff]")
 """Surrogates that stand for bytes that are invalid in the encoding (`errors="surrogateescape"`)."""
 _EXCEL_DELIMITER = re.compile(r'"?sep=(?P<delimiter>[^"])"?', re.IGNORECASE)
-"""First line that names the delimiter of a CSV file for Excel, such as `sep=;`."""
+"""Pattern of a first line that names the delimiter of a CSV file for Excel, such as `sep=;`."""
 
 
 def delimiter_on(line: str) -> str | None:
-    """Return the delimiter that the first line of a file names for Excel; None if it names none."""
+    """Return the delimiter that the first line of a CSV file names for Excel; None if it names none."""
     match = _EXCEL_DELIMITER.fullmatch(line.rstrip("\r\n"))
     return match and match["delimiter"]
 
@@ -36,37 +37,39 @@ def delimiter_on(line: str) -> str | None:
 def csv_table(
     source: io.BufferedReader, path: str, spec: InputSpec, usual_delimiter: str
 ) -> tuple[list[str], Iterator[TextRecord]]:
-    """Return the columns and the records of a CSV file.
+    """Return the names of the columns of a CSV file, and its records.
 
-    Raises InputError for a bad header. The call and the iterator also raise it for a quoted value that is
-    never closed, and if no record with non-ASCII characters can be decoded.
+    `usual_delimiter` applies unless `input.delimiter` or the file itself names another. Raises InputError for
+    a bad header. The call and the iterator also raise InputError for a quoted value that is never closed, and
+    if no record with non-ASCII characters can be decoded.
     """
     text = io.TextIOWrapper(source, spec.encoding, "surrogateescape", newline="\n")
     records = _decoded_records(_CsvLines(text), path, spec, usual_delimiter)
     line, header, problem = next(records, (1, [], "is missing"))
-    repeated = [name for name in header if name and header.count(name) > 1]
-    if repeated:
-        problem = f"has {repeated[0]!r} twice"
+    repeated_names = [name for name in header if name and header.count(name) > 1]
+    if repeated_names:
+        problem = f"has {repeated_names[0]!r} twice"
     if problem:
         raise InputError(
             f"{path}: line {line}: the header {problem}",
-            hint="the first line of a CSV file names its columns",
+            hint="the first line of a CSV file must name its columns",
         )
     return header, _named_records(records, header)
 
 
 _Cells = tuple[int, list[str], str | None]
-"""Number of a record's first line, its values, and why it cannot be read (None if it can)."""
+"""Number of a record's first line, its values, and the reason why it cannot be read; None if it can."""
 
 
 def _named_records(records: Iterator[_Cells], names: list[str]) -> Iterator[TextRecord]:
+    """Yield records with their values by column; `names` are the names in the header."""
     for line, cells, problem in records:
         size = sum(map(len, cells))
         if problem:
             yield TextRecord(line, {}, problem, size)
         elif len(cells) != len(names):
-            width_problem = f"{len(cells)} value(s), but the header has {len(names)}"
-            yield TextRecord(line, {}, width_problem, size)
+            count_problem = f"has {len(cells)} value(s), but the header has {len(names)}"
+            yield TextRecord(line, {}, count_problem, size)
         else:
             yield TextRecord(line, dict(zip(names, cells, strict=True)), None, size)
 
@@ -74,34 +77,35 @@ def _named_records(records: Iterator[_Cells], names: list[str]) -> Iterator[Text
 def _decoded_records(lines: _CsvLines, path: str, spec: InputSpec, usual_delimiter: str) -> Iterator[_Cells]:
     """Yield the records. A record with bytes that are invalid in the encoding has a problem.
 
-    Raises InputError if no record with non-ASCII characters can be decoded: then the encoding is wrong.
+    Raises InputError if no record with non-ASCII characters can be decoded, because the encoding is wrong
+    then.
     """
     not_decoded = f"is not {spec.encoding.upper()}: {_ENCODING_HINT}"
-    first_undecoded, encoding_fits = 0, False
+    first_undecoded_line, encoding_fits = 0, False
     try:
         excel_delimiter = lines.read_delimiter()
         delimiter = spec.delimiter or excel_delimiter or usual_delimiter
         for line, cells, problem in _records(lines, path, delimiter):
             text = "".join(cells)
-            if text.isascii():
+            if text.isascii():  # fits nearly every encoding, and so proves nothing
                 yield line, cells, problem
             elif _UNDECODED.search(text):
-                first_undecoded = first_undecoded or line
+                first_undecoded_line = first_undecoded_line or line
                 yield line, cells, not_decoded
             else:
                 encoding_fits = True
                 yield line, cells, problem
     except UnicodeError:  # UTF-16 may raise despite `surrogateescape`
-        first_undecoded, encoding_fits = lines.begin_record(), False
-    if first_undecoded and not encoding_fits:
-        raise InputError(f"{path}: line {first_undecoded} {not_decoded}")
+        first_undecoded_line, encoding_fits = lines.begin_record(), False
+    if first_undecoded_line and not encoding_fits:
+        raise InputError(f"{path}: line {first_undecoded_line} {not_decoded}")
 
 
 def _records(lines: _CsvLines, path: str, delimiter: str) -> Iterator[_Cells]:
-    """Yield all records, each with its problem if it cannot be read.
+    """Yield all records, each with the reason if it cannot be read.
 
-    A misplaced quote fails only the first line of its record. The lines below are read again as records,
-    because an unclosed quote would otherwise hide them all.
+    A misplaced quote fails only the first line of its record. The lines below it are read again as records,
+    because an unclosed quote would otherwise hide all of them.
     """
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
@@ -118,12 +122,12 @@ def _records(lines: _CsvLines, path: str, delimiter: str) -> Iterator[_Cells]:
         else:
             if cells is None:
                 return
-            if cells:
+            if cells:  # an empty line is not a record
                 yield line, cells, None
 
 
 def _next_cells(reader: Iterator[list[str]]) -> list[str] | None:
-    """Return the values of the next record, None at the end; raises _TooLongError or csv.Error."""
+    """Return the values of the next record, None after the last; raise _TooLongError or csv.Error."""
     try:
         return next(reader, None)
     except csv.Error as failure:
@@ -133,6 +137,7 @@ def _next_cells(reader: Iterator[list[str]]) -> list[str] | None:
 
 
 def _endless_value(path: str, line: int) -> InputError:
+    """Return the error for a quoted value, begun on a line, whose end is not found."""
     return InputError(
         f"{path}: line {line}: a value of more than {LONGEST_LINE_BYTES >> 20} MiB has no closing quote",
         hint="correct the quotes of this record, or write the file as Parquet",
@@ -149,23 +154,29 @@ def _closes_value(line: str, delimiter: str) -> bool:
 
 
 class _TooLongError(Exception):
-    """A line, or a value, is longer than LONGEST_LINE_BYTES."""
+    """Error for a line or a value that is longer than LONGEST_LINE_BYTES."""
 
 
 class _CsvLines:
-    """Lines of a CSV file. The lines of the current record are kept, so that they can be read again."""
+    """Iterator of the lines of a CSV file.
+
+    The lines of the current record are kept, so that they can be read again.
+    """
 
     def __init__(self, text: io.TextIOWrapper) -> None:
         self._text = text
         self._record: list[str] = []
+        """Lines of the current record."""
         self._requeued: deque[str] = deque()
-        self._number = 0  # of the line that was read last
+        """Lines to read again, before the next line of the file."""
+        self._number = 0
+        """Number of the line that was read last."""
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        """Return the next line; raises _TooLongError once a line that is too long has been skipped."""
+        """Return the next line; skip a line that is too long, and raise _TooLongError."""
         line = self._requeued.popleft() if self._requeued else self._text.readline(LONGEST_LINE_BYTES)
         if not line:
             raise StopIteration
@@ -177,18 +188,18 @@ class _CsvLines:
         return line
 
     def begin_record(self) -> int:
-        """Forget the lines of the previous record; return the number of the next line."""
+        """Begin a new record, and return the number of its first line."""
         self._record.clear()
         return self._number + 1
 
     def requeue_below_first(self) -> None:
-        """Requeue the lines of the current record, except the first one."""
-        below = self._record[1:]
-        self._requeued.extendleft(reversed(below))
-        self._number -= len(below)
+        """Requeue all lines of the current record except the first, so that they are read again."""
+        lines_below = self._record[1:]
+        self._requeued.extendleft(reversed(lines_below))
+        self._number -= len(lines_below)
 
     def read_delimiter(self) -> str | None:
-        """Skip the first line if it names the delimiter for Excel; return the delimiter, otherwise None."""
+        """Return the delimiter that the first line names for Excel, and skip this line; else return None."""
         line = self._text.readline(LONGEST_LINE_BYTES)
         delimiter = delimiter_on(line)
         if delimiter is not None:
@@ -200,10 +211,10 @@ class _CsvLines:
     def skip_long_record(self, delimiter: str) -> bool:
         """Skip the rest of a record that is too long to be read; tell whether its quotes are closed.
 
-        If its quotes are not closed, the lines below cannot be divided into records.
+        If the quotes are not closed, the lines below cannot be divided into records.
         """
         if self._has_paired_quotes():
-            return True
+            return True  # the record ends with the line that was too long
         while True:  # each further line begins inside a quoted value
             self._record.clear()
             line: str | None
@@ -212,16 +223,19 @@ class _CsvLines:
             except StopIteration:
                 return False
             except _TooLongError:
-                line = None  # whether it is valid CSV cannot be checked
+                line = None  # too long to check whether the line is valid CSV
+            # Pairs of quotes are quotes in the value. A single quote more closes the value.
             ends_value = not self._has_paired_quotes()
             if ends_value:
                 return line is not None and _closes_value(line, delimiter)
 
     def _has_paired_quotes(self) -> bool:
+        """Tell whether the number of quotes in the current record is even."""
         return sum(line.count('"') for line in self._record) % 2 == 0
 
     def _skip_rest_of_line(self) -> None:
-        while piece := self._text.readline(LONGEST_LINE_BYTES):
-            self._record.append('"' * piece.count('"'))
-            if piece.endswith("\n"):
+        """Skip the rest of a line that is too long, but keep its quotes to count them later."""
+        while chunk := self._text.readline(LONGEST_LINE_BYTES):
+            self._record.append('"' * chunk.count('"'))
+            if chunk.endswith("\n"):
                 return

@@ -53,10 +53,12 @@ log = logging.getLogger(__name__)
 
 READERS = 8
 """Number of files that are opened in parallel. Opening a file on a network file system is mostly waiting."""
-BATCH_ROWS, BATCH_BYTES = 256, 8 << 20
-"""Maximum number of rows in a batch, and its approximate maximum size in bytes."""
+BATCH_ROWS = 256
+"""Maximum number of rows in a batch that is read at once."""
+BATCH_BYTES = 8 << 20
+"""Approximate maximum size in bytes of a batch that is read at once."""
 Row = dict[str, Any]
-"""Values of a row by column."""
+"""Values of a row by column name."""
 
 
 def is_list(kind: pa.DataType) -> bool:
@@ -76,45 +78,45 @@ def is_bytes(kind: pa.DataType) -> bool:
 
 
 def holds_bytes(kind: pa.DataType) -> bool:
-    """Tell whether a column holds bytes, or lists or structs with them."""
+    """Tell whether a column holds bytes, or lists or structs with bytes in them."""
     return is_bytes(kind) or any(holds_bytes(kind.field(at).type) for at in range(kind.num_fields))
 
 
 @dataclass(frozen=True, slots=True)
 class RowBatch:
-    """Rows that are read together."""
+    """Batch of rows that are read together."""
 
     rows: list[int]
-    """Ordinals of the rows."""
+    """Ordinals of the rows in the whole input, counted from 0."""
     data: pa.RecordBatch
-    """Columns of these rows, in the same order."""
+    """Values of the rows, in the same order."""
 
 
 class ColumnSource(Protocol):
-    """Rows with columns: a dataset, or the rows of a program."""
+    """Rows with columns: the input files of a job, or the rows that a program passes."""
 
     @property
     def schema(self) -> pa.Schema:
         """All columns."""
 
     def field(self, name: str, *, where: str) -> pa.Field:
-        """Return the field of a column; raises InputError, naming `where`, if it cannot be used."""
+        """Return the field of a column; raise InputError, which begins with `where`, if it is unusable."""
 
     def directory_of(self, row: int) -> str | None:
-        """Return the directory of the file that has the row with this ordinal; None if there is none."""
+        """Return the directory of the input file with a row; None if no file on this machine has the row."""
 
 
 def usable_columns(source: ColumnSource) -> dict[str, pa.DataType]:
-    """Return the types of the columns that a job can use, in order."""
+    """Return the names and types of the columns that a job can use, in the order of the input."""
     types = {}
     for name in source.schema.names:
-        with contextlib.suppress(BatchrunError):  # its type differs between files, for example
+        with contextlib.suppress(BatchrunError):  # for example a column whose type differs between files
             types[name] = source.field(name, where="a job").type
     return types
 
 
 class Dataset:
-    """The files of a job's input."""
+    """The input files of a job, as one sequence of rows."""
 
     def __init__(
         self,
@@ -126,12 +128,12 @@ class Dataset:
         paths: Sequence[str] | None = None,
         is_batch: bool = False,
     ) -> None:
-        """Find the files, except those in the run directory `run`, and read their columns and row groups.
+        """Find the files and read their columns and row groups.
 
-        `paths` replaces `source.path`. `storage` says how object stores are reached. With `is_batch`, the
-        input is one batch file. `copies` is the directory for the Parquet copies of files in other formats;
-        the default is a temporary directory, which is deleted with this object. Raises InputError if a file
-        is missing or unreadable.
+        Files in the run directory `run` are skipped. `storage` has the settings of object stores. `copies` is
+        the directory for the Parquet copies of files in other formats; the default is a temporary directory,
+        which is deleted with this object. `paths` replaces `source.path`. With `is_batch`, the input is one
+        batch file. Raises InputError if a file is missing or unreadable.
         """
         if paths is None:
             paths = [source.path] if isinstance(source.path, str) else source.path
@@ -139,32 +141,39 @@ class Dataset:
         self.files = self._open_files(source, copies, is_batch=is_batch)
         _unify_json_lines(self.files)
         self._starts = [0, *accumulate(file.rows for file in self.files)]
+        """Ordinal of the first row of each file, and the ordinal after the last row."""
         self.total_rows = self._starts[-1]
+        """Number of rows in all files."""
         for file, start in zip(self.files, self._starts, strict=False):
             file.begin_at(start)
 
-        in_paths = partition_types([file.partitions for file in self.files])
-        self._paths_by_schema: dict[pa.Schema, str] = {}  # path of the first file with each schema
+        types_in_paths = partition_types([file.partitions for file in self.files])
+        self._paths_by_schema: dict[pa.Schema, str] = {}
+        """Distinct schemas of the files, partition columns included; each with its first file's path."""
         for file in self.files:
-            partitions = [pa.field(*item) for item in in_paths.items() if item[0] not in file.schema.names]
-            self._paths_by_schema.setdefault(pa.schema([*file.schema, *partitions]), file.path)
-        self._conflicts: dict[str, str] = {}  # columns without a common type, and why
+            fields = [*file.schema]
+            for name, kind in types_in_paths.items():
+                if name not in file.schema.names:
+                    fields.append(pa.field(name, kind))
+            self._paths_by_schema.setdefault(pa.schema(fields), file.path)
+        self._conflicts: dict[str, str] = {}
+        """Columns without a type that holds the values of all files, each with the reason."""
         self.schema = self._common_schema()
-        """All columns. A column without a common type has its type in the first file that has the column."""
-        self.partition_types = {name: self.schema.field(name).type for name in in_paths}
+        """All columns. A column in `_conflicts` has its type in the first file that has the column."""
+        self.partition_types = {name: self.schema.field(name).type for name in types_in_paths}
         """Types of the Hive partition columns. If a file lacks such a column, its path gives the value."""
         self.has_text_files = any(file.is_text for file in self.files)
         """Whether a file is CSV or JSON Lines, whose column types come from values or `input.types`."""
         has_problems = any(file.has_problems for file in self.files)
-        # a value of one file may not fit the common type of all files
+        # If schemas differ, a value of one file may not fit the common type of all files.
         self._problem_columns = [PROBLEM] if has_problems or len(self._paths_by_schema) > 1 else []
         self._check_text_options(source)
 
     def _open_files(self, source: InputSpec, copies: Path | None, *, is_batch: bool) -> list[SourceFile]:
-        fs, names = self._find()
-        if is_batch and len(names) > 1:
+        fs, paths = self._find()
+        if is_batch and len(paths) > 1:
             raise InputError(
-                f"the input has {len(names)} batch files, such as {names[0]} and {names[1]}",
+                f"the input has {len(paths)} batch files, such as {paths[0]} and {paths[1]}",
                 hint="give one file: a custom_id is unique only within its file",
             )
         if copies is None:
@@ -172,23 +181,28 @@ class Dataset:
             weakref.finalize(self, shutil.rmtree, copies, ignore_errors=True)
         open_file = functools.partial(SourceFile, fs, copies=copies, source=source, is_batch=is_batch)
         with thread_pool(READERS) as pool:
-            return list(pool.map(open_file, names))
+            return list(pool.map(open_file, paths))
 
     def _check_text_options(self, source: InputSpec) -> None:
-        """Raise InputError for a text option that applies to no file or column of the input."""
+        """Raise InputError for an option of CSV or JSON Lines that applies to no file or column."""
         text_files = [file for file in self.files if file.is_text]
         columns = dict.fromkeys(name for file in text_files for name in file.schema.names)
         for name in source.types:
             if not text_files:
-                raise InputError("input.types: is for CSV and JSON Lines, and the input has no such file")
+                raise InputError(
+                    "input.types: applies to CSV and JSON Lines, and the input has no such file",
+                    hint="leave it out",
+                )
             if name not in columns:
                 raise unknown_column(InputError, "input.types", name, columns)
         if not any(file.format.kind == "CSV" for file in text_files):
             for name in {"delimiter", "encoding"} & source.model_fields_set:
-                raise InputError(f"input.{name}: is for CSV, and the input has no such file")
+                raise InputError(
+                    f"input.{name}: applies to CSV, and the input has no such file", hint="leave it out"
+                )
 
     def _common_schema(self) -> pa.Schema:
-        """Return the columns of all files with their common types; add those without one to `_conflicts`."""
+        """Return the columns of all files with their common types, and fill in `_conflicts`."""
         types: dict[str, pa.DataType] = {}
         first_paths: dict[str, str] = {}
         for schema, path in self._paths_by_schema.items():
@@ -206,17 +220,18 @@ class Dataset:
         return normalized(pa.schema(list(types.items())))
 
     def facts(self) -> list[dict[str, Any]]:
-        """Return the facts by which a resumed run recognizes its files."""
+        """Return the facts about the files by which a resumed run recognizes its input."""
         return [file.facts() for file in self.files]
 
     def recognize(self, earlier_facts: Sequence[Mapping[str, Any]]) -> None:
-        """Let the file that was the last one in an earlier attempt record whether it has grown since.
+        """Find out whether the last file of an earlier start of the run has grown since.
 
-        `earlier_facts` are the `facts()` of that attempt. Only the last file may grow: rows appended to
+        `earlier_facts` are the `facts()` at that start. Only the last file may grow, because rows appended to
         another file would change the ordinals of all later rows.
         """
         if len(earlier_facts) <= len(self.files):
-            self.files[len(earlier_facts) - 1].recognize(earlier_facts[-1])
+            last_file_then = self.files[len(earlier_facts) - 1]
+            last_file_then.recognize(earlier_facts[-1])
 
     def row_group_ends(self) -> list[int]:
         """Return the ordinal after the last row of each row group, over all files."""
@@ -228,18 +243,21 @@ class Dataset:
             list(pool.map(SourceFile.check_unchanged, self.files))
 
     def added_files(self) -> list[str]:
-        """Return the files that have grown, and files that are new in `input.path`."""
+        """Return the paths of files that have grown, and of new files in `input.path`."""
         paths = [file.path for file in self.files if file.has_grown]
+        # Only the files at the start belong to the run, so it is no error if the path is gone by now.
         with contextlib.suppress(InputError):
-            opened = {without_commit(file.path) for file in self.files}
-            paths += (path for path in self._find()[1] if without_commit(path) not in opened)
+            _, present_paths = self._find()
+            paths_at_start = {without_commit(file.path) for file in self.files}
+            paths += (path for path in present_paths if without_commit(path) not in paths_at_start)
         return paths
 
     def field(self, name: str, *, where: str) -> pa.Field:
-        """Return the field of a column; `where` names the job's key in errors.
+        """Return the field of a column; `where` is the job field that errors name.
 
-        Raises InputError if a file has the column twice, if no type holds the values of all files, or if
-        Parquet cannot hold its type. The column is null in a file that lacks it.
+        Raises InputError if no file has the column, if a file has the column twice, if no type holds the
+        values of all files, or if Parquet cannot hold the type of the column. In a file that lacks the
+        column, its values are null.
         """
         if name not in self.schema.names:
             raise unknown_column(InputError, where, name, self.schema.names)
@@ -261,39 +279,39 @@ class Dataset:
         return field
 
     def notes(self) -> list[str]:
-        """Return sentences for users that say which records fail, and why columns became JSON text."""
+        """Return sentences for users about the files: which records fail, why columns became JSON text."""
         return [note for file in self.files for note in file.notes]
 
     def log_notes(self, columns: Iterable[str]) -> None:
-        """Log the notes on records, and for each of these columns the first file that lacks it."""
+        """Log the notes on the files, and for each of `columns` the first file that lacks the column."""
         for note in self.notes():
             log.warning("%s", note)
         for name in columns:
             for schema, path in self._paths_by_schema.items():
                 if name not in schema.names:
-                    log.warning("%s: has no column %r: the column is null for its rows", path, name)
+                    log.warning("%s: has no column %r: its rows have null in this column", path, name)
                     break
 
     def directory_of(self, row: int) -> str | None:
-        """Return the directory of the file with this row; None for a file that is not on this machine."""
+        """Return the directory of the file that has a row; None for a file that is not on this machine."""
         (file,) = self.files_of(BitMap64([row]))
         return str(Path(file.path).absolute().parent) if file.is_local else None
 
     def schema_of(self, columns: Iterable[str]) -> pa.Schema:
-        """Return the schema in which these columns are read; ends with PROBLEM if rows may be unreadable."""
+        """Return the schema in which `columns` are read. The last column is PROBLEM if rows may fail."""
         fields = [pa.field(name, self.schema.field(name).type) for name in columns]
         return pa.schema([*fields, *(pa.field(name, pa.string()) for name in self._problem_columns)])
 
     def read(self, rows: BitMap64, columns: Sequence[str]) -> Iterator[RowBatch]:
-        """Yield the wanted rows in input order with these columns, a bounded batch at a time.
+        """Yield `rows` in input order with `columns`, a bounded batch at a time.
 
-        Row groups without a wanted row are not read. Raises InputError if a file cannot be read.
+        Row groups without any of `rows` are not read. Raises InputError if a file cannot be read.
         """
         with contextlib.closing(DatasetReader(self, columns)) as reader:
             yield from reader.read(rows)
 
     def files_of(self, rows: BitMap64) -> list[SourceFile]:
-        """Return the files that have wanted rows, in order."""
+        """Return the files that have any of `rows`, in input order."""
         if not rows:
             return []
         first, end = (bisect_right(self._starts, row) for row in (rows.min(), rows.max()))
@@ -305,28 +323,36 @@ class Dataset:
 
 
 class DatasetReader:
-    """Reads rows of a dataset in input order. A file stays open, so its footer is parsed once.
+    """Reads rows of a dataset in input order.
 
-    If the next rows lie ahead in the current row group, reading continues there. So a row group is decoded
-    once, even if it is read in many small ranges.
+    A file stays open until a row of another file is needed, so its footer is parsed once. If the next rows
+    lie ahead in the current row group, reading continues there. So a row group is decoded once, even if it is
+    read in many small ranges.
     """
 
     def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:
         self._dataset = dataset
         self._schema = dataset.schema_of(columns)
-        self._file: SourceFile | None = None  # the open file
+        self._file: SourceFile | None = None
+        """Input file that is open."""
         self._content: pq.ParquetFile | None = None
-        self._stored: list[str] = []  # columns that are read from it
-        self._group: int | None = None  # the row group that was read last
+        """Parquet reader of the open file."""
+        self._stored: list[str] = []
+        """Columns that the open file has. Its path gives the values of partition columns."""
+        self._group: int | None = None
+        """Row group that is being read."""
         self._batches: Iterator[pa.RecordBatch] = iter(())
-        self._start = 0  # ordinal of the first row in `_data`
-        self._data: pa.RecordBatch | None = None  # the batch that was decoded last
+        """Batches of the row group that have not been decoded yet."""
+        self._start = 0
+        """Ordinal of the first row in `_data`."""
+        self._data: pa.RecordBatch | None = None
+        """Batch of the row group that was decoded last."""
 
     def read(self, rows: BitMap64, positions: range | None = None) -> Iterator[RowBatch]:
-        """Yield the wanted rows in input order, as `Dataset.read` does.
+        """Yield `rows` in input order, as `Dataset.read` does.
 
-        `positions` is unused: only the reader of a sorted copy needs it. Raises InputError if a file cannot
-        be read, InputChangedError if its content has changed.
+        `positions` is unused, because only the reader of a sorted copy needs it. Raises InputError if a file
+        cannot be read, and InputChangedError if the content of a file has changed.
         """
         del positions
         for file in self._dataset.files_of(rows):
@@ -347,6 +373,7 @@ class DatasetReader:
             self._content = None
 
     def _read_file(self, file: SourceFile, rows: BitMap64) -> Iterator[RowBatch]:
+        """Yield those of `rows` that the file has, without its partition columns."""
         if self._file is not file:
             self.close()
             self._content = file.open()
@@ -356,39 +383,43 @@ class DatasetReader:
         first, last = max(rows.min(), starts[0]), min(rows.max(), starts[-1] - 1)
         for group in range(bisect_right(starts, first) - 1, bisect_right(starts, last)):
             group_rows = range(*starts[group : group + 2])
-            if in_group := rows & BitMap64(group_rows):
-                yield from self._read_group(file, group, group_rows, in_group)
+            rows_in_group = rows & BitMap64(group_rows)
+            if rows_in_group:
+                if self._group != group or rows_in_group.min() < self._start:
+                    self._begin_group(file, group, group_rows)
+                yield from self._rows_in_group(file, rows_in_group)
 
-    def _read_group(
-        self, file: SourceFile, group: int, group_rows: range, rows: BitMap64
-    ) -> Iterator[RowBatch]:
-        if self._group != group or rows.min() < self._start:
-            assert self._content is not None
-            self._group = None
-            size = size_of(self._content.metadata, self._stored, group)
-            self._batches = self._content.iter_batches(
-                batch_size=batch_rows(len(group_rows), size),
-                row_groups=[group],
-                columns=self._stored,
-                use_threads=False,
-            )
-            self._start, self._data = group_rows.start, self._next(file, group_rows.start)
-            self._group = group
+    def _begin_group(self, file: SourceFile, group: int, group_rows: range) -> None:
+        """Decode the first batch of a row group, whose ordinals are `group_rows`."""
+        assert self._content is not None
+        self._group = None  # stays so if decoding fails, so that the next call begins the row group again
+        size = size_of(self._content.metadata, self._stored, group)
+        self._batches = self._content.iter_batches(
+            batch_size=batch_rows(len(group_rows), size),
+            row_groups=[group],
+            columns=self._stored,
+            use_threads=False,
+        )
+        self._start, self._data = group_rows.start, self._next_batch(file, group_rows.start)
+        self._group = group
+
+    def _rows_in_group(self, file: SourceFile, rows: BitMap64) -> Iterator[RowBatch]:
+        """Yield `rows`, which lie in the current row group, from the batch that was decoded last onwards."""
         while True:
             assert self._data is not None
             end = self._start + self._data.num_rows
-            rows_here = list(rows & BitMap64(range(self._start, end)))
-            if len(rows_here) == self._data.num_rows:
-                yield RowBatch(rows_here, self._data)
-            elif rows_here:
-                indices = arrow_array([row - self._start for row in rows_here], pa.int64())
-                yield RowBatch(rows_here, self._data.take(indices))
-            if rows.max() < end:
+            rows_in_batch = list(rows & BitMap64(range(self._start, end)))
+            if len(rows_in_batch) == self._data.num_rows:
+                yield RowBatch(rows_in_batch, self._data)
+            elif rows_in_batch:
+                indices = arrow_array([row - self._start for row in rows_in_batch], pa.int64())
+                yield RowBatch(rows_in_batch, self._data.take(indices))
+            if rows.max() < end:  # the batch is kept, because the next rows may be in it too
                 return
-            self._start, self._data = end, self._next(file, end)
+            self._start, self._data = end, self._next_batch(file, end)
 
-    def _next(self, file: SourceFile, start: int) -> pa.RecordBatch:
-        """Return the next batch of the row group, converted to the schema; `start` is its first ordinal.
+    def _next_batch(self, file: SourceFile, start: int) -> pa.RecordBatch:
+        """Return the next batch of the row group, converted to the schema; its first ordinal is `start`.
 
         Raises InputChangedError if the file was replaced before the batch was read.
         """
@@ -398,13 +429,13 @@ class DatasetReader:
                 return fitted(data, self._schema)
             except UNFIT:
                 return self._with_misfits(data, file, start - file.starts[0])
-        raise pa.ArrowInvalid("it has fewer rows than its footer says")
+        raise pa.ArrowInvalid("the row group has fewer rows than the footer says")
 
     def _with_misfits(self, data: pa.RecordBatch, file: SourceFile, first: int) -> pa.RecordBatch:
-        """Return a batch converted to the schema, whose types some of the values do not fit.
+        """Convert a batch in which some values do not fit the types of the schema.
 
-        Such a value becomes null, and PROBLEM describes the first one of each row. `first` is the index in
-        the file of the batch's first row.
+        A value that does not fit becomes null, and the column PROBLEM describes the first one of each row.
+        `first` is the index in the file of the batch's first row.
         """
         problems: list[str | None] = [None] * data.num_rows
         columns = {}
@@ -413,30 +444,33 @@ class DatasetReader:
                 columns[field.name] = pa.nulls(data.num_rows, field.type)
                 continue
             columns[field.name], misfits = fitted_values(data.column(field.name), field.type)
-            for at, why in misfits.items():
-                problems[at] = problems[at] or f"{file.path}: row {first + at}: column {field.name!r}: {why}"
+            for index, reason in misfits.items():
+                if problems[index] is None:
+                    row = first + index
+                    problems[index] = f"{file.path}: row {row}: column {field.name!r}: {reason}"
         if PROBLEM in columns:
-            of_records = columns[PROBLEM].to_pylist()
-            problems = [stored or misfit for stored, misfit in zip(of_records, problems, strict=True)]
+            # A problem that the file's Parquet copy has stored comes first.
+            stored_problems = columns[PROBLEM].to_pylist()
+            problems = [stored or misfit for stored, misfit in zip(stored_problems, problems, strict=True)]
             columns[PROBLEM] = arrow_array(problems, pa.string())
         return pa.RecordBatch.from_arrays(list(columns.values()), schema=self._schema)
 
     def _with_partitions(self, data: pa.RecordBatch, file: SourceFile) -> pa.RecordBatch:
-        """Return a batch with the partition columns filled in from the file's path."""
-        for at, field in enumerate(data.schema):
+        """Return a batch with the values of the partition columns, which the file's path has."""
+        for index, field in enumerate(data.schema):
             if field.name in self._dataset.partition_types and field.name not in self._stored:
                 value = pa.scalar(file.partitions[field.name], pa.string()).cast(field.type)
-                data = data.set_column(at, field, pa.repeat(value, data.num_rows))
+                data = data.set_column(index, field, pa.repeat(value, data.num_rows))
         return data
 
 
 def batch_rows(rows: int, size: int) -> int:
-    """Return the rows per batch for a row group of `rows` rows and `size` bytes."""
+    """Return the number of rows to read at once from a row group with `rows` rows and `size` bytes."""
     return max(1, min(BATCH_ROWS, BATCH_BYTES * rows // max(size, 1)))
 
 
 def rows_of(batch: RowBatch, names: Sequence[str]) -> list[Row | str]:
-    """Return each row of a batch as a dict of Python values, or as a text that says why it cannot be read."""
+    """Return the values of each row in the columns `names`, or the reason why the row cannot be read."""
     problems: dict[int, str] = {}
     if PROBLEM in batch.data.schema.names:
         texts = enumerate(batch.data.column(PROBLEM).to_pylist())
@@ -448,28 +482,23 @@ def rows_of(batch: RowBatch, names: Sequence[str]) -> list[Row | str]:
         for index, problem in unreadable.items():
             problems.setdefault(index, f"column {name!r}: {problem}")
     rows: list[Row | str] = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
-    rows = rows or [{} for _ in batch.rows]
+    if not names:  # zip() yields no row if there is no column
+        rows = [{} for _ in batch.rows]
     for index, problem in problems.items():
         rows[index] = problem
     return rows
 
 
 def values_of(column: pa.Array) -> tuple[list[Any], dict[int, str]]:
-    """Return a column as Python values, and by index the reason for each value that Python cannot represent.
+    """Return the Python values of a column, and a reason for each value that Python cannot represent.
 
-    Such a value becomes None.
+    Such a value becomes None, and the reason's key is its index in the column.
     """
-    kind = column.type
     try:
-        if (pt.is_list(kind) or pt.is_large_list(kind)) and pt.is_integer(kind.value_type):
-            ends = _integers(column.offsets)
-            inner = column.values.slice(ends[0], ends[-1] - ends[0])
-            if not column.null_count and not inner.null_count:  # token ids: much faster than `to_pylist`
-                numbers = _integers(inner)
-                return [numbers[start - ends[0] : end - ends[0]] for start, end in pairwise(ends)], {}
-        return list(column.to_pylist()), {}
+        token_ids = _integer_lists(column)
+        return (list(column.to_pylist()) if token_ids is None else token_ids), {}
     except UNREADABLE:
-        pass
+        pass  # find out which values are unreadable
     values: list[Any] = []
     unreadable = {}
     for index, item in enumerate(column):
@@ -479,26 +508,45 @@ def values_of(column: pa.Array) -> tuple[list[Any], dict[int, str]]:
             values.append(None)
             reason = str(failure)
             if "zoneinfo" in reason:  # Arrow's text only says that this module must be installed
-                reason = f"its time zone is unknown on this machine ({kind})"
+                reason = f"the time zone is unknown on this machine ({column.type})"
             unreadable[index] = f"unreadable value: {reason}"
     return values, unreadable
+
+
+def _integer_lists(column: pa.Array) -> list[list[int]] | None:
+    """Return a column of integer lists without nulls, such as token ids; None for any other column.
+
+    This is much faster than `to_pylist`.
+    """
+    kind = column.type
+    if not ((pt.is_list(kind) or pt.is_large_list(kind)) and pt.is_integer(kind.value_type)):
+        return None
+    # List n has the items from offset n to offset n + 1. A slice of a column does not begin at offset 0.
+    offsets = _integers(column.offsets)
+    first = offsets[0]
+    items = column.values.slice(first, offsets[-1] - first)
+    if column.null_count or items.null_count:
+        return None
+    numbers = _integers(items)
+    return [numbers[start - first : end - first] for start, end in pairwise(offsets)]
 
 
 def carried_of(ref: RowRef) -> dict[str, Any]:
     """Return the carried columns of a row; a value that Python cannot represent is shown as text."""
     row = ref.carried.slice(ref.position, 1)
-    return {name: shown_values(row.column(at))[0] for at, name in enumerate(row.schema.names)}
+    return {name: shown_values(row.column(index))[0] for index, name in enumerate(row.schema.names)}
 
 
 def _integers(column: pa.Array) -> list[int]:
-    """Return a column of integers without nulls; raises ArrowInvalid for a number over 64 bits."""
+    """Return the values of an integer column without nulls; raise ArrowInvalid if one exceeds 64 bits."""
     numbers = column.cast(pa.int64())
+    # Buffer 1 has the values, of 8 bytes each; an empty column may lack it.
     data, first = memoryview(numbers.buffers()[1] or b""), numbers.offset
     return data[first * 8 : (first + len(numbers)) * 8].cast("q").tolist()
 
 
 def _unify_json_lines(files: Iterable[SourceFile]) -> None:
-    """Give the JSON Lines files of an input one schema, since a key may be missing in a whole file."""
+    """Give all JSON Lines files of an input the same schema, because whole files may lack a key."""
     json_files = [file for file in files if file.format.kind == "JSON Lines"]
     if json_files:
         schema = stored_schema(common_schema([file.schema for file in json_files]))

@@ -13,14 +13,17 @@ from batchrunner.input.order import stretches
 from batchrunner.input.templates import field_line
 
 LOOKED_AHEAD = 5
-"""Number of columns that are tried in pairs at each step. Sixty columns take 6 s, but minutes if all pairs
-are tried."""
+"""Number of columns that are tried in pairs at each step of choosing an order.
+
+With this limit, choosing an order of sixty columns takes 6 s. If all pairs were tried, it would take minutes.
+"""
 
 
 def decide_fields(dataset: Dataset, columns: Sequence[str]) -> list[str]:
-    """Return these columns in the order in which sampled rows share the longest prefixes; raises InputError.
+    """Return `columns` in the order in which the sampled rows share the longest prefixes.
 
-    The sample has no time limit, because workers that begin together must reach the same decision.
+    The sample has no time limit, because workers that begin together must reach the same decision. Raises
+    InputError if a file cannot be read.
     """
     values: dict[str, list[Hashable]] = {name: [] for name in columns}
     lengths = dict.fromkeys(columns, 0)
@@ -36,33 +39,37 @@ def decide_fields(dataset: Dataset, columns: Sequence[str]) -> list[str]:
 
 
 def choose_order(values: Mapping[str, Sequence[Hashable]], lengths: Mapping[str, int]) -> list[str]:
-    """Return the columns in an order in which rows share nearly as much as possible.
+    """Return the columns in an order in which rows share nearly as much text as possible.
 
-    `values` has the values of each column in the sampled rows, and `lengths` their total length. A row shares
-    a column with an earlier row if both have the same values in this column and in all columns before it. So
-    the number of rows that share a column is the number of rows minus the number of different combinations of
-    these values. Each step takes the column with which rows share most text, together with the best column
-    behind it. Only the LOOKED_AHEAD columns that share most by themselves are tried.
+    `values` has the values of each column in the sampled rows, and `lengths` the total length of these
+    values. A row shares a column with an earlier row if both have the same values in this column and in all
+    columns before it. So the number of rows that share a column is the number of rows minus the number of
+    different combinations of these values. Each step appends the column that lets rows share most text,
+    together with the best column after it. Only the LOOKED_AHEAD columns that share most by themselves are
+    tried.
     """
     ordered: list[str] = []
     remaining = [*values]
     rows = len(next(iter(values.values())))
-    before: list[Hashable] = [0] * rows  # stands for the values of each row in the ordered columns
+    prefixes: list[Hashable] = [0] * rows  # a hash of each row's values in the ordered columns
 
-    def shared(name: str, before: Sequence[Hashable]) -> float:
-        combinations = set(zip(before, values[name], strict=True))
+    def shared_text(name: str, prefixes: Sequence[Hashable]) -> float:
+        """Return the length of the text that rows share in a column after these prefixes."""
+        combinations = set(zip(prefixes, values[name], strict=True))
         share_of_rows = 1 - len(combinations) / max(1, rows)
         return lengths[name] * share_of_rows
 
     def gain(name: str) -> float:
-        before_next = list(zip(before, values[name], strict=True))
-        of_next = [shared(other, before_next) for other in ahead if other != name]
-        return shared(name, before) + max(of_next, default=0.0)
+        """Return the length of the text that rows share in a column and the best column after it."""
+        longer_prefixes = list(zip(prefixes, values[name], strict=True))
+        gains_after = [shared_text(other, longer_prefixes) for other in candidates if other != name]
+        return shared_text(name, prefixes) + max(gains_after, default=0.0)
 
     while remaining:
-        ahead = sorted(remaining, key=lambda name: shared(name, before), reverse=True)[:LOOKED_AHEAD]
-        best = max(ahead, key=gain)
-        before = [hash(pair) for pair in zip(before, values[best], strict=True)]
+        by_shared_text = sorted(remaining, key=lambda name: shared_text(name, prefixes), reverse=True)
+        candidates = by_shared_text[:LOOKED_AHEAD]
+        best = max(candidates, key=gain)
+        prefixes = [hash(pair) for pair in zip(prefixes, values[best], strict=True)]
         remaining.remove(best)
         ordered.append(best)
     return ordered

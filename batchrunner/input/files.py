@@ -373,12 +373,13 @@ class SourceFile:
 
     def recognize(self, earlier_facts: Mapping[str, Any]) -> None:
         """Set `grown_from` if rows were appended to the file since it had these `earlier_facts`."""
-        size, digest, rows = earlier_facts.get("size", self._size), earlier_facts["digest"], earlier_facts["rows"]
+        size, digest = earlier_facts.get("size", self._size), earlier_facts["digest"]
         if size < self._size and self._begins_with(size, digest):
             self.grown_from = digest
+            earlier_rows = earlier_facts["rows"]
             log.info(
                 "%s has grown: the first %d rows are those of this run, and %d rows were appended",
-                self.path, rows, self.rows - rows,
+                self.path, earlier_rows, self.rows - earlier_rows,
             )  # fmt: skip
 
     def _begins_with(self, size: int, digest: str) -> bool:
@@ -554,7 +555,7 @@ class SourceFile:
         elif self.format.kind == "Parquet":
             hints = [unpacking(self.path, head_of(self._fs, self.path))]
             if not known_format(self.path):
-                hints.append(f"a file is read as Parquet unless its name ends with {', '.join(ENDINGS)}")
+                hints.append(f"a name with an ending other than {', '.join(ENDINGS)} is read as Parquet")
             hint = "; ".join(filter(None, hints)) or None
         elif self.format.kind == "JSON Lines" and isinstance(failure, pa.ArrowInvalid):
             hint = "give the column a type in input.types: string keeps the values unchanged"
@@ -616,7 +617,7 @@ def _batch_format(path: str) -> FileFormat:
 
 
 def _samples(source: pa.NativeFile, size: int) -> Iterator[bytes]:
-    """Yield evenly spread blocks of a Parquet file; the last block is the end of the file, with the footer."""
+    """Yield evenly spread blocks of a Parquet file; the last block ends with the footer of the file."""
     for block in spread_blocks(size, blocks=SAMPLE_BLOCKS, size=SAMPLE_BYTES):
         source.seek(block.start)
         yield source.read(SAMPLE_BYTES)

@@ -1,4 +1,4 @@
-"""Reads conversations and tools from a column: in OpenAI's or ShareGPT's form, as structs or as JSON text."""
+"""Reads conversations and tools from columns, in OpenAI's or ShareGPT's form, as structs or as JSON text."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from batchrunner.job.prompt import tool_problem
 
 ASSISTANT = "assistant"
 _OPENAI = ("system", "user", ASSISTANT, "tool", "function", "developer", "latest_reminder", "root")
-"""Roles of the chat endpoint of SGLang 0.5.23. Only some models know the last two."""
+"""Roles of the chat endpoint of SGLang 0.5.23. Only some models support the last two."""
 ROLES = {
     **{role: role for role in _OPENAI},
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), ASSISTANT),
@@ -23,13 +23,13 @@ ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-"""Maps the names of roles in OpenAI's and ShareGPT's forms to roles of the chat endpoint."""
+"""Roles of the chat endpoint, by the names of roles in OpenAI's and ShareGPT's forms."""
 _TEXT_PARTS = {"text", "input_text"}
-"""Types of content parts that are texts."""
+"""Types of the parts of a message's content that are texts."""
 
 
 def holds_messages(kind: pa.DataType) -> bool:
-    """Return whether a column of this type may hold conversations."""
+    """Tell whether a column of this type may hold conversations."""
     if not is_list(kind) or not pt.is_struct(kind.value_type):
         return is_text(kind)
     names = {field.name for field in kind.value_type}
@@ -37,43 +37,50 @@ def holds_messages(kind: pa.DataType) -> bool:
 
 
 def messages_in(column: str, row: Mapping[str, Any], *, continues: bool) -> list[dict[str, Any]]:
-    """Return the messages in a column, see `conversation`; raises RowRefusedError if there are none."""
+    """Return the messages in a row's column for the chat endpoint; raise RowRefusedError if it has none.
+
+    `continues` has the same meaning as for `conversation`.
+    """
     label, value = f"prompt: column {column!r}", row[column]
     if value is None:
         raise RowRefusedError(f"{label} is null")
     if isinstance(value, str) and value.strip():
         value = _parsed(label, value)
         if not isinstance(value, list):
-            raise RowRefusedError(f"{label}: its JSON is not a list of messages")
+            raise RowRefusedError(f"{label}: the JSON is not a list of messages")
     if not value:
         raise RowRefusedError(f"{label} is empty")
     return conversation(label, value, continues=continues)
 
 
 def conversation(label: str, row_messages: Sequence[Any], *, continues: bool) -> list[dict[str, Any]]:
-    """Return messages for the chat endpoint; raises RowRefusedError, whose text begins with `label`.
+    """Return messages for the chat endpoint; raise RowRefusedError, whose text begins with `label`.
 
-    With `continues`, the model continues an assistant's message at the end. Without it, assistant messages at
-    the end are dropped.
+    With `continues`, the model continues an assistant message at the end of the conversation. Otherwise
+    assistant messages at the end are dropped.
     """
     messages = []
     for number, item in enumerate(row_messages, 1):
         try:
             messages.append(_message(item))
-        except ValueError as why:
-            raise RowRefusedError(f"{label}: message {number} has {why}") from None
+        except ValueError as problem:
+            raise RowRefusedError(f"{label}: message {number} has {problem}") from None
     while not continues and messages and messages[-1]["role"] == ASSISTANT:
         messages.pop()
     if all(message["role"] == ASSISTANT for message in messages):
-        raise RowRefusedError(f"{label}: all its messages are from the assistant")
+        raise RowRefusedError(f"{label}: all messages are from the assistant")
     return messages
 
 
 def _message(item: Any) -> dict[str, Any]:
+    """Return a message with a role of the chat endpoint.
+
+    Raises ValueError, whose text follows the words "message N has".
+    """
     if not isinstance(item, Mapping):
         raise ValueError("no role")  # noqa: TRY004 - the data is wrong, not the call
-    message = _filled(item)
-    if "role" not in message and "content" not in message:
+    message = _without_null_fields(item)
+    if "role" not in message and "content" not in message:  # ShareGPT's form
         message = {"role": message.get("from"), "content": message.get("value")}
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role.strip().lower() not in ROLES:
@@ -85,14 +92,18 @@ def _message(item: Any) -> dict[str, Any]:
 
 
 def _joined(content: Any) -> Any:
-    """Return the content to send. If all parts are texts, join them by spaces, as SGLang mostly does."""
+    """Return the content of a message that has parts.
+
+    If all parts are texts, they are joined by spaces, as SGLang mostly does. Raises ValueError, whose text
+    follows the words "message N has".
+    """
     if not isinstance(content, list) or not content:
         raise ValueError("content that is not text")
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
     if not all(isinstance(part, Mapping) and isinstance(part.get("type"), str) for part in parts):
         raise ValueError("a part without a type")
     if not all(part["type"] in _TEXT_PARTS for part in parts):
-        return [*map(_filled, parts)]
+        return [*map(_without_null_fields, parts)]
     texts: list[Any] = [part.get("text") for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("a part of type text without a text")
@@ -100,7 +111,10 @@ def _joined(content: Any) -> Any:
 
 
 def tools_in(column: str, choice: Any, value: Any) -> Tools | None:
-    """Return the tools in a column, None if it is empty; raises RowRefusedError for an invalid list."""
+    """Return the tools in a column's value; None if it is null or empty.
+
+    `choice` is the `tool_choice` of the job. Raises RowRefusedError for an invalid list of tools.
+    """
     label = f"prompt.tools: column {column!r}"
     value = _parsed(label, value) if isinstance(value, str) else _without_nulls(value)
     if value is None or value == []:
@@ -112,19 +126,20 @@ def tools_in(column: str, choice: Any, value: Any) -> Tools | None:
 
 
 def _parsed(label: str, text: str) -> Any:
+    """Return the value of a JSON text; raise RowRefusedError, which begins with `label`, if it is invalid."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as failure:
         raise RowRefusedError(f"{label}: not JSON: {failure}") from None
 
 
-def _filled(struct: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a struct without the fields that are null in this row."""
+def _without_null_fields(struct: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a struct without its null fields: Parquet gives all structs of a column the same fields."""
     return {name: value for name, value in struct.items() if value is not None}
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value without nulls at any depth of its structs."""
+    """Return a value without null fields in its structs, at any depth."""
     if isinstance(value, Mapping):
-        return {name: _without_nulls(inner) for name, inner in _filled(value).items()}
+        return {name: _without_nulls(inner) for name, inner in _without_null_fields(value).items()}
     return [*map(_without_nulls, value)] if isinstance(value, list) else value

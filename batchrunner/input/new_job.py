@@ -1,4 +1,4 @@
-"""`batchrun init`: a commented job for a data file, whose prompt is the likeliest text column."""
+"""Writes a commented job for a data file (`batchrun init`), whose prompt is the likeliest text column."""
 
 import codecs
 import contextlib
@@ -27,13 +27,15 @@ TEXT_NAMES = (
     "prompt", "instruction", "question", "query", "input", "text", "content", "document", "body", "article",
     "message", "source", "review", "comment", "description", "abstract", "title",
 )  # fmt: skip
-"""Common names of the column with the text of the prompt, the likeliest first."""
+"""Common names of a column with the text of the prompt, the likeliest first."""
 ID_NAME = re.compile(r"(.*[ _-])?(?i:id|uuid|guid|key|sku|no|code|isbn|.*nr)|.*[a-z](Id|ID)")
-SAMPLED_ROWS, SAMPLED_BYTES = 1000, 16 << 20
-"""Maximum number of rows from which the prompt's column is chosen, and of bytes from which the options of a
-CSV file are found."""
+"""Pattern of the names of columns that identify rows."""
+SAMPLED_ROWS = 1000
+"""Maximum number of rows by which the column of the prompt is chosen."""
+SAMPLED_BYTES = 16 << 20
+"""Maximum number of bytes by which the delimiter and the encoding of a CSV file are found."""
 ENCODINGS = ("utf-8", "utf-16", "cp1252", "latin-1")
-"""Encodings of CSV files, in the order in which they are tried; the last one decodes any bytes."""
+"""Encodings of CSV files, in the order in which they are tried. The last encoding decodes any bytes."""
 ENGINES = {
     "server": """engine:
   kind: server                    # starts an SGLang server here, and ends it with the run
@@ -51,21 +53,22 @@ ENGINES = {
 
 
 def new_job(path: str, engine: str, files: str) -> str:
-    """Return a job for the data at `path`; `engine` is the kind of its engine.
+    """Return the YAML text of a job for the data at `path`, with an engine of the kind `engine`.
 
-    `files` is the path from which rows are read now. Raises JobError or InputError.
+    `files` is the path from which this function reads rows. Raises JobError or InputError.
     """
     if engine not in ENGINES:
         raise JobError(
-            f"--engine {engine}", hint="give server or simulated; change the job for the other kinds"
+            f"--engine {engine}: unknown kind of engine",
+            hint="give server or simulated; for another kind, change the job afterwards",
         )
     options = _csv_options(files)
     dataset = Dataset(InputSpec.model_validate({"path": files, **options}))
     if not dataset.total_rows:
-        raise InputError(f"{path}: no rows in {len(dataset.files)} file(s)")
+        raise InputError(f"{path}: there are no rows in {len(dataset.files)} file(s)")
     usable = usable_columns(dataset)
     if not usable:
-        raise InputError(f"{path}: no column that a job can use")
+        raise InputError(f"{path}: there is no column that a job can use")
     texts = [name for name, kind in usable.items() if is_text(kind)]
     rows = BitMap64(range(min(SAMPLED_ROWS, dataset.total_rows)))
     sample = pa.Table.from_batches(batch.data for batch in dataset.read(rows, texts))
@@ -74,7 +77,7 @@ def new_job(path: str, engine: str, files: str) -> str:
     carried = [
         column for column in free_columns if ID_NAME.fullmatch(column) and not pt.is_nested(usable[column])
     ]
-    columns = "".join(f"#   {_quoted(f.name)}: {type_name(f.type)}\n" for f in dataset.schema)
+    columns = "".join(f"#   {_quoted(field.name)}: {type_name(field.type)}\n" for field in dataset.schema)
     notes = "".join(f"# {' '.join(note.split())}\n" for note in dataset.notes())
     return (
         "# A job for batchrunner, made by `batchrun init`. Save it as job.yaml, change what you like, then:\n"
@@ -97,28 +100,35 @@ def new_job(path: str, engine: str, files: str) -> str:
 
 
 def _csv_options(path: str) -> dict[str, str]:
-    """Return the delimiter and the encoding of a CSV file, found from its beginning; {} for other formats."""
+    """Return the delimiter and encoding of a CSV file, guessed from its beginning; {} for other formats."""
     fs, files = find_files([user_paths(path)])
-    form = format_of(files[0])
-    if form.kind != "CSV":
+    file_format = format_of(files[0])
+    if file_format.kind != "CSV":
         return {}
-    codec = format_in(fs, files[0], form).compression
+    codec = format_in(fs, files[0], file_format).compression
     content = b""
-    with contextlib.suppress(*read_errors(fs), *DECOMPRESSION_ERRORS):  # reported once the whole file is read
+    # An error is reported later, when the whole file is read.
+    with contextlib.suppress(*read_errors(fs), *DECOMPRESSION_ERRORS):
         content = decompressed(fs.open_input_stream(files[0], compression=None), codec).read(SAMPLED_BYTES)
     for encoding in ENCODINGS:
         with contextlib.suppress(UnicodeError):
             text = codecs.getincrementaldecoder(encoding)().decode(content)
             break
     header = text.removeprefix("\ufeff").partition("\n")[0]
-    if delimiter := delimiter_on(header):
-        return {"delimiter": delimiter, "encoding": encoding}
-    usual = "\t" if form.ending == ".tsv" else ","
-    return {"delimiter": max(f"{usual},;\t|", key=header.count), "encoding": encoding}
+    excel_delimiter = delimiter_on(header)
+    if excel_delimiter is not None:
+        return {"delimiter": excel_delimiter, "encoding": encoding}
+    # The most frequent mark in the header; the usual one comes first, so that it wins a tie.
+    usual_delimiter = "\t" if file_format.ending == ".tsv" else ","
+    return {"delimiter": max(f"{usual_delimiter},;\t|", key=header.count), "encoding": encoding}
 
 
 def _prompt(usable: Mapping[str, pa.DataType], sample: pa.Table) -> tuple[str, str]:
-    """Return the column of the prompt, and the lines of the job's `prompt`."""
+    """Return the column of the prompt, and the lines of the job's section `prompt`.
+
+    `usable` has the columns that a job can use, and `sample` the text columns of some rows. Conversations
+    come first, then texts, then token ids.
+    """
     for name, kind in usable.items():
         if holds_messages(kind) and not is_text(kind):
             return name, f"messages: {_quoted(name)}   # the model's chat template is applied"
@@ -126,14 +136,16 @@ def _prompt(usable: Mapping[str, pa.DataType], sample: pa.Table) -> tuple[str, s
     ids = [name for name, kind in usable.items() if is_ids(kind)]
     if ids and not texts:
         return ids[0], f"input_ids: {_quoted(ids[0])}   # token ids"
-    likely = [name for likely_name in TEXT_NAMES for name in texts if name.lower() == likely_name]
-    plain_names = [name for name in texts if not ID_NAME.fullmatch(name)]
-    plain_names.sort(key=lambda name: -sample.column(name).nbytes)  # the longest text first
-    name = [*likely, *plain_names, *texts, *usable][0]
+    columns_with_usual_name = [
+        name for usual_name in TEXT_NAMES for name in texts if name.lower() == usual_name
+    ]
+    no_id_columns = [name for name in texts if not ID_NAME.fullmatch(name)]
+    no_id_columns.sort(key=lambda name: -sample.column(name).nbytes)  # the longest texts first
+    name = [*columns_with_usual_name, *no_id_columns, *texts, *usable][0]
     template = _quoted(f"{{{{ {template_of_column(name)} }}}}")
     return name, f"# system: You are terse.\n  user: {template}   # Jinja2 over the columns of a row"
 
 
 def _quoted(text: str) -> str:
-    """Return a text in double quotes, as JSON and YAML have it."""
+    """Return a text in double quotes, valid in JSON and in YAML."""
     return json.dumps(text, ensure_ascii=False)

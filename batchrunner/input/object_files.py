@@ -1,4 +1,7 @@
-"""The objects of a store as a read-only file system of pyarrow, read by obstore. A path is `bucket/key`."""
+"""File system of pyarrow for the objects of an object store, read-only, by means of obstore.
+
+The path of an object is `bucket/key`.
+"""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -16,16 +19,18 @@ from batchrunner.output.objects import STORE_ERRORS, as_os_error, e_tag_of, open
 
 
 class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has no types
-    """All buckets of one kind of store."""
+    """File system that has all buckets of one kind of object store."""
 
     def __init__(self, scheme: str, storage: StorageSpec) -> None:
-        """`scheme` is s3, gs or az. Sends nothing."""
+        """Begin without sending a request; `scheme` is the kind of store: s3, gs or az."""
         self._scheme = scheme
         self._bucket = cache(lambda name: open_bucket(StoreAddress(scheme, name, ""), storage))
         self.e_tags: dict[str, str] = {}
-        """ETag of each object when it was last looked up, by path. A replaced object has another ETag."""
+        """ETag of each object at its last lookup, by path. A replaced object has another ETag."""
         self._sizes: dict[str, int] = {}
-        self._listed: dict[str, pafs.FileInfo] = {}  # a listing; answers one look-up of each path
+        """Size in bytes of each object at its last lookup, by path."""
+        self._listed: dict[str, pafs.FileInfo] = {}
+        """Objects of the last listing, by path. An entry saves the first lookup of its path."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -33,82 +38,91 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         return isinstance(other, ObjectFiles) and self._scheme == other._scheme
 
     def get_type_name(self) -> str:
-        """Return the kind of store."""
+        """Return the name of the file system: the kind of store."""
         return self._scheme
 
     def normalize_path(self, path: str) -> str:
-        """Return the path as it is."""
+        """Return the path unchanged, because a key may have any form."""
         return path
 
     def get_file_info(self, paths: Sequence[str]) -> list[pafs.FileInfo]:
-        """Return the type, size and time of each path. A key with other keys below it is a directory."""
+        """Return the type, size and time of each path; raise OSError.
+
+        A path with keys below it that is not itself a key is a directory.
+        """
         return [self._listed.pop(path, None) or self._info(path) for path in paths]
 
     def get_file_info_selector(self, selector: pafs.FileSelector) -> list[pafs.FileInfo]:
-        """Return the objects below a directory, at every depth."""
-        name = selector.base_dir.partition("/")[0]
-        entries = self._below(selector.base_dir)
-        # some tools mark a directory by an empty object
-        files = [entry for entry in entries if entry["size"] or not entry["path"].endswith("/")]
-        infos = [self._noted(f"{name}/{entry['path']}", entry) for entry in files]
+        """Return the objects below a directory, at every depth; raise OSError."""
+        bucket = selector.base_dir.partition("/")[0]
+        entries = self._objects_below(selector.base_dir)
+        # Some tools mark a directory by an empty object whose key ends with a slash.
+        objects = [entry for entry in entries if entry["size"] or not entry["path"].endswith("/")]
+        infos = [self._record(f"{bucket}/{entry['path']}", entry) for entry in objects]
         self._listed |= {info.path: info for info in infos}
         return infos
 
     def open_input_file(self, path: str) -> pa.NativeFile:
-        """Open an object for reading from any position; raises OSError."""
-        name, key = _parts(path)
+        """Open an object for reading from any position; raise OSError."""
+        bucket, key = _bucket_and_key(path)
         if path not in self._sizes and self._info(path).type != pafs.FileType.File:
             raise FileNotFoundError(path)
-        opened = _ObjectFile(
-            self._bucket(name), key, path=path, size=self._sizes[path], e_tag=self.e_tags.get(path)
+        file = _ObjectFile(
+            self._bucket(bucket), key, path=path, size=self._sizes[path], e_tag=self.e_tags.get(path)
         )
-        return pa.PythonFile(opened, mode="r")
+        return pa.PythonFile(file, mode="r")
 
     open_input_stream = open_input_file
 
     def _info(self, path: str) -> pafs.FileInfo:
-        name, key = _parts(path)
+        """Look up a path in the store; raise OSError."""
+        bucket, key = _bucket_and_key(path)
         if key:
             try:
-                return self._noted(path, obstore.head(self._bucket(name), key))
+                return self._record(path, obstore.head(self._bucket(bucket), key))
             except FileNotFoundError:
-                pass
+                pass  # the path may be a directory
             except STORE_ERRORS as failure:
                 raise as_os_error(failure, path) from None
-        is_directory = any(self._below(path, at_most=1))
+        is_directory = any(self._objects_below(path, most_pages=1))
         return pafs.FileInfo(path, pafs.FileType.Directory if is_directory else pafs.FileType.NotFound)
 
-    def _below(self, directory: str, at_most: int | None = None) -> Iterator[Any]:
-        name, key = _parts(directory)
+    def _objects_below(self, directory: str, most_pages: int | None = None) -> Iterator[Any]:
+        """Yield the objects below a directory; raise OSError.
+
+        With `most_pages`, no more pages of the store's listing are read.
+        """
+        bucket, key = _bucket_and_key(directory)
         prefix = f"{key.rstrip('/')}/" if key else None
         try:
-            pages = read_whole(lambda: list(islice(obstore.list(self._bucket(name), prefix), at_most)))
+            pages = read_whole(lambda: list(islice(obstore.list(self._bucket(bucket), prefix), most_pages)))
         except STORE_ERRORS as failure:
             raise as_os_error(failure, directory) from None
         return (entry for page in pages for entry in page)
 
-    def _noted(self, path: str, info: Any) -> pafs.FileInfo:
+    def _record(self, path: str, info: Any) -> pafs.FileInfo:
+        """Keep the ETag and the size of an object from obstore's `info`; return pyarrow's form of it."""
         if e_tag := e_tag_of(info):
             self.e_tags[path] = e_tag
         self._sizes[path] = info["size"]
         return pafs.FileInfo(path, pafs.FileType.File, size=info["size"], mtime=info["last_modified"])
 
     def _read_only(self, *_: object, **__: object) -> NoReturn:
-        raise NotImplementedError("the input is read only")
+        raise NotImplementedError("this file system is read-only")
 
     create_dir = delete_dir = delete_dir_contents = delete_root_dir_contents = _read_only
     delete_file = move = copy_file = open_output_stream = open_append_stream = _read_only
 
 
 class _ObjectFile(io.RawIOBase):
-    """An open object. If another object has taken its key, reading fails instead of mixing their bytes."""
+    """Open object. If another object has taken its key, reading fails instead of mixing their bytes."""
 
     def __init__(self, bucket: Any, key: str, *, path: str, size: int, e_tag: str | None) -> None:
         super().__init__()
         self._bucket, self._key, self._path = bucket, key, path
         self._condition: obstore.GetOptions = {"if_match": e_tag} if e_tag else {}
         self._size = size
-        self._at = 0
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -117,27 +131,27 @@ class _ObjectFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        self._at = max(0, start + offset)
-        return self._at
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = max(0, start + offset)
+        return self._position
 
     def read(self, size: int = -1, /) -> bytes:
-        end = self._size if size < 0 else min(self._at + size, self._size)
-        if self._at >= end:
+        end = self._size if size < 0 else min(self._position + size, self._size)
+        if self._position >= end:
             return b""
-        options: obstore.GetOptions = {**self._condition, "range": (self._at, end)}
+        options: obstore.GetOptions = {**self._condition, "range": (self._position, end)}
         try:
             data = bytes(read_whole(lambda: obstore.get(self._bucket, self._key, options=options).bytes()))
         except STORE_ERRORS as failure:
             raise as_os_error(failure, self._path) from None
-        self._at += len(data)
+        self._position += len(data)
         return data
 
 
-def _parts(path: str) -> tuple[str, str]:
-    """Return the bucket of a path, and the key in it."""
-    name, _, key = path.partition("/")
-    return name, key
+def _bucket_and_key(path: str) -> tuple[str, str]:
+    """Return the bucket of a path, and the key in the bucket; "" for the bucket itself."""
+    bucket, _, key = path.partition("/")
+    return bucket, key

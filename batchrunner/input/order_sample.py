@@ -1,4 +1,4 @@
-"""The order of a job's rows: as the job says, or with `order: auto` decided from a sample of its prompts."""
+"""Decides the order of a job's rows, with `order: auto` from a sample of the prompts."""
 
 import time
 from collections.abc import Callable, Hashable
@@ -11,17 +11,17 @@ from batchrunner.input.order import OrderDecision, decide, stretches
 from batchrunner.input.prompt_bytes import RequestDigests, is_repeatable, prompt_bytes
 
 SAMPLE_S = 60.0
-"""Seconds after which the sample ends, because templates may take long to render."""
+"""Maximum time in seconds for reading the sample, because templates may take long to render."""
 STRETCH_BYTES = 16 << 20
-"""A stretch ends once its prompts have at least this number of bytes."""
+"""Size in bytes of the prompts of a stretch (consecutive rows of the sample) at which the stretch ends."""
 
 
 def decide_order(
     job_input: JobInput, rows: BitMap64, check_stop: Callable[[], None] = lambda: None
 ) -> OrderDecision:
-    """Return the order in which to send these rows. Raises InputError.
+    """Return the order in which to send `rows`. Raises InputError if a file cannot be read.
 
-    `check_stop` is called before each row of the sample, and may raise to end it.
+    `check_stop` is called before each row of the sample, and may raise to end the decision.
     """
     order = job_input.job.order
     if order != "auto":
@@ -30,19 +30,19 @@ def decide_order(
     ends_at = time.monotonic() + SAMPLE_S
     prompts, keys = [], []
     for stretch in stretches(rows, job_input.dataset.row_group_ends()):
-        some_prompts, some_keys = _read_stretch(job_input, stretch, ends_at, check_stop)
-        prompts.append(some_prompts)
-        keys.append(some_keys)
+        stretch_prompts, stretch_keys = _read_stretch(job_input, stretch, ends_at, check_stop)
+        prompts.append(stretch_prompts)
+        keys.append(stretch_keys)
     return decide(prompts, len(rows), keys if job_input.dedupes else None)
 
 
 def _read_stretch(
     job_input: JobInput, rows: BitMap64, ends_at: float, check_stop: Callable[[], None]
 ) -> tuple[list[bytes], list[Hashable]]:
-    """Return the prompt of each row, and a key that is equal for rows that share an answer.
+    """Return the prompt of each row, and a key for each row; rows with equal keys share an answer.
 
-    A row that cannot be rendered has an empty prompt. The remaining rows are left out once the prompts have
-    STRETCH_BYTES, or once the time is after `ends_at`.
+    A row that cannot be rendered has an empty prompt. Reading ends early once the prompts have STRETCH_BYTES,
+    or at the time `ends_at` of the monotonic clock.
     """
     prompts: list[bytes] = []
     keys: list[Hashable] = []

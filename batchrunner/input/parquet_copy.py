@@ -1,7 +1,7 @@
-"""Writes rows as one Parquet file: a program's tables and rows, or a file of another format.
+"""Writes the tables and rows of a program, or an input file of another format, as one Parquet file.
 
-Batches may differ in their columns and types. They are spooled as Arrow streams first, and written as Parquet
-once the type of each column is known. Values without a common type become JSON text.
+The batches of rows may differ in their columns and types. They are first spooled to disk as Arrow streams,
+and written as Parquet once the type of each column is known. Values without a common type become JSON text.
 """
 
 from __future__ import annotations
@@ -26,33 +26,40 @@ from batchrunner.output.files import writing
 
 Item = TypeVar("Item")
 UNFIT = (ValueError, TypeError, OverflowError, pa.ArrowException)
-"""Errors of Arrow for a value that a type cannot hold."""
+"""Errors that Arrow raises for a value that a type cannot hold."""
 VALUE_CHARACTERS = 40
 """Maximum number of characters of a bad value, or of a type, in a message."""
 PROBLEM = "\0problem"
-"""Column that says why a record of a text file cannot be read; null if it can."""
+"""Column with the reason why a record of a CSV or JSON Lines file cannot be read; null if it can."""
 LINE = "\0line"
-"""Column with the line number of each record; the Parquet file does not have it."""
+"""Column with the line number of each record in a CSV or JSON Lines file. It is not copied to Parquet."""
 AS_JSON = "\0json "
-"""Prefix of a column's name in a batch in which the values of this column have no common type. The column
-then holds them as JSON texts."""
+"""Prefix of a column's name in a batch in which the values of this column have no common type.
+
+The column then holds its values as JSON texts.
+"""
 MOST_ODD = 0.1
 """Maximum share of odd values in a column of lists or structs.
 
 A value is odd if the type of most values cannot hold it. Up to this share, only the records with odd values
-fail. Above it, the whole column becomes JSON text."""
+fail. Above it, the whole column becomes JSON text.
+"""
 NOTES = b"batchrunner.notes"
-"""Key of the notes on records, a JSON list of sentences for users, in the metadata of a Parquet file."""
+"""Key in the metadata of a Parquet copy for the notes on its records, a JSON list of sentences for users."""
 MOST_FIELDS = 1000
-"""Maximum number of fields of an object. An object with more fields is taken for a lookup table, and its
-column becomes JSON text."""
+"""Maximum number of fields of an object in a column of structs.
+
+An object with more fields is taken for a lookup table, and its column becomes JSON text.
+"""
 BATCH_BYTES = 4 << 20
-"""A batch ends once its records have more bytes than this."""
+"""Size in bytes above which a batch of records is complete."""
 _TEXT = pa.string()
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+"""Arrow's view types, which Parquet cannot hold, with the types in place of them."""
 _JSON_NAMES = {
     str: "text", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object",
 }  # fmt: skip
+"""Names of JSON types in messages, by Python type."""
 _LZ4 = pa.ipc.IpcWriteOptions(compression="lz4")
 
 
@@ -64,13 +71,15 @@ def write_parquet(
 ) -> None:
     """Write one or more batches as a Parquet file.
 
-    Batches of records, which come from a text file, have the columns PROBLEM and LINE, and may have AS_JSON
-    columns. `source` names the text file in messages. Notes on the records are added to the metadata as
-    NOTES. Raises StorageError or ArrowException, and what the iterator of batches raises.
+    The batches of a CSV or JSON Lines file hold records: they have the columns PROBLEM and LINE, and may have
+    AS_JSON columns. `source` names this file in messages. Notes on the records are added to the metadata as
+    NOTES. Raises StorageError or ArrowException, and any error of the iterator of batches.
     """
     spool = path.with_name(f"{path.name}.arrows")
     record_columns: dict[str, _RecordColumn] = {}
-    schema: pa.Schema | None = None  # of batches that are not records
+    # The common schema of batches that are not records is known from their types alone. The types of records
+    # are chosen by counting their values.
+    schema: pa.Schema | None = None
     try:
         with spool.open("wb") as file:
             for batch in batches:
@@ -102,6 +111,7 @@ def write_parquet(
 
 
 def _count_types(records: pa.RecordBatch, columns: dict[str, _RecordColumn]) -> None:
+    """Add the values of a batch of records to the counts of `columns`."""
     for field, values in zip(records.schema, records.columns, strict=True):
         name = field.name.removeprefix(AS_JSON)
         if name != LINE:
@@ -109,14 +119,14 @@ def _count_types(records: pa.RecordBatch, columns: dict[str, _RecordColumn]) -> 
 
 
 class _RecordColumn:
-    """Counts the values of one column by type, over all batches of records."""
+    """Counts of the values of one column by type, over all batches of records."""
 
     def __init__(self) -> None:
         self._counts: Counter[pa.DataType] = Counter()
         self._without_type = 0
 
     def count(self, values: pa.Array, *, is_json: bool) -> None:
-        """Count values by type. With `is_json` they are JSON texts, and each value has a type of its own."""
+        """Count values by type. With `is_json`, the values are JSON texts, each with its own type."""
         if not is_json:
             self._counts[values.type] += len(values) - values.null_count
             return
@@ -129,41 +139,43 @@ class _RecordColumn:
                     self._counts[kind] += 1
 
     def main_type(self) -> tuple[pa.DataType, float]:
-        """Return the type that holds most values, and the share of values that it does not hold."""
+        """Return the type that holds most values, and the share of values that this type cannot hold."""
+        # Types that have a common type form a group. The largest group gives the main type.
         groups: list[tuple[pa.DataType, int]] = []
         for kind, count in self._counts.items():
-            for place, (group_type, group_count) in enumerate(groups):
+            for index, (group_type, group_count) in enumerate(groups):
                 common = common_type(group_type, kind)
                 if common is not None:
-                    groups[place] = common, group_count + count
+                    groups[index] = common, group_count + count
                     break
             else:
                 groups.append((kind, count))
-        main, main_count = max(groups, key=itemgetter(1), default=(pa.null(), 0))
+        main_type, main_count = max(groups, key=itemgetter(1), default=(pa.null(), 0))
         total = self._without_type + sum(count for _, count in groups)
-        return main, (total - main_count) / max(1, total)
+        return main_type, (total - main_count) / max(1, total)
 
     def type(self) -> pa.DataType:
-        """Return the common type of the values, or text.
+        """Return the type of the column: the main type, or text if too many values are odd.
 
-        A column of lists or structs keeps its type despite a share of odd values up to MOST_ODD.
+        A column of lists or structs may have a share of odd values up to MOST_ODD, any other column none.
         """
-        main, odd_share = self.main_type()
-        most_odd = MOST_ODD if pt.is_nested(main) else 0.0
-        return main if odd_share <= most_odd else _TEXT
+        main_type, odd_share = self.main_type()
+        most_odd = MOST_ODD if pt.is_nested(main_type) else 0.0
+        return main_type if odd_share <= most_odd else _TEXT
 
 
 class _Records:
-    """Gives batches of records their final columns. A record with a value that does not fit fails."""
+    """Converts batches of records to their final schema. A record with a value that does not fit fails."""
 
     def __init__(self, schema: pa.Schema, columns: Mapping[str, _RecordColumn], source: str) -> None:
         self._schema, self._columns, self._source = schema, columns, source
         self._count = self._failed_count = 0
         self._first_problem = ""
-        self._text_causes: dict[str, str] = {}  # why columns with lists or structs are text
+        self._text_causes: dict[str, str] = {}
+        """The odd value of each column that became text although most values are lists or structs."""
 
     def fitted(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return a batch converted to the schema."""
+        """Return a batch of records converted to the schema."""
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
         lines: list[int] = columns[LINE].to_pylist()
         problems: list[str | None] = columns[PROBLEM].to_pylist()
@@ -172,20 +184,23 @@ class _Records:
                 continue
             column = columns.get(name, pa.nulls(len(lines)))
             json_column = columns.get(f"{AS_JSON}{name}")
+            # All values of the column have the same type, which fits: no value needs to be looked at.
             if json_column is None and _fits(column.type, kind):
                 columns[name] = _as_type(column, kind)
                 continue
             values = column.to_pylist() if json_column is None else _decoded(json_column)
+            # A text column holds any value, as JSON.
             if pt.is_string(kind):
                 columns[name] = arrow_array([text_of(value) for value in values], kind)
                 self._note_cause(name, lines, values)
                 continue
-            for place, value in enumerate(values):
+            # In any other column, an odd value becomes null and its record fails.
+            for index, value in enumerate(values):
                 is_odd = value is not None and not _is_of(value, kind)
                 if is_odd:
-                    values[place] = None
-                    if not problems[place]:  # a record fails with its first problem
-                        problems[place] = self._odd_value(lines[place], name, value, kind)
+                    values[index] = None
+                    if not problems[index]:  # a record fails with its first problem
+                        problems[index] = self._odd_value(lines[index], name, value, kind)
             columns[name] = pa.array(values, kind)
         self._count_failed(problems)
         columns[PROBLEM] = arrow_array(problems, _TEXT)
@@ -193,7 +208,7 @@ class _Records:
         return pa.RecordBatch.from_arrays(columns_in_order, schema=self._schema)
 
     def notes(self) -> list[str]:
-        """Return sentences for users that say which records fail, and why columns became JSON text."""
+        """Return sentences for users about the records: which fail, and why columns became JSON text."""
         notes = [f"{cause}: the column is JSON text" for cause in self._text_causes.values()]
         if self._failed_count:
             failed = f"{self._failed_count:,} of {self._count:,} records cannot be sent"
@@ -202,18 +217,20 @@ class _Records:
 
     def _note_cause(self, name: str, lines: Sequence[int], values: Sequence[Any]) -> None:
         """Record the first odd value of a column that is text although most values are lists or structs."""
-        main, _ = self._columns[name].main_type()
-        if name in self._text_causes or not pt.is_nested(main):
+        main_type, _ = self._columns[name].main_type()
+        if name in self._text_causes or not pt.is_nested(main_type):
             return
         for line, value in zip(lines, values, strict=True):
-            if value is not None and not _is_of(value, main):
-                self._text_causes[name] = self._odd_value(line, name, value, main)
+            if value is not None and not _is_of(value, main_type):
+                self._text_causes[name] = self._odd_value(line, name, value, main_type)
                 return
 
     def _odd_value(self, line: int, name: str, value: Any, kind: pa.DataType) -> str:
+        """Describe an odd value, in a column of type `kind`, with its file and line."""
         return f"{self._source}: line {line}: {_difference(name, value, kind)}"
 
     def _count_failed(self, problems: Sequence[str | None]) -> None:
+        """Count the records of a batch, of which `problems` has the problem or None."""
         for problem in problems:
             self._count += 1
             if problem:
@@ -226,7 +243,7 @@ def _decoded(texts: pa.Array) -> list[Any]:
 
 
 def _type_of(value: Any) -> pa.DataType | None:
-    """Return the type that Arrow gives a value; None for a value that it cannot hold."""
+    """Return the type that Arrow infers for a value; None if Arrow cannot hold the value."""
     try:
         return pa.array([value]).type
     except UNFIT:
@@ -234,41 +251,43 @@ def _type_of(value: Any) -> pa.DataType | None:
 
 
 def _fits(kind: pa.DataType, wanted: pa.DataType) -> bool:
-    """Tell whether the wanted type holds all values of a type."""
+    """Tell whether the type `wanted` can hold all values of the type `kind`."""
     return bool(common_type(wanted, kind) == wanted)
 
 
 def _is_of(value: Any, kind: pa.DataType) -> bool:
-    """Tell whether the type of a value has a common type with `kind`."""
-    own_type = _type_of(value)
-    return own_type is not None and common_type(kind, own_type) is not None
+    """Tell whether the type that Arrow infers for a value has a common type with `kind`."""
+    value_type = _type_of(value)
+    return value_type is not None and common_type(kind, value_type) is not None
 
 
 def _difference(name: str, value: Any, kind: pa.DataType) -> str:
-    """Name the part of a JSON value whose type differs from the type in other records."""
-    parts: list[tuple[str, Any, pa.DataType]] = []
+    """Describe how a JSON value differs from `kind`, its column's type; name its innermost odd part."""
+    inner_values: list[tuple[str, Any, pa.DataType]] = []
     if isinstance(value, dict) and pt.is_struct(kind):
         fields = [field for field in kind if field.name in value]
-        parts = [(f"{name}.{field.name}", value[field.name], field.type) for field in fields]
+        inner_values = [(f"{name}.{field.name}", value[field.name], field.type) for field in fields]
     elif isinstance(value, list) and pt.is_list(kind):
-        parts = [(f"{name}[{index}]", part, kind.value_type) for index, part in enumerate(value)]
-    for place, part, part_type in parts:
-        if part is not None and not _is_of(part, part_type):
-            return _difference(place, part, part_type)
+        inner_values = [(f"{name}[{index}]", item, kind.value_type) for index, item in enumerate(value)]
+    for inner_name, inner_value, inner_type in inner_values:
+        if inner_value is not None and not _is_of(inner_value, inner_type):
+            return _difference(inner_name, inner_value, inner_type)
     return f"{name} is {_JSON_NAMES[type(value)]}, but {type_name(kind):.{VALUE_CHARACTERS}} in other records"
 
 
 def normalized(schema: pa.Schema, nulls: pa.DataType = _TEXT) -> pa.Schema:
-    """Return the schema with nullable fields, without views, and with `nulls` in place of the null type.
+    """Return the schema with nullable fields, without view types, and with `nulls` in place of the null type.
 
-    Dictionary columns get 32-bit indices, because two files together may have too many values for 8 bits.
+    Dictionary columns get 32-bit indices, because the files of an input may together have too many distinct
+    values for indices of 8 bits.
     """
     fields = []
     for field in schema:
-        plain = _normalized_field(field, nulls)
+        normalized_field = _normalized_field(field, nulls)
         if pt.is_dictionary(field.type):
-            plain = plain.with_type(pa.dictionary(pa.int32(), plain.type, field.type.ordered))
-        fields.append(plain)
+            encoded_type = pa.dictionary(pa.int32(), normalized_field.type, field.type.ordered)
+            normalized_field = normalized_field.with_type(encoded_type)
+        fields.append(normalized_field)
     return pa.schema(fields)
 
 
@@ -277,6 +296,7 @@ def _normalized_field(field: pa.Field[Any], nulls: pa.DataType) -> pa.Field[Any]
 
 
 def _normalized_type(kind: pa.DataType, nulls: pa.DataType = _TEXT) -> pa.DataType:
+    """Return a type as in `normalized`, without a dictionary."""
     if pt.is_dictionary(kind):
         kind = kind.value_type
     if pt.is_list(kind) or pt.is_list_view(kind):
@@ -294,18 +314,18 @@ def _normalized_type(kind: pa.DataType, nulls: pa.DataType = _TEXT) -> pa.DataTy
 
 
 def not_for_parquet(kind: pa.DataType) -> str | None:
-    """Return why Parquet, the format of results, cannot hold values of a type; None if it can."""
+    """Return the reason why Parquet, the format of results, cannot hold values of a type; None if it can."""
     try:
         with pa.BufferOutputStream() as sink, pq.ParquetWriter(sink, pa.schema([("a", kind)])) as writer:
             writer.write_table(pa.table([pa.nulls(0, kind)], names=["a"]))
-        pq.ParquetFile(sink.getvalue())  # refuses deeply nested types that can be written
+        pq.ParquetFile(sink.getvalue())  # reading refuses some deeply nested types that can be written
     except (OSError, pa.ArrowException, NotImplementedError) as failure:
         return first_line(failure)
     return None
 
 
 def common_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
-    """Return the columns of all schemas. A column without a common type becomes text, for JSON values."""
+    """Return the columns of all schemas. A column without a common type becomes text, which holds JSON."""
     if all(schema.equals(schemas[0]) for schema in schemas):
         return schemas[0]
     types: dict[str, pa.DataType] = {}
@@ -316,10 +336,10 @@ def common_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
 
 
 def stored_schema(schema: pa.Schema) -> pa.Schema:
-    """Return the schema with text, for JSON, in place of some types.
+    """Return the schema in which rows are written to Parquet, with text for JSON in place of some types.
 
-    These are the types that Parquet cannot hold, and those with an object of more than MOST_FIELDS fields.
-    Columns of nulls stay as they are, because another file may give them a type.
+    These are the types that Parquet cannot hold, and types with an object of more than MOST_FIELDS fields. A
+    column of nulls keeps the null type, because another file may give the column a type.
     """
     fields = []
     for field in schema:
@@ -329,34 +349,37 @@ def stored_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def _most_fields(kind: pa.DataType) -> int:
-    """Return the number of fields of the largest object in a type."""
-    count = kind.num_fields if pt.is_struct(kind) else 0
-    return max([count, *(_most_fields(kind.field(index).type) for index in range(kind.num_fields))])
+    """Return the number of fields of the largest struct in a type."""
+    fields = kind.num_fields if pt.is_struct(kind) else 0
+    return max([fields, *(_most_fields(kind.field(index).type) for index in range(kind.num_fields))])
 
 
 def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
-    """Return a batch without rows."""
+    """Return a batch without rows that has this schema."""
     return pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in schema], schema=schema)
 
 
 def fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """Return a batch with the columns of a schema; columns that it lacks become null. Raises UNFIT errors."""
+    """Convert a batch to a schema; a column that the batch lacks becomes null.
+
+    Raises one of UNFIT if a value does not fit.
+    """
     if batch.schema.equals(schema):
         return batch
     columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-    fitting = [
-        _as_type(columns[field.name], field.type)
-        if field.name in columns
-        else pa.nulls(batch.num_rows, field.type)
-        for field in schema
-    ]
-    return pa.RecordBatch.from_arrays(fitting, schema=schema)
+    arrays = []
+    for field in schema:
+        if field.name in columns:
+            arrays.append(_as_type(columns[field.name], field.type))
+        else:
+            arrays.append(pa.nulls(batch.num_rows, field.type))
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def fitted_values(column: pa.Array, kind: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
-    """Convert a column to a type; also return what is wrong with each value that does not fit, by position.
+    """Convert a column to a type; also return a complaint about each value that does not fit, by its index.
 
-    Such a value becomes null.
+    A value that does not fit becomes null.
     """
     try:
         return _as_type(column, kind), {}
@@ -376,11 +399,12 @@ def fitted_values(column: pa.Array, kind: pa.DataType) -> tuple[pa.Array, dict[i
 
 
 def _as_type(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Convert a column to a type; raises ArrowException, also for a number that the type cannot hold."""
+    """Convert a column to a type; raise one of UNFIT if a value does not fit."""
     if column.type == kind:
         return column
     if pt.is_dictionary(kind) and not pt.is_dictionary(column.type):
         column = _as_type(column, kind.value_type).dictionary_encode()
+    # A text column holds other values as JSON, while Arrow's cast would write them in its own notation.
     if pt.is_string(kind) and _normalized_type(column.type) not in {kind, pa.large_string()}:
         return pa.array([text_of(value, str) for value in column.to_pylist()], kind)
     try:
@@ -389,18 +413,21 @@ def _as_type(column: pa.Array, kind: pa.DataType) -> pa.Array:
     except pa.ArrowException:
         if not pt.is_nested(kind):
             raise
-        converted = pa.array(column.to_pylist(), kind)  # Arrow casts no lists in views, for example
+        # Arrow cannot cast all nested types, for example list views, so convert by way of Python values.
+        converted = pa.array(column.to_pylist(), kind)
     return converted
 
 
-def in_chunks(items: Iterable[Item], most: int, bytes_of: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Yield items in lists of at most `most` items. A list ends early once its items exceed BATCH_BYTES."""
+def in_chunks(
+    items: Iterable[Item], most_items: int, bytes_of: Callable[[Item], int]
+) -> Iterator[list[Item]]:
+    """Yield items in lists of at most `most_items`; a list ends early once its items exceed BATCH_BYTES."""
     chunk: list[Item] = []
     size = 0
     for item in items:
         chunk.append(item)
         size += bytes_of(item)
-        if len(chunk) == most or size > BATCH_BYTES:
+        if len(chunk) == most_items or size > BATCH_BYTES:
             yield chunk
             chunk, size = [], 0
     if chunk:
@@ -408,7 +435,7 @@ def in_chunks(items: Iterable[Item], most: int, bytes_of: Callable[[Item], int])
 
 
 def array_of(values: Sequence[Any]) -> pa.Array:
-    """Return values with the type that Arrow gives them, or as JSON texts if they have no common type."""
+    """Return an array of values with the type that Arrow infers; of JSON texts if there is no common type."""
     try:
         return pa.array(values)
     except UNFIT:
@@ -416,15 +443,15 @@ def array_of(values: Sequence[Any]) -> pa.Array:
 
 
 def json_array(values: Sequence[Any]) -> pa.Array:
-    """Return JSON values as texts for an AS_JSON column; a null stays null."""
+    """Return an array of JSON texts for the values of an AS_JSON column; a null stays null."""
     texts = [None if value is None else msgspec.json.encode(value).decode() for value in values]
     return arrow_array(texts, _TEXT)
 
 
 def text_of(value: Any, default: Callable[[Any], Any] | None = None) -> str | None:
-    """Return a value as text: a text as it is, null as None, anything else as JSON.
+    """Return a value as JSON text; a text and None are returned unchanged.
 
-    `default` converts a value that JSON cannot hold. Without it, such a value raises TypeError.
+    `default` converts a value that JSON cannot hold. Without `default`, such a value raises TypeError.
     """
     if value is None or isinstance(value, str):
         return value

@@ -1,7 +1,7 @@
-"""Prompts as bytes, by which they are compared and sorted, and the digests that recognize equal requests.
+"""Turns prompts into bytes, by which they are compared and sorted, and requests into digests.
 
-Bytes can stand in for tokens: if two texts share a prefix, their tokens share about the same prefix, except
-for a token or two at its end.
+Bytes can stand for tokens: if two texts share a prefix, their tokens share about the same prefix, except for
+a token or two at its end. Requests are equal if their digests are equal.
 """
 
 import struct
@@ -17,17 +17,21 @@ from batchrunner.core.media import PromptFile, file_of_part
 from batchrunner.core.types import BYTES_PER_TOKEN, Request, RequestBody
 from batchrunner.input.request_bodies import prompt_of
 
-BLOCK_BYTES, BLOCK_SHARE = 64, 16
-"""The sort key of a prompt consists of the checksums of its blocks. A block has BLOCK_BYTES bytes, or
-1/BLOCK_SHARE of the number of bytes before it if that is more. Only whole blocks count, so a common prefix of
-10 kB may count as 9.5 kB. The key of a prompt of 1 MB has 520 bytes."""
+BLOCK_BYTES = 64
+"""Minimum size in bytes of a block of a prompt. The sort key of a prompt has a checksum of each block."""
+BLOCK_SHARE = 16
+"""A block has 1/BLOCK_SHARE of the number of bytes before it, unless BLOCK_BYTES is more.
+
+So the key of a prompt of 1 MB has only 520 bytes. Only whole blocks count, so a common prefix of 10 kB may
+count as 9.5 kB.
+"""
 
 
 def prompt_bytes(request: Request) -> bytes:
-    """Return the whole prompt as bytes.
+    """Return the whole prompt of a request as bytes.
 
-    The bytes begin with the name of the LoRA adapter, because adapters share no cache. A media file
-    contributes its key, repeated to the length of a text with as many tokens.
+    The bytes begin with the name of the LoRA adapter, because the prefix cache is separate for each adapter.
+    A media file is represented by its key, repeated to the length of a text with as many tokens.
     """
     adapter = f"{request.lora_path}\0".encode() if request.lora_path else b""
     if request.kind == "input_ids":
@@ -45,9 +49,10 @@ def prompt_bytes(request: Request) -> bytes:
 
 
 def _packed_ids(ids: Sequence[int]) -> bytes:
-    try:  # native byte order: the other one takes three times as long
-        return struct.pack(f"{len(ids)}i", *ids)
-    except struct.error:  # an id over 32 bits: the engine refuses the row
+    """Return token ids as bytes, four for each id."""
+    try:
+        return struct.pack(f"{len(ids)}i", *ids)  # any other byte order takes three times as long
+    except struct.error:  # an id of more than 32 bits, with which the engine refuses the row
         return repr(ids).encode()
 
 
@@ -56,48 +61,55 @@ def _encoded(text: str) -> bytes:
 
 
 def _message_bytes(message: Any) -> bytes:
+    """Return a message as bytes that begin with its role and content, as a rendered prompt does."""
     if isinstance(message, dict) and message.keys() == {"role", "content"}:
         return _encoded(f"{message['role']}\0{message['content']}\0")
     return _encoded(repr(message))
 
 
 def _file_bytes(file: PromptFile) -> bytes:
-    """Return the key of a file, repeated to the number of bytes that stand for its tokens."""
+    """Return the key of a media file, repeated to BYTES_PER_TOKEN bytes for each of its tokens."""
     length = BYTES_PER_TOKEN * file.tokens
     return (file.key * (length // len(file.key) + 1))[:length]
 
 
 def _message_with_files(message: dict[str, Any], files: Sequence[PromptFile]) -> bytes:
+    """Return a message as bytes, with the bytes of a file in place of each part that refers to a file."""
     content = message.get("content")
     if not isinstance(content, list):
         return _message_bytes(message)
 
-    pieces = [_encoded(f"{message['role']}\0")]
+    chunks = [_encoded(f"{message['role']}\0")]
     for part in content:
-        number = file_of_part(part)
-        pieces.append(_encoded(repr(part)) if number is None else _file_bytes(files[number]))
+        index = file_of_part(part)
+        chunks.append(_encoded(repr(part)) if index is None else _file_bytes(files[index]))
 
-    extras = {name: value for name, value in message.items() if name not in {"role", "content"}}
-    if extras:
-        pieces.append(_encoded(repr(extras)))
-    return b"".join([*pieces, b"\0"])
+    other_fields = {name: value for name, value in message.items() if name not in {"role", "content"}}
+    if other_fields:
+        chunks.append(_encoded(repr(other_fields)))
+    return b"".join([*chunks, b"\0"])
 
 
 def common_length(one: bytes, other: bytes) -> int:
     """Return the length of the common prefix of two prompts, in bytes."""
-    most = min(len(one), len(other))
-    if one[:most] == other[:most]:
-        return most
-    low, step = 0, 64  # invariant: the first `low` bytes are equal
+    shorter = min(len(one), len(other))
+    if one[:shorter] == other[:shorter]:
+        return shorter
+    # Slices are compared much faster than single bytes. So search the first difference in ever longer slices:
+    # the first `low` bytes are equal, and the prompts differ before `high`.
+    low, step = 0, 64
     while one[low : low + step] == other[low : low + step]:
         low += step
         step *= 2
-    high = min(low + step, most)  # and they differ before `high`
-    differ = int.from_bytes(one[low:high]) ^ int.from_bytes(other[low:high])
-    return high - (differ.bit_length() + 7) // 8
+    high = min(low + step, shorter)
+    # As integers, the slices differ in the bits from their first different byte to their end.
+    difference = int.from_bytes(one[low:high]) ^ int.from_bytes(other[low:high])
+    different_bytes = (difference.bit_length() + 7) // 8
+    return high - different_bytes
 
 
 def _block_bounds(longest: int) -> list[tuple[int, int]]:
+    """Return the start and the end of each block of a prompt of at most `longest` bytes."""
     blocks = [(0, BLOCK_BYTES)]
     while (start := blocks[-1][1]) < longest:
         blocks.append((start, start + max(BLOCK_BYTES, start // BLOCK_SHARE)))
@@ -105,30 +117,33 @@ def _block_bounds(longest: int) -> list[tuple[int, int]]:
 
 
 _BLOCKS = _block_bounds(1 << 30)
+"""Start and end in bytes of each block of a prompt of up to 1 GiB."""
 _ENDS = [end for _, end in _BLOCKS[:-1]]
+"""Ends in bytes of all blocks but the last."""
 
 
 def sort_key(prompt: bytes) -> tuple[bytes, int]:
-    """Return a short sort key of a prompt, and a checksum of the bytes behind its last whole block.
+    """Return a short sort key of a prompt, and a checksum of the bytes after its last whole block.
 
     The key has a 4-byte checksum of each whole block. In the order of the keys, prompts with a common prefix
     of any length are neighbours, and a prompt comes right before the prompts that continue it.
     """
-    whole = bisect_right(_ENDS, len(prompt))
-    sums = array("I", [crc32(prompt[start:end]) for start, end in _BLOCKS[:whole]])
-    return sums.tobytes(), crc32(prompt[_BLOCKS[whole][0] :])
+    whole_blocks = bisect_right(_ENDS, len(prompt))
+    checksums = array("I", [crc32(prompt[start:end]) for start, end in _BLOCKS[:whole_blocks]])
+    rest_start, _ = _BLOCKS[whole_blocks]
+    return checksums.tobytes(), crc32(prompt[rest_start:])
 
 
 def is_repeatable(request: Request) -> bool:
-    """Tell whether equal rows are sure to get the same answer: at temperature 0, or without decoding."""
+    """Tell whether equal requests get the same answer, that is at temperature 0 or without decoding."""
     return request.task is not None or request.sampling.get("temperature") == 0
 
 
 class RequestDigests:
-    """Makes digests that are equal for equal requests, in every run.
+    """Computes the digests of requests. Equal requests have equal digests, also in different runs.
 
-    A digest covers everything that a request asks for. It does not cover the model and the checks of the
-    answer, because those are the same for the whole run.
+    A digest covers everything that a request asks for. A digest does not cover the model and the checks of
+    the answer, because these are the same for the whole run.
     """
 
     def __init__(self) -> None:
@@ -136,18 +151,18 @@ class RequestDigests:
         self._fields_digest = b""
 
     def write(self, request: Request, prompt: bytes) -> None:
-        """Store the digest of a request in its row reference, if that has a list for digests.
+        """Store the digest of a request in the request's `ref`, if this has a list for digests.
 
-        `prompt` is the request's `prompt_bytes`.
+        `prompt` is `prompt_bytes(request)`.
         """
         digests = request.ref.digests
         if digests is not None:
             digests[request.ref.position] = self.of(request, prompt)
 
     def of(self, request: Request, prompt: bytes) -> bytes:
-        """Return the digest of a request, whose `prompt_bytes` is `prompt`."""
-        fields = request[3:]
-        if fields != self._fields:  # nearly always all rows have the same settings
+        """Return the digest of a request; `prompt` is `prompt_bytes(request)`."""
+        fields = request[3:]  # all fields after the prompt
+        if fields != self._fields:  # rarely, because nearly always all rows have the same settings
             self._fields = fields
             self._fields_digest = xxh3_128_digest(_settings(request))
         if isinstance(request.prompt, RequestBody):
@@ -156,7 +171,7 @@ class RequestDigests:
 
 
 def _settings(request: Request) -> bytes:
-    """Return what a request asks for besides its prompt, as bytes that are the same in every process."""
+    """Return the settings of a request besides its prompt, as bytes that are the same in every process."""
     asks = request.asks
     return _encoded(
         repr((

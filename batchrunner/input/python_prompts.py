@@ -1,4 +1,4 @@
-"""Prompts that a Python function of the job makes (`prompt.python`), for many rows at a time."""
+"""Calls the job's Python function `prompt.python`, which makes prompts, for many rows at a time."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,9 +12,10 @@ from batchrunner.input.messages import ASSISTANT, conversation
 
 
 def columns_given(facts: HookFacts, source: ColumnSource) -> list[str]:
-    """Return the columns that a function of a row receives: those that it declares, else all usable ones.
+    """Return the columns that a Python function of a row receives: those that it declares, else all.
 
-    Raises InputError for a declared column that the input lacks, or that cannot be used.
+    Columns that a job cannot use are left out. Raises InputError for a declared column that the input lacks
+    or that a job cannot use.
     """
     if facts.reads is None:
         return [*usable_columns(source)]
@@ -24,11 +25,11 @@ def columns_given(facts: HookFacts, source: ColumnSource) -> list[str]:
 
 
 def with_prompt(request: Request, label: str, kind: PromptKind, prompt: Any) -> Request:
-    """Return the request with this prompt.
+    """Return a request with another prompt, which is of the kind `kind`.
 
     Raises RowRefusedError, whose text begins with `label`, for an invalid conversation.
     """
-    if kind != "messages":
+    if kind != "messages":  # only a chat can have the other fields
         return request._replace(
             kind=kind, prompt=prompt, chat_template_kwargs=None, continues=False, tools=None
         )
@@ -37,10 +38,10 @@ def with_prompt(request: Request, label: str, kind: PromptKind, prompt: Any) -> 
 
 
 class PythonPrompts:
-    """Fills in the prompts of requests. Until then, the `prompt` of a request holds its row."""
+    """Fills in the prompts of requests. Before that, the field `prompt` of a request holds its row."""
 
     def __init__(self, pool: HookPool, source: ColumnSource) -> None:
-        """Choose the columns that the function receives; raises InputError, see `columns_given`."""
+        """Choose the columns that the function receives; raise InputError for an unusable column."""
         self._pool = pool
         facts = pool.facts[PROMPT]
         self._label = f"{PROMPT}: {facts.name}"
@@ -49,26 +50,28 @@ class PythonPrompts:
     def fill(
         self, items: Sequence[Request | Outcome], is_stopped: Callable[[], object]
     ) -> list[Request | Outcome]:
-        """Return each request with its prompt, or an Outcome if it gets none; given outcomes stay unchanged.
+        """Return each request with its prompt, or an Outcome if the function makes no prompt.
 
-        The last rows may be missing once `is_stopped` returns true. Raises HookLostError.
+        An Outcome among `items` stays unchanged. The last rows may be missing once `is_stopped` returns true.
+        Raises HookLostError.
         """
-        names = self.columns
-        rows = [({n: item.prompt[n] for n in names},) for item in items if isinstance(item, Request)]
-        results = iter(self._pool.call_many(PROMPT, rows, is_stopped))
-        filled: list[Request | Outcome] = []
+        requests = [item for item in items if isinstance(item, Request)]
+        arguments = [({name: request.prompt[name] for name in self.columns},) for request in requests]
+        results = iter(self._pool.call_many(PROMPT, arguments, is_stopped))
+        items_with_prompts: list[Request | Outcome] = []
         for item in items:
             if isinstance(item, Outcome):
-                filled.append(item)
+                items_with_prompts.append(item)
                 continue
             result = next(results, None)
-            if result is None:
+            if result is None:  # the calls were stopped
                 break
-            filled.append(self._filled(item, result))
-        return filled
+            items_with_prompts.append(self._with_result(item, result))
+        return items_with_prompts
 
-    def _filled(self, request: Request, result: HookResult) -> Request | Outcome:
-        if result.error is not None or result.value is None:  # the function skips a row by None
+    def _with_result(self, request: Request, result: HookResult) -> Request | Outcome:
+        """Return a request with the prompt that the function returned, or the Outcome of its row."""
+        if result.error is not None or result.value is None:  # a function returns None to leave a row out
             return Outcome.unsent(request.ref, result.error)
         try:
             return with_prompt(request, self._label, *result.value)

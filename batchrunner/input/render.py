@@ -1,4 +1,4 @@
-"""Renders rows into requests: fills in templates, reads prompts and sampling parameters from columns."""
+"""Renders rows into requests, whose prompts and parameters come from templates and columns."""
 
 from __future__ import annotations
 
@@ -45,14 +45,15 @@ if TYPE_CHECKING:
     from batchrunner.input.media.prompts import MediaPrompts
     from batchrunner.input.python_prompts import PythonPrompts
 
-_WHOLE = {"max_new_tokens", "min_new_tokens", THINKING, "top_k", "sampling_seed"}
-"""Sampling parameters that are whole numbers."""
+_INTEGER_PARAMETERS = {"max_new_tokens", "min_new_tokens", THINKING, "top_k", "sampling_seed"}
+"""Sampling parameters whose values are integers."""
 
 
 class Renderer:
-    """Renders the rows of a job; `columns` are the input columns that it reads.
+    """Renders the rows of a job into requests.
 
-    `kind` is the kind of its prompts; None if a Python function makes them, since their kinds may differ.
+    `columns` are the input columns that it reads. `kind` is the kind of all prompts; None if a Python
+    function of the job makes the prompts, because each prompt may then be of another kind.
     """
 
     def __init__(
@@ -60,15 +61,17 @@ class Renderer:
     ) -> None:
         """Compile the templates and check the columns.
 
-        `functions` are the job's Python functions. Raises JobError for bad templates, InputError for columns
-        that are missing or have a wrong type; the error names all faults at once.
+        `functions` are the job's Python functions. Raises JobError for bad templates, and InputError for
+        columns that are missing or have a wrong type. The error names all faults at once.
         """
         source, prompt = job.input, job.prompt
         faults = Faults()
 
         # The prompt, and the files in it.
         self._python: PythonPrompts | None = None
-        prompts = PromptSource(None, dict, ())  # a Python function makes prompts later, from whole rows
+        # With `prompt.python`, a request first has the whole row in place of the prompt. Later the function
+        # makes the prompts of a whole batch of rows.
+        prompts = PromptSource(kind=None, prompt_of=dict, columns=())
         if prompt.python and functions:
             from batchrunner.input.python_prompts import PythonPrompts  # noqa: PLC0415 - few jobs have one
 
@@ -79,7 +82,8 @@ class Renderer:
                 prompts = _prompt_source(prompt, dataset, functions)
         self.kind = prompts.kind
         self._prompt_of = prompts.prompt_of
-        self._request_kind: PromptKind = self.kind or "messages"  # a stand-in until a function makes one
+        # The kind is provisional if a Python function makes the prompts.
+        self._request_kind: PromptKind = self.kind or "messages"
         self._media: MediaPrompts | None = None
         if prompt.media:
             from batchrunner.input.media.prompts import MediaPrompts  # noqa: PLC0415 - few jobs have files
@@ -87,17 +91,18 @@ class Renderer:
             with faults.collect():
                 self._media = MediaPrompts(prompt, dataset, prompts.prompt_of, prompts.printed)
 
-        # The sampling parameters, which tasks without decoding do not send.
+        # The sampling parameters that all rows share, and the columns of the parameters that may differ from
+        # row to row. Tasks without decoding send no sampling parameters.
         self._sampling: dict[str, Any] = {}
-        self._per_row: dict[str, str] = {}
+        self._sampling_columns: dict[str, str] = {}
         with faults.collect():
-            fixed, per_row = _split_sampling(job.sampling, dataset)
+            shared_parameters, columns_by_parameter = _split_sampling(job.sampling, dataset)
             if answers.task is None:
-                self._sampling, self._per_row = fixed, per_row
+                self._sampling, self._sampling_columns = shared_parameters, columns_by_parameter
 
-        # The other fields of requests.
-        self._by_row: dict[str, ByColumn] = {}
-        self._shared: dict[str, Any] = {
+        # The other fields of requests, with values from columns or with the same value for all rows.
+        self._row_fields: dict[str, ByColumn] = {}
+        self._shared_fields: dict[str, Any] = {
             "chat_template_kwargs": prompt.chat_template_kwargs, "continues": prompt.continues,
             "asks": answers.asks, "task": answers.task,
             "stops_repetition": answers.on_repetition != "keep",
@@ -105,20 +110,20 @@ class Renderer:
         with faults.collect():
             for field, value in _other_fields(job, dataset).items():
                 if isinstance(value, ByColumn):
-                    self._by_row[field] = value
+                    self._row_fields[field] = value
                 else:
-                    self._shared[field] = value
+                    self._shared_fields[field] = value
 
-        # The filter and the check of answers.
+        # The filter, and the columns that `accept.expression` reads.
         self.predicate: Predicate | None = None
-        self._for_check: Sequence[str] = []
+        self._expression_columns: Sequence[str] = []
         self._compile_expressions(job, dataset.schema.names, faults)
-        self._same: tuple[Any, ...] | None = None
-        """Values of a request's fields after `sampling`, if they are the same for all rows; else None."""
-        if not (self._by_row or self._for_check or self._media):
-            self._same = tuple({**Request._field_defaults, **self._shared}.values())
+        self._last_fields: tuple[Any, ...] | None = None
+        """Values of all fields of a request after `sampling`; None if they may differ from row to row."""
+        if not (self._row_fields or self._expression_columns or self._media):
+            self._last_fields = tuple({**Request._field_defaults, **self._shared_fields}.values())
 
-        # The columns that it reads, for requests or to carry them into the results.
+        # The columns that are read: some are used for requests, some are carried into the results.
         self._used = self._columns_used(prompts)
         self.carried_schema = pa.schema([])
         with faults.collect():
@@ -127,22 +132,24 @@ class Renderer:
         self._carried = [*source.columns]
         self._carried_names = source.carried_names
         self.columns = sorted({*self._used, *self._carried})
-        if takes_row(functions):  # a function that gets an answer and its row may read any column
+        # A function that gets an answer and its row may read any column. Rows with unreadable values in any
+        # column must fail here, before they are sent.
+        if takes_row(functions):
             self._used = self.columns
 
     def _compile_expressions(self, job: Job, columns: Sequence[str], faults: Faults) -> None:
-        """Compile the filter, and find the columns that `accept.expression` reads."""
+        """Compile `input.filter`, and find the columns that `accept.expression` reads."""
         with faults.collect():
             if job.input.filter is not None:
                 self.predicate = Predicate(job.input.filter, where="input.filter", available=columns)
         with faults.collect():
             if job.accept.expression:
-                self._for_check = AnswerExpression(job.accept.expression, columns).columns
+                self._expression_columns = AnswerExpression(job.accept.expression, columns).columns
 
     def _columns_used(self, prompts: PromptSource) -> list[str]:
         """Return the columns that requests, the filter and the check of answers read."""
-        used = {*prompts.columns, *self._per_row.values(), *self._for_check}
-        used |= {value.column for value in self._by_row.values()}
+        used = {*prompts.columns, *self._sampling_columns.values(), *self._expression_columns}
+        used |= {value.column for value in self._row_fields.values()}
         if self._media is not None:
             used |= {*self._media.columns}
         if self.predicate is not None:
@@ -161,8 +168,9 @@ class Renderer:
     ) -> list[Request | Outcome]:
         """Return a request for each row of a batch, in order, or an Outcome if the row cannot be rendered.
 
-        `digests` has an element for each row, where the digest of its request is stored later. Once
-        `is_stopped` returns true, the rest of the batch is dropped. `is_stopped` may raise.
+        `is_stopped` is called before each row. Once it returns true, the rest of the batch is dropped; it may
+        raise instead. `digests` has an element for each row, where the digest of the row's request is stored
+        later.
         """
         carried = self.carried(batch)
         items: list[Request | Outcome] = []
@@ -177,10 +185,13 @@ class Renderer:
         return items if self._python is None else self._python.fill(items, is_stopped)
 
     def _request(self, ref: RowRef, row: Row | str) -> Request:
-        if isinstance(row, str):  # the reason why it cannot be read
+        """Return the request of a row, which is a text if it cannot be read; raise RowRefusedError."""
+        if isinstance(row, str):
             raise RowRefusedError(row)
         if self.predicate is not None:
-            self.predicate(row)  # rows on which the filter fails are selected too; the error is raised here
+            # A row on which the filter fails was selected, so that it gets its error here. Only the error
+            # counts, not the value of the filter.
+            self.predicate(row)
         media: tuple[PromptFile, ...] = ()
         if self._media is None:
             prompt = self._prompt_of(row)
@@ -191,83 +202,102 @@ class Renderer:
             sampling = {"max_new_tokens": prompt.most_tokens}
             if prompt.most_thinking is not None:
                 sampling[THINKING] = prompt.most_thinking
-        if self._per_row:
+        if self._sampling_columns:
             sampling = {**sampling, **self._sampling_of(row)}
-        if self._same is not None:
-            return Request(ref, self._request_kind, prompt, sampling, *self._same)
-        row_fields = {name: field.of(row[field.column]) for name, field in self._by_row.items()}
-        if self._for_check:
-            row_fields["row"] = {name: row[name] for name in self._for_check}
-        return Request(ref, self._request_kind, prompt, sampling, media=media, **self._shared, **row_fields)
+        if self._last_fields is not None:
+            # `_make` is faster than keyword arguments, and the rows of most jobs are rendered here.
+            return Request._make((ref, self._request_kind, prompt, sampling, *self._last_fields))
+        row_fields = {name: field.of(row[field.column]) for name, field in self._row_fields.items()}
+        if self._expression_columns:
+            row_fields["row"] = {name: row[name] for name in self._expression_columns}
+        return Request(
+            ref=ref,
+            kind=self._request_kind,
+            prompt=prompt,
+            sampling=sampling,
+            media=media,
+            **self._shared_fields,
+            **row_fields,
+        )
 
     def _sampling_of(self, row: Row) -> dict[str, Any]:
         """Return the sampling parameters that a row's columns give; a null leaves the default."""
-        values = {name: row[column] for name, column in self._per_row.items()}
-        return {name: _sendable(name, value) for name, value in values.items() if value is not None}
+        values = {name: row[column] for name, column in self._sampling_columns.items()}
+        return {name: _parameter_in(name, value) for name, value in values.items() if value is not None}
 
 
-def _sendable(name: str, value: Any) -> Any:
-    """Return a column's value as it is sent; raises RowRefusedError for an unusable number."""
+def _parameter_in(name: str, value: Any) -> Any:
+    """Return the value of a sampling parameter from a column's value; raise RowRefusedError if unusable."""
     if not isinstance(value, float):
         return value
-    if name in _WHOLE and value.is_integer() and abs(value) < 1 << 63:
-        return int(value)  # pandas turns a column of whole numbers with a null into floats
-    if name in _WHOLE or not math.isfinite(value):
+    is_integer_parameter = name in _INTEGER_PARAMETERS
+    if is_integer_parameter and value.is_integer() and abs(value) < 1 << 63:
+        return int(value)  # pandas turns a column of integers with a null into floats
+    if is_integer_parameter or not math.isfinite(value):
         raise RowRefusedError(f"sampling.{name}: {value} is not a valid value")
     return value
 
 
 class PromptSource(NamedTuple):
-    """A function that makes prompts of rows, and the columns that it reads."""
+    """Function that makes the prompts of rows, with the columns that it reads."""
 
     kind: PromptKind | None
+    """Kind of all prompts; None if it may differ from row to row."""
     prompt_of: Callable[[Row], Any]
-    """Makes the prompt of a row."""
+    """Function that returns the prompt of a row."""
     columns: Sequence[str]
     """Columns that `prompt_of` reads."""
     printed: frozenset[str] = frozenset()
-    """Columns that a template prints."""
+    """Columns whose values a template inserts into the prompt."""
 
 
 def _carried_schema(source: InputSpec, dataset: ColumnSource, used: Sequence[str]) -> pa.Schema:
     """Return the schema of the carried columns, under their names in the results.
 
-    Raises InputError if one of them, or of the `used` columns, is missing.
+    Raises InputError for a carried column or a column in `used` that is missing or unusable.
     """
     fields, faults = [], Faults()
     for name in used:
         with faults.collect():
             dataset.field(name, where="prompt")
-    for name, new in zip(source.columns, source.carried_names, strict=True):
+    for name, carried_name in zip(source.columns, source.carried_names, strict=True):
         with faults.collect():
-            fields.append(dataset.field(name, where="input.columns").with_name(new))
+            fields.append(dataset.field(name, where="input.columns").with_name(carried_name))
     faults.raise_all()
     return pa.schema(fields)
 
 
 def _prompt_source(prompt: PromptSpec, dataset: ColumnSource, functions: HookPool | None) -> PromptSource:
+    """Return the source of a job's prompts; raise JobError or InputError for a bad template or column."""
     if prompt.rollout and functions:
         from batchrunner.input.python_prompts import columns_given  # noqa: PLC0415 - few jobs have one
 
         names = columns_given(functions.facts[ROLLOUT], dataset)
-        return PromptSource(None, lambda row: [{name: row[name] for name in names}], names)
+        # The function of a rollout gets the row, so the row takes the place of the messages.
+        return PromptSource(
+            kind=None, prompt_of=lambda row: [{name: row[name] for name in names}], columns=names
+        )
     if isinstance(prompt.messages, str):
         column = prompt.messages
         expected = "lists of {role, content} or {from, value}, or JSON texts of such lists"
-        _check(dataset, column, where="prompt.messages", fits=holds_messages, expected=expected)
-        return PromptSource("messages", partial(messages_in, column, continues=prompt.continues), [column])
+        _check_type(dataset, column, where="prompt.messages", fits=holds_messages, expected=expected)
+        messages_of = partial(messages_in, column, continues=prompt.continues)
+        return PromptSource(kind="messages", prompt_of=messages_of, columns=[column])
     if prompt.is_batch:
-        return PromptSource("body", request_of, [URL, BODY])
+        return PromptSource(kind="body", prompt_of=request_of, columns=[URL, BODY])
     if prompt.input_ids is not None:
-        _check(dataset, prompt.input_ids, where="prompt.input_ids", fits=is_ids, expected="lists of integers")
-        return PromptSource("input_ids", partial(_prompt_in, prompt.input_ids), [prompt.input_ids])
+        column = prompt.input_ids
+        _check_type(dataset, column, where="prompt.input_ids", fits=is_ids, expected="lists of integers")
+        return PromptSource(kind="input_ids", prompt_of=partial(_prompt_in, column), columns=[column])
     if prompt.text is not None and not prompt.fields and not is_template(prompt.text):
-        _check(dataset, prompt.text, where="prompt.text", fits=is_text, expected="texts")
-        return PromptSource("text", partial(_prompt_in, prompt.text), [prompt.text])
+        column = prompt.text
+        _check_type(dataset, column, where="prompt.text", fits=is_text, expected="texts")
+        return PromptSource(kind="text", prompt_of=partial(_prompt_in, column), columns=[column])
     return _from_templates(prompt, dataset)
 
 
 def _prompt_in(column: str, row: Row) -> Any:
+    """Return the prompt in a column; raise RowRefusedError if it is null or empty."""
     value = row[column]
     if value is None:
         raise RowRefusedError(f"prompt: column {column!r} is null")
@@ -276,13 +306,33 @@ def _prompt_in(column: str, row: Row) -> Any:
     return value
 
 
-def _from_templates(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
-    sources: list[tuple[str, str, str]] = []
+class _MessageSource(NamedTuple):
+    """Jinja2 source of a message, or of a whole prompt."""
+
+    field: str
+    """Key below the job's `prompt` that has the source."""
+    role: str
+    source: str
+
+
+def _message_sources(prompt: PromptSpec) -> list[_MessageSource]:
+    """Return the Jinja2 sources of a job's messages, or that of its whole prompt."""
     if isinstance(prompt.messages, list):
-        sources += ((f"messages.{at}.content", m.role, m.content) for at, m in enumerate(prompt.messages))
-    for role in ("system", "user", "text"):
-        if getattr(prompt, role) is not None:
-            sources.append((role, role, getattr(prompt, role)))
+        return [
+            _MessageSource(field=f"messages.{index}.content", role=message.role, source=message.content)
+            for index, message in enumerate(prompt.messages)
+        ]
+    sources = {role: getattr(prompt, role) for role in ("system", "user", "text")}
+    return [
+        _MessageSource(field=role, role=role, source=source)
+        for role, source in sources.items()
+        if source is not None
+    ]
+
+
+def _from_templates(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
+    """Compile the templates of a job's messages or whole prompt; raise an error with all faults."""
+    sources = _message_sources(prompt)
     available = [*dataset.schema.names, *([FIELDS] if prompt.fields else [])]
     templates: list[tuple[str, Template]] = []
     faults = Faults()
@@ -297,20 +347,24 @@ def _from_templates(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
     columns = {name for _, template in templates for name in template.columns}
     if not columns:
         _refuse_single_braces(str(sources), dataset)
-    printed = frozenset(name for _, template in templates for name in template.printed)
     kind: PromptKind = "messages" if prompt.text is None else "text"
-    make: Callable[[Row], Any] = partial(_messages, templates)
+    prompt_of: Callable[[Row], Any] = partial(_messages, templates)
     if prompt.text is not None:
-        make = templates[0][1].render
+        ((_, text_template),) = templates
+        prompt_of = text_template.render
     if prompt.fields:
-        make, columns = _with_fields(prompt.fields.columns, dataset, make, columns)
-    return PromptSource(kind, make, sorted(columns), printed)
+        fields = prompt.fields.columns
+        _check_fields(fields, dataset, columns)
+        prompt_of = partial(with_fields, prompt_of, fields)
+        columns = columns - {FIELDS} | {*fields}
+    printed = frozenset(name for _, template in templates for name in template.printed)
+    return PromptSource(kind=kind, prompt_of=prompt_of, columns=sorted(columns), printed=printed)
 
 
 def _refuse_single_braces(templates: str, dataset: ColumnSource) -> None:
-    """Raise JobError if templates that read no column contain a column in single braces, such as `{text}`.
+    """Raise JobError if a column stands in single braces, such as `{text}`, in templates without columns.
 
-    All rows would have the same prompt.
+    Otherwise all rows would have the same prompt.
     """
     for name in dataset.schema.names:
         if f"{{{name}}}" in templates:
@@ -318,25 +372,22 @@ def _refuse_single_braces(templates: str, dataset: ColumnSource) -> None:
             raise JobError(f"prompt: {{{name}}} does not insert the column", hint=f"write {expression}")
 
 
-def _with_fields(
-    fields: list[str], dataset: ColumnSource, make: Callable[[Row], Any], columns: set[str]
-) -> tuple[Callable[[Row], Any], set[str]]:
-    """Return a function that calls `make` with a row and the lines of these fields.
+def _check_fields(fields: list[str], dataset: ColumnSource, template_columns: set[str]) -> None:
+    """Raise JobError or InputError if the columns `fields` of `prompt.fields` cannot be shown.
 
-    Also return the columns that this function reads.
+    `template_columns` are the columns that templates use, with FIELDS for `{{ fields }}`.
     """
     if FIELDS in dataset.schema.names:
         raise JobError(
             f"prompt.fields: the input has a column {FIELDS!r}, a name that templates use for prompt.fields",
             hint="rename that column in the input",
         )
-    if FIELDS not in columns:
+    if FIELDS not in template_columns:
         raise JobError(
             "prompt.fields: no template uses {{ fields }}", hint="write {{ fields }} in the template"
         )
     for name in fields:
         _refuse_bytes(dataset, name, "prompt.fields")
-    return partial(with_fields, make, fields), columns - {FIELDS} | {*fields}
 
 
 def _messages(templates: Sequence[tuple[str, Template]], row: Row) -> list[dict[str, Any]]:
@@ -344,7 +395,7 @@ def _messages(templates: Sequence[tuple[str, Template]], row: Row) -> list[dict[
 
 
 def _refuse_bytes(dataset: ColumnSource, name: str, where: str) -> None:
-    """Raise InputError for a column with bytes: the prompt would show them as "b'…'"."""
+    """Raise InputError if a column holds bytes, because a prompt would show them as "b'…'"."""
     kind = dataset.field(name, where=where).type
     if holds_bytes(kind):
         raise InputError(
@@ -353,41 +404,45 @@ def _refuse_bytes(dataset: ColumnSource, name: str, where: str) -> None:
         )
 
 
-def _check(
+def _check_type(
     dataset: ColumnSource, name: str, *, where: str, fits: Callable[[pa.DataType], bool], expected: str
 ) -> None:
-    """Raise InputError for a missing column, or one whose type does not fit.
+    """Raise InputError if a column is missing, or if its type is not one that `fits` accepts.
 
-    A column of nulls or empty lists fits: its rows are checked one by one.
+    `expected` names the types that fit. A column that holds only nulls or empty lists always passes, because
+    its values are checked row by row.
     """
     kind = dataset.field(name, where=where).type
-    values = kind.value_type if is_list(kind) else kind
-    if not (pt.is_null(values) or fits(kind)):
+    item_kind = kind.value_type if is_list(kind) else kind
+    if not (pt.is_null(item_kind) or fits(kind)):
         raise InputError(
             f"{where}: column {name!r} must hold {expected} (got {type_name(kind)})",
-            hint="a column of CSV gets a type in input.types" if is_text(kind) else None,
+            hint="give the column of a CSV file a type in input.types" if is_text(kind) else None,
         )
 
 
 class ByColumn(NamedTuple):
-    """A field of requests whose value comes from a column."""
+    """Field of a request whose value comes from a column."""
 
     column: str
     of: Callable[[Any], Any]
-    """Converts the column's value to that of the field; raises RowRefusedError."""
+    """Function that converts the column's value into the field's value; it may raise RowRefusedError."""
 
 
 def _other_fields(job: Job, dataset: ColumnSource) -> dict[str, Any]:
-    """Return the fields of requests that are neither the prompt nor sampling; raises InputError."""
-    makers: dict[str, Callable[[], Any]] = {
+    """Return the LoRA adapter, tools and items of requests, each a ByColumn or the value for all rows.
+
+    Raises InputError with all faults.
+    """
+    value_makers: dict[str, Callable[[], Any]] = {
         "lora_path": lambda: _lora_path(job.sampling),
         "tools": lambda: _tools(job.prompt, job.sampling, dataset),
         "items": lambda: _items(job.prompt, dataset),
     }
     fields, faults = {}, Faults()
-    for field, make in makers.items():
+    for field, make_value in value_makers.items():
         with faults.collect():
-            fields[field] = make()
+            fields[field] = make_value()
     faults.raise_all()
     return fields
 
@@ -398,11 +453,11 @@ def _lora_path(sampling: SamplingSpec) -> ByColumn | str | None:
 
 
 def _tools(prompt: PromptSpec, sampling: SamplingSpec, dataset: ColumnSource) -> ByColumn | Tools | None:
-    """Return the tools that the model may call in a chat."""
+    """Return the tools that the model may call in a chat, or the column with the tools of each row."""
     choice = sampling.tool_choice
     if isinstance(prompt.tools, str):
         expected = "lists of tools, or JSON texts of such lists"
-        _check(
+        _check_type(
             dataset,
             prompt.tools,
             where="prompt.tools",
@@ -415,26 +470,24 @@ def _tools(prompt: PromptSpec, sampling: SamplingSpec, dataset: ColumnSource) ->
 
 
 def _items(prompt: PromptSpec, dataset: ColumnSource) -> ByColumn | tuple[str, ...]:
-    """Return the choices or documents, each of which is combined with the prompt."""
+    """Return the choices or documents that are combined with each prompt, or the column that has them."""
     field = "choices" if prompt.documents is None else "documents"
     value = getattr(prompt, field) or ()
     if not isinstance(value, str):
         return tuple(value)
-    _check(
-        dataset,
-        value,
-        where=f"prompt.{field}",
-        fits=_is_text_or_texts,
-        expected="texts or lists of texts",
-    )
+    expected = "texts or lists of texts"
+    _check_type(dataset, value, where=f"prompt.{field}", fits=_is_text_or_texts, expected=expected)
     return ByColumn(value, partial(_items_in, f"prompt.{field}: column {value!r}"))
 
 
 def _items_in(label: str, value: str | list[Any] | None) -> tuple[str, ...]:
-    """Return the items in a column; raises RowRefusedError for a null, and for an empty list or item."""
+    """Return the choices or documents in a column's value; raise RowRefusedError if one is missing.
+
+    `label` names the column in the error.
+    """
     items = (value,) if isinstance(value, str) else tuple(value or ())
     if not items or not all(items):
-        raise RowRefusedError(f"{label} is null or empty, or has such an item")
+        raise RowRefusedError(f"{label} is null or empty, or has a null or empty item")
     return items
 
 
@@ -452,31 +505,37 @@ _COLUMN_TYPES: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "stop_token_ids": (is_ids, "lists of integers"),
     "ignore_eos": (pt.is_boolean, "booleans"),
 }
-"""For some sampling parameters, the test of a column's type and the name of the type that the column must
-have. The columns of all other parameters must hold numbers."""
+"""Required type of a column, by the sampling parameter whose values the column has.
+
+Each entry is a test of the type and the type's name in messages. The columns of all other parameters must
+hold numbers.
+"""
 
 
 def _split_sampling(sampling: SamplingSpec, dataset: ColumnSource) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the parameters that all rows share, and the columns of the other parameters."""
-    fixed: dict[str, Any] = {}
-    per_row: dict[str, str] = {}
+    """Return the parameters that all rows share, and the column of each parameter that comes from a column.
+
+    Raises InputError if such a column is missing or has a wrong type.
+    """
+    shared: dict[str, Any] = {}
+    columns: dict[str, str] = {}
     faults = Faults()
     for name, field in type(sampling).model_fields.items():
         value = getattr(sampling, name)
         if isinstance(value, FromColumn):
             fits, expected = _COLUMN_TYPES.get(name, (_is_number, "numbers"))
             with faults.collect():
-                _check(dataset, value.column, where=f"sampling.{name}", fits=fits, expected=expected)
+                _check_type(dataset, value.column, where=f"sampling.{name}", fits=fits, expected=expected)
         if name in {"lora_path", "tool_choice"}:  # fields of requests, not sampling parameters
             continue
         if isinstance(value, FromColumn):
-            per_row[name] = value.column
-            value = field.default  # the value for a null
+            columns[name] = value.column
+            value = field.default  # applies to rows with a null in the column
         if value is not None:
-            fixed[name] = value
+            shared[name] = value
     faults.raise_all()
-    if isinstance(fixed.get("json_schema"), dict):
-        fixed["json_schema"] = orjson.dumps(fixed["json_schema"]).decode()
-    if fixed["n"] == 1:
-        del fixed["n"]
-    return fixed, per_row
+    if isinstance(shared.get("json_schema"), dict):
+        shared["json_schema"] = orjson.dumps(shared["json_schema"]).decode()  # SGLang takes a schema as text
+    if shared["n"] == 1:  # SGLang's own default
+        del shared["n"]
+    return shared, columns

@@ -1,4 +1,4 @@
-"""Bodies of requests in OpenAI's format, as in batch files: what is sent, and which fields hold prompts."""
+"""Reads the bodies of requests in OpenAI's format, as batch files have them, and makes the bodies to send."""
 
 from typing import Any
 
@@ -9,23 +9,29 @@ from batchrunner.core.types import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH,
 CUSTOM_ID, URL, BODY = BATCH_COLUMNS = ("custom_id", "url", "body")
 """Columns of a batch file: the ID of a request, its endpoint, and its body."""
 PROMPT_FIELDS = ("tools", "messages", "prompt", "input_ids", "input")
-"""Fields whose values begin the prompt, in the order in which chat templates write them."""
+"""Fields of a body that make up the prompt, in the order in which chat templates write them."""
 _PLAIN_PROMPTS = ("prompt", "input_ids")
+"""Fields with prompts of the endpoint for completions, which applies no chat template."""
 _TO_EMBED = ("input",)
+"""Field with the prompts of the endpoint for embeddings."""
 _LIMITS = ("max_completion_tokens", "max_tokens")
-CHAT_TOKENS, COMPLETION_TOKENS = 1024, 16
-"""Estimated output tokens of a request without a limit. 16 is SGLang's own limit for completions."""
+"""Fields with the limit of output tokens. The first one takes precedence."""
+CHAT_TOKENS = 1024
+"""Estimated number of output tokens of a chat without a limit."""
+COMPLETION_TOKENS = 16
+"""Number of output tokens of a completion without a limit, SGLang's default for this endpoint."""
 THINKING_BUDGET = "thinking_budget"
-"""Custom parameter by which SGLang's chat endpoint limits thinking."""
+"""Key in `custom_params` by which SGLang's chat endpoint limits the tokens of thinking."""
 _STREAMED = ("stream", "stream_options")
+"""Fields that are not sent, because answers are not streamed."""
 _read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def request_of(row: dict[str, Any]) -> RequestBody:
-    """Return the request of a row. The values of its body stay as they are written in the file."""
+    """Return the request of a row of a batch file. Values in its body keep their JSON text."""
     fields = fields_of(row[BODY].encode())
     model = fields.pop("model", None)
-    for name in _STREAMED:  # answers are not streamed
+    for name in _STREAMED:
         fields.pop(name, None)
     most_thinking = _most_thinking(row[URL], fields)
     if most_thinking is not None:
@@ -40,27 +46,28 @@ def request_of(row: dict[str, Any]) -> RequestBody:
 
 
 def fields_of(content: bytes) -> dict[str, msgspec.Raw]:
-    """Return the fields of a JSON object; their values stay as they are written."""
+    """Return the JSON text of each field of a JSON object."""
     return _read_fields.decode(content)
 
 
 def with_model(body: RequestBody, model: str | None) -> bytes:
-    """Return a body as it is sent, with the name of the model unless that is None."""
+    """Return the JSON of a body, with the name of the model unless `model` is None."""
     if model is None:
         return body.content
     return msgspec.json.encode({"model": model, **fields_of(body.content)})
 
 
 def prompt_of(body: RequestBody) -> bytes:
-    """Return the JSON of the fields that begin the prompt, by which common prefixes are found."""
+    """Return the JSON of the PROMPT_FIELDS of a body, by which common prefixes are found."""
     fields = fields_of(body.content)
     return b"".join(fields[name] for name in PROMPT_FIELDS if name in fields)
 
 
 def prompts_in(body: RequestBody) -> list[Any]:
-    """Return the prompts that reach the model without a chat template: texts and lists of token ids.
+    """Return the prompts to which no chat template is applied, as texts and lists of token ids.
 
-    A field may hold several prompts in a list. A value that is no prompt is left to the server to refuse.
+    A field may hold several prompts in a list. An invalid prompt is left out, because the server refuses the
+    request.
     """
     fields = fields_of(body.content)
     values: list[Any] = []
@@ -78,7 +85,7 @@ def _is_ids(prompt: Any) -> bool:
 
 
 def _most_thinking(path: str, fields: dict[str, msgspec.Raw]) -> int | None:
-    """Return the limit of thinking tokens that a chat gives as `reasoning: {max_tokens: …}`, else None."""
+    """Return the limit of thinking tokens in a chat's `reasoning: {max_tokens: …}`; None without one."""
     if path != CHAT_PATH or "reasoning" not in fields:
         return None
     reasoning = msgspec.json.decode(fields["reasoning"])
@@ -87,16 +94,16 @@ def _most_thinking(path: str, fields: dict[str, msgspec.Raw]) -> int | None:
 
 
 def _with_budget(custom_params: msgspec.Raw | None, budget: int) -> msgspec.Raw:
-    """Return the field `custom_params` of a chat with SGLang's own name for a limit of thinking."""
-    own = msgspec.json.decode(custom_params) if custom_params is not None else None
-    params = own if isinstance(own, dict) else {}
+    """Return the field `custom_params` of a chat, with `budget` as the limit of thinking tokens."""
+    parsed = msgspec.json.decode(custom_params) if custom_params is not None else None
+    params = parsed if isinstance(parsed, dict) else {}
     return msgspec.Raw(msgspec.json.encode({**params, THINKING_BUDGET: budget}))
 
 
 def _most_tokens(path: str, fields: dict[str, msgspec.Raw]) -> int:
     """Return a request's limit of output tokens, or an estimate if the request has no limit."""
     if path == EMBEDDINGS_PATH:
-        return 1
+        return 1  # the least that counts; an embedding has no output tokens
     for name in _LIMITS:
         value = msgspec.json.decode(fields[name]) if name in fields else None
         if type(value) is int and value > 0:

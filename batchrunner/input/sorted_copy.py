@@ -1,10 +1,11 @@
-"""A sorted copy of rows: a Parquet file that holds them in sending order.
+"""Writes and reads a sorted copy of the input, a Parquet file that holds rows in sending order.
 
-The file has the columns that the job reads, and the ordinals as its last column. Its metadata (`about`) names
-its order and its run. A position is the index of a row in the file, from 0. The file is written in bounded
-memory. DuckDB sorts only the sort keys, which gives the position of each row. The rows themselves are
-partitioned by position into buckets. So values of any type pass through Arrow and Parquet only, not through
-DuckDB.
+The file has the columns that the job reads, and the ordinals of the rows in the input as its last column. Its
+metadata (`about`) names its order and its run. The position of a row is its index in the file, from 0.
+
+The file is written in bounded memory. DuckDB sorts only the sort keys, which gives the position of each row.
+The rows themselves are partitioned by position into buckets, and each bucket is sorted in memory. So the
+values of rows pass only through Arrow and Parquet, which keep every type, and not through DuckDB.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ _ABOUT = b"batchrunner"
 
 
 class SortedCopy:
-    """Reads a sorted copy. In a joined run each of its row groups is a lease."""
+    """Reader of a sorted copy. In a run of several workers, each row group of the copy is a lease."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file; raises InputError if it is missing or damaged."""
+        """Open the file; raise InputError if it is missing or damaged."""
         self._path = path
         try:
             self._file = pq.ParquetFile(path, pre_buffer=False, buffer_size=READ_BUFFER_BYTES)
@@ -64,15 +65,15 @@ class SortedCopy:
         groups = range(self._file.num_row_groups)
         counts = [self._file.metadata.row_group(group).num_rows for group in groups]
         self.group_starts = [0, *accumulate(counts)]
-        """Position of the first row of each row group, and the number of rows."""
+        """Position of the first row of each row group, and at the end the number of all rows."""
 
     @property
     def positions(self) -> range:
-        """All positions."""
+        """Positions of all rows."""
         return range(self.group_starts[-1])
 
     def rows(self, positions: range) -> BitMap64:
-        """Return the ordinals of the rows at these positions, which must be whole row groups."""
+        """Return the ordinals of the rows at `positions`, which must cover whole row groups."""
         rows = BitMap64()
         ordinals = self._file.schema_arrow.names[-1:]
         for group in self._groups(positions):
@@ -80,21 +81,21 @@ class SortedCopy:
         return rows
 
     def read(self, rows: BitMap64, positions: range | None = None) -> Iterator[RowBatch]:
-        """Yield these rows in the order of the copy; raises InputError.
+        """Yield the rows with the ordinals `rows`, in the order of the copy; raise InputError.
 
-        `positions` cover whole row groups, in which the rows lie; None stands for all positions.
+        The rows lie at `positions`, which cover whole row groups; None stands for all positions.
         """
         try:
             for group in self._groups(positions or self.positions):
                 metadata = self._file.metadata.row_group(group)
                 size = batch_rows(metadata.num_rows, metadata.total_byte_size)
                 for data in self._file.iter_batches(size, [group], use_threads=False):
-                    *columns, numbers = data.schema.names
-                    ordinals = data.column(numbers).to_pylist()
-                    indices = [at for at, row in enumerate(ordinals) if row in rows]
+                    *columns, ordinal_column = data.schema.names
+                    ordinals = data.column(ordinal_column).to_pylist()
+                    indices = [index for index, row in enumerate(ordinals) if row in rows]
                     if indices:
-                        picked_data = data.select(columns).take(arrow_array(indices, pa.int64()))
-                        yield RowBatch([ordinals[at] for at in indices], picked_data)
+                        selected_data = data.select(columns).take(arrow_array(indices, pa.int64()))
+                        yield RowBatch([ordinals[index] for index in indices], selected_data)
         except (OSError, pa.ArrowException) as failure:
             raise InputError(f"{self._path}: cannot be read: {first_line(failure)}") from None
 
@@ -103,34 +104,40 @@ class SortedCopy:
         self._file.close()
 
     def _groups(self, positions: range) -> range:
+        """Return the numbers of the row groups that lie at `positions`."""
         starts = self.group_starts
         return range(bisect_left(starts, positions.start), bisect_left(starts, positions.stop))
 
 
 MEMORY = "128MB"
-"""Memory limit of DuckDB. DuckDB exceeds it, but the process with Arrow's memory stays below 512 MB."""
+"""Memory limit of DuckDB. DuckDB exceeds this limit, but the whole process stays below 512 MB."""
 CHUNK_ROWS = 16_384
-"""Rows that are passed to or from DuckDB at once."""
+"""Number of rows that are passed to or from DuckDB at once."""
 MOST_OUTPUT_TOKENS = 1 << 30
-"""A sort key has this number if `max_new_tokens` is larger. No model generates as many tokens."""
+"""Limit of `max_new_tokens` in a sort key, above what any model generates. A larger value counts as this."""
 MOST_GROUP_BYTES = 32 << 20
 """Approximate maximum size of a row group in bytes."""
 BUCKET_BYTES = 48 << 20
 """Approximate size of a bucket in bytes. Sorting a bucket takes about three times as much memory."""
 _KEYS = {"first": pa.int64(), "key": pa.binary(), "tail": pa.int64(), "row": pa.int64(), "size": pa.int64()}
-"""Columns of a sort key; the first four decide the order."""
-_POSITION, _ORDINAL = "\0position", "\0row"
-"""Names of the columns that are added to those of the input; no input column has such a name."""
+"""Columns of the table of sort keys. Rows are sorted by the first four; `size` is in bytes."""
+_POSITION = "\0position"
+"""Name of the column with the positions of rows; no input column has such a name."""
+_ORDINAL = "\0row"
+"""Name of the column with the ordinals of rows; no input column has such a name."""
 
 
 @contextmanager
 def connect(work: Path) -> Iterator[DuckDBPyConnection]:
-    """Open a DuckDB database in bounded memory that spills to a directory; its errors become OSError."""
+    """Open an empty DuckDB database with bounded memory; errors of DuckDB become OSError.
+
+    DuckDB writes to the directory `work` what does not fit into memory.
+    """
     import duckdb  # noqa: PLC0415 - 25 MB, for jobs that sort
 
-    spilled = str(work / "spilled")
+    spill = str(work / "spilled")
     try:
-        with duckdb.connect(config={"memory_limit": MEMORY, "threads": 1, "temp_directory": spilled}) as db:
+        with duckdb.connect(config={"memory_limit": MEMORY, "threads": 1, "temp_directory": spill}) as db:
             yield db
     except duckdb.Error as failure:
         raise OSError(first_line(failure)) from None
@@ -139,7 +146,7 @@ def connect(work: Path) -> Iterator[DuckDBPyConnection]:
 def write_sorted(
     job_input: JobInput, rows: BitMap64, path: Path, *, about: dict[str, Any], check_stop: Callable[[], None]
 ) -> None:
-    """Write a sorted copy of these rows; `about["order"]` is "prefix" or "longest_first".
+    """Write a sorted copy of `rows` to `path`, in the order `about["order"]`: "prefix" or "longest_first".
 
     Each row is rendered once and read twice. `check_stop` is called before each row, and may raise to end the
     sort. Raises OSError if the disk is full. A sort that fails leaves no files.
@@ -150,10 +157,12 @@ def write_sorted(
         with connect(work) as db:
             insert(db, "keys", _KEYS, _keys(job_input, rows, about["order"], check_stop))
             db.execute("CREATE TABLE sorted AS SELECT row, size FROM keys ORDER BY first, key, tail, row")
+            # Tables that are no longer needed are dropped at once, because the disk may be small.
             db.execute("DROP TABLE keys")
             check_stop()
             sizes = (size for (size,) in _values(db, "SELECT size FROM sorted"))
             groups = list(cut_into_groups(sizes, lease_rows(len(rows))))
+            # `rowid` is the number of a row in its table, which is the position in sorted order.
             db.execute("CREATE TABLE positions AS SELECT row, rowid AS position FROM sorted")
             db.execute("DROP TABLE sorted")
             from batchrunner.output.buckets import Buckets  # noqa: PLC0415 - only for jobs that sort
@@ -164,7 +173,7 @@ def write_sorted(
                 buckets.put(table)
                 check_stop()
         with whole_file(path) as temporary:
-            _write_copy(buckets.take(), [size for size, _ in groups], temporary, about)
+            _write_copy(buckets.take(), [group_rows for group_rows, _ in groups], temporary, about)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -172,7 +181,7 @@ def write_sorted(
 def insert(
     db: DuckDBPyConnection, table: str, kinds: Mapping[str, pa.DataType], rows: Iterator[tuple[Any, ...]]
 ) -> None:
-    """Create a table with these columns and insert the rows, many at once."""
+    """Create a table in DuckDB with the columns `kinds`, and insert `rows`, CHUNK_ROWS at a time."""
     no_rows = pa.Table.from_batches([], pa.schema(kinds.items()))
     db.from_arrow(no_rows).create(table)
     while chunk := list(islice(rows, CHUNK_ROWS)):
@@ -189,12 +198,14 @@ def _values(db: DuckDBPyConnection, query: str) -> Iterator[tuple[Any, ...]]:
         yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
 
-def _write_copy(tables: Iterable[pa.Table], sizes: Iterable[int], path: Path, about: dict[str, Any]) -> None:
-    """Write tables as one Parquet file, without their last column, the position.
+def _write_copy(
+    tables: Iterable[pa.Table], rows_by_group: Iterable[int], path: Path, about: dict[str, Any]
+) -> None:
+    """Write tables as one Parquet file, without their column of positions.
 
-    `sizes` are the numbers of rows of all row groups. A table consists of whole row groups.
+    `rows_by_group` has the number of rows of each row group. A table consists of whole row groups.
     """
-    groups = iter(sizes)
+    remaining_groups = iter(rows_by_group)
     with ExitStack() as stack:
         writer = None
         for table in tables:
@@ -202,16 +213,16 @@ def _write_copy(tables: Iterable[pa.Table], sizes: Iterable[int], path: Path, ab
             writer = writer or stack.enter_context(pq.ParquetWriter(path, rows.schema, compression="zstd"))
             start = 0
             while start < rows.num_rows:
-                size = next(groups)
-                writer.write_table(rows.slice(start, size), row_group_size=size)
-                start += size
+                group_rows = next(remaining_groups)
+                writer.write_table(rows.slice(start, group_rows), row_group_size=group_rows)
+                start += group_rows
 
 
 def _keys(
     job_input: JobInput, rows: BitMap64, order: str, check_stop: Callable[[], None]
 ) -> Iterator[tuple[int, bytes, int, int, int]]:
-    """Yield the sort key (_KEYS) of each row, even of a row that cannot be sent."""
-    by_column = isinstance(job_input.job.sampling.max_new_tokens, FromColumn)
+    """Yield the sort key (_KEYS) of each row; a row that cannot be rendered comes before all other rows."""
+    has_limit_column = isinstance(job_input.job.sampling.max_new_tokens, FromColumn)
     for batch in job_input.dataset.read(rows, job_input.renderer.columns):
         size = batch.data.nbytes // len(batch.rows)  # mean size of a row, without its prompt
         for item in job_input.renderer.render(batch, check_stop):
@@ -219,30 +230,38 @@ def _keys(
                 yield 0, b"", 0, item.ref.row, size
                 continue
             prompt = prompt_bytes(item)
-            length = len(prompt)
-            if by_column:
-                length = max(0, min(item.sampling["max_new_tokens"], MOST_OUTPUT_TOKENS))
-            first = -length if order == "longest_first" else 0
+            first = 0
+            if order == "longest_first":
+                length = len(prompt)
+                if has_limit_column:
+                    length = max(0, min(item.sampling["max_new_tokens"], MOST_OUTPUT_TOKENS))
+                first = -length  # negative, because DuckDB sorts in ascending order
             yield first, *sort_key(prompt), item.ref.row, size + len(prompt)
 
 
-def cut_into_groups(sizes: Iterable[int], group_rows: int) -> Iterator[tuple[int, int]]:
-    """Yield the rows and bytes of each row group; `sizes` are the bytes of the rows in order.
+def cut_into_groups(sizes: Iterable[int], most_rows: int) -> Iterator[tuple[int, int]]:
+    """Yield the number of rows and of bytes of each row group.
 
-    A group has `group_rows` rows, or fewer if it would exceed MOST_GROUP_BYTES.
+    `sizes` are the bytes of each row, in order. A group has `most_rows` rows, or fewer if it would exceed
+    MOST_GROUP_BYTES.
     """
-    rows = total = 0
+    group_rows = group_bytes = 0
     for size in sizes:
-        if rows == group_rows or (rows and total + size > MOST_GROUP_BYTES):
-            yield rows, total
-            rows = total = 0
-        rows, total = rows + 1, total + size
-    if rows:
-        yield rows, total
+        is_full = group_rows == most_rows or group_bytes + size > MOST_GROUP_BYTES
+        if group_rows and is_full:  # a row of more than MOST_GROUP_BYTES is a group by itself
+            yield group_rows, group_bytes
+            group_rows = group_bytes = 0
+        group_rows += 1
+        group_bytes += size
+    if group_rows:
+        yield group_rows, group_bytes
 
 
 def _bucket_ends(groups: list[tuple[int, int]]) -> Iterator[int]:
-    """Yield the position behind the last row of each bucket; a bucket holds whole row groups."""
+    """Yield the position after the last row of each bucket. A bucket holds whole row groups.
+
+    `groups` has the number of rows and of bytes of each row group.
+    """
     position = bucket_bytes = 0
     for rows, size in groups:
         position += rows
@@ -256,7 +275,10 @@ def _bucket_ends(groups: list[tuple[int, int]]) -> Iterator[int]:
 def _with_positions(
     job_input: JobInput, rows: BitMap64, positions: Iterator[tuple[int]]
 ) -> Iterator[pa.Table]:
-    """Yield the rows in input order with their ordinals and positions; `positions` are in input order."""
+    """Yield `rows` in input order, with columns for their ordinals and positions.
+
+    `positions` has the position of each row, in input order too.
+    """
     names = job_input.renderer.columns
     schema = job_input.dataset.schema_of(names)
     for added_name in (_ORDINAL, _POSITION):
@@ -278,11 +300,12 @@ def prepare_order(
     *,
     replace: bool = True,
 ) -> tuple[Path | None, OrderDecision]:
-    """Decide on the order of these rows and sort them; return the path of the sorted copy and the decision.
+    """Decide on the order of `rows` and sort them; return the path of the sorted copy and the decision.
 
-    The path is None for input order. The copy is written to `directory` with `writer` in its name; `replace`
-    deletes earlier copies there. `check_stop` is called regularly, and may raise to end the sort. Raises
-    InputError, or OutputError if the disk is full and `order` is not `auto`.
+    The path is None for input order. The copy is written to `directory`, with `writer` in its name. With
+    `replace`, earlier copies in this directory are deleted. `check_stop` is called regularly, and may raise
+    to end the sort. Raises InputError. Raises OutputError if the disk is full, unless the job has `order:
+    auto`, with which the rows then keep input order.
     """
     if replace:
         remove_sorted_copies(directory)
@@ -304,31 +327,34 @@ def prepare_order(
         decision = OrderDecision("input", f"{decision.order} would be better, but {problem}")
         log.warning("%s", decision)
         return None, decision
-    log.info("sorted in %.0f s (%d MiB)", time.monotonic() - began, path.stat().st_size >> 20)
+    seconds, mebibytes = time.monotonic() - began, path.stat().st_size >> 20
+    log.info("sorted the rows in %.0f s (%d MiB)", seconds, mebibytes)
     return path, decision
 
 
 def find_sorted_copy(
     job_input: JobInput, rows: BitMap64, directory: Path
 ) -> tuple[Path, OrderDecision] | None:
-    """Return an earlier attempt's sorted copy with the job's order and all these rows; None without one."""
-    order = job_input.job.order
+    """Return a sorted copy from an earlier start of the run, if it has all `rows` in the job's order.
+
+    Return None if there is no such copy in `directory`.
+    """
+    wanted_order = "prefix" if job_input.job.order == "auto" else job_input.job.order
     for path in directory.glob("order-*.parquet"):
         try:
             copy = SortedCopy(path)
             now = fingerprint(job_input.job, job_input.dataset.facts(), "")
             check_same_run(copy.about["fingerprint"], now, directory)
-        except (InputError, ResumeError):
+        except (InputError, ResumeError):  # damaged, or of another job
             continue
-        kind = copy.about["order"]
-        fits = kind == ("prefix" if order == "auto" else order)
-        if rows and fits and not rows - copy.rows(copy.positions):
-            return path, OrderDecision(kind, "sorted by an earlier attempt")
+        copy_order = copy.about["order"]
+        if rows and copy_order == wanted_order and not rows - copy.rows(copy.positions):
+            return path, OrderDecision(copy_order, "sorted by an earlier start of the run")
     return None
 
 
 def remove_sorted_copies(directory: Path) -> None:
-    """Delete the sorted copies of earlier attempts, finished or not. Raises OSError."""
+    """Delete all sorted copies in a directory, also unfinished ones; raise OSError."""
     for path in directory.glob("*order-*"):  # also hidden files, which are unfinished
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -1,17 +1,15 @@
-"""Samples that are spread evenly over an input: blocks of neighbouring rows, or blocks of a file's bytes."""
+"""Spreads samples evenly over an input, for example blocks of neighbouring rows or blocks of a file."""
 
 GOLDEN = 0.618033988749895
-"""The golden ratio. Its multiples modulo 1 are spread evenly, however many there are."""
+"""Fractional part of the golden ratio. Its multiples modulo 1 are spread evenly, however many there are."""
 
 
 def spread_blocks(total: int, *, blocks: int, size: int) -> list[range]:
     """Return the positions of blocks that are spread evenly over `total` positions.
 
-    `blocks` is the number of blocks, and `size` the number of positions in each. The first block begins at
-    the first position, and the last block ends at the last position. Blocks overlap if together they have
+    `blocks` is the number of blocks, and `size` the number of positions in each block. The first block begins
+    at the first position, and the last block ends at the last position. Blocks overlap if together they have
     more than `total` positions.
     """
-    return [
-        range(begin, begin + size)
-        for begin in ((total - size) * block // max(blocks - 1, 1) for block in range(blocks))
-    ]
+    begins = [(total - size) * block // max(blocks - 1, 1) for block in range(blocks)]
+    return [range(begin, begin + size) for begin in begins]

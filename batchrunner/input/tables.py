@@ -21,15 +21,17 @@ from batchrunner.input.parquet_copy import array_of, empty_batch, in_chunks
 TEXT = "text"
 """Name of the column for rows that are plain texts."""
 CHUNK_ROWS = 1024
-"""Maximum number of rows that are converted together. A limit of bytes alone would not bound memory, because
-`bytes_of` does not count numbers."""
+"""Maximum number of rows that are converted together.
+
+A limit of bytes alone would not bound memory, because `bytes_of` does not count numbers.
+"""
 _PNG_MODES = {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}
 """Modes of Pillow's images that a PNG file can hold."""
 _SCALARS: dict[type, pa.DataType] = {
     str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_(), bytes: pa.binary(),
     type(None): pa.null(),
 }  # fmt: skip
-"""Arrow's types of plain values; a look-up is faster than asking Arrow."""
+"""Arrow types of plain values. A lookup here is faster than `pyarrow.infer_type`."""
 _EXPECTED = (
     "rows: give a list of texts or mappings, a table or data frame (pyarrow, pandas, polars, duckdb, "
     "datasets), or the path of files"
@@ -37,14 +39,14 @@ _EXPECTED = (
 
 
 class SupportsArrow(Protocol):
-    """A table of another library, by Arrow's PyCapsule interface."""
+    """Table of another library with Arrow's PyCapsule interface."""
 
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
         """Export the table."""
 
 
 class SupportsBatches(Protocol):
-    """A dataset of pyarrow, which is read batch by batch."""
+    """Dataset of pyarrow, which is read batch by batch."""
 
     def to_batches(self) -> Iterable[pa.RecordBatch]:
         """Read the dataset."""
@@ -52,13 +54,13 @@ class SupportsBatches(Protocol):
 
 Row: TypeAlias = str | Mapping[str, Any] | None
 Data: TypeAlias = str | os.PathLike[str] | SupportsArrow | SupportsBatches | pa.Table | Iterable[Row]
-"""Data of a program: a table, rows, or the path of files."""
+"""Data that a program passes: a table, rows, or the path of files."""
 
 
 def paths_of(data: object) -> list[str] | None:
-    """Return the paths or globs that the data consists of; None if it is no path.
+    """Return the paths and globs that a program passes as its data; None if the data are not paths.
 
-    Raises InputError if a text names no file.
+    Raises InputError if the data are a text that names no file.
     """
     items: Any = data if isinstance(data, (list, tuple)) else [data]
     if items and all(isinstance(item, os.PathLike) for item in items):
@@ -69,44 +71,48 @@ def paths_of(data: object) -> list[str] | None:
         find_files([data])
     except InputError as failure:
         raise InputError(
-            f"rows: {str(failure)[:200]}", hint="a text names files: give texts as a list"
+            f"rows: {str(failure)[:200]}",
+            hint="a single text is the path of files: give prompts as a list of texts",
         ) from None
     return [data]
 
 
 def batches_of(data: object, on_each: Callable[[Any], Any]) -> Iterator[pa.RecordBatch]:
-    """Yield data as Arrow batches, at least one. Batches of an iterator may differ in columns and types.
+    """Yield the data of a program as Arrow batches, at least one.
 
-    `on_each` is called with each batch, or each row, and returns it. Raises InputError, and what an iterator
-    or `on_each` raises.
+    Batches may differ in columns and types. `on_each` is called with each batch, or with each row if the data
+    have no batches, and returns the batch or row. Raises InputError, and any error of an iterator or of
+    `on_each`.
     """
     batches = as_batches(data)
     batches = _of_rows(map(on_each, as_rows(data))) if batches is None else map(on_each, batches)
-    first = next(batches, None)
-    if first is None:
-        first = pa.RecordBatch.from_pydict({TEXT: pa.nulls(0, pa.string())})
-    yield first
+    first_batch = next(batches, None)
+    if first_batch is None:  # no rows: give an empty batch with a column
+        first_batch = pa.RecordBatch.from_pydict({TEXT: pa.nulls(0, pa.string())})
+    yield first_batch
     yield from batches
 
 
 def as_batches(data: Any) -> Iterator[pa.RecordBatch] | None:
     """Return the batches of a table, data frame or dataset; None for other data. Raises InputError."""
-    if hasattr(data, "with_format"):  # a dataset of Hugging Face
+    is_hugging_face_dataset = hasattr(data, "with_format")
+    if is_hugging_face_dataset:
         tables = data.with_format("arrow").iter(batch_size=CHUNK_ROWS)
         return chain.from_iterable(table.to_batches() for table in tables)
-    stream = data.scanner().to_reader() if hasattr(data, "scanner") else data  # a dataset of pyarrow
+    is_pyarrow_dataset = hasattr(data, "scanner")
+    stream = data.scanner().to_reader() if is_pyarrow_dataset else data
     if not hasattr(stream, "__arrow_c_stream__"):
         return None
     try:
         return _from_reader(pa.RecordBatchReader.from_stream(stream))
-    except pa.ArrowInvalid:  # a single column
+    except pa.ArrowInvalid:  # a single column, such as a Series
         return None
-    except ValueError as failure:  # a frame of pandas with two columns of one name
+    except ValueError as failure:  # for example a data frame of pandas with two columns of one name
         raise InputError(f"rows: {first_line(failure)}") from None
 
 
 def as_rows(data: Any) -> Iterator[Any]:
-    """Return the rows of data without columns; raises InputError if it has no rows either."""
+    """Return the rows of data for which `as_batches` returns None; raise InputError if there are no rows."""
     if hasattr(data, "__arrow_c_stream__"):
         return chain.from_iterable(chunk.to_pylist() for chunk in pa.chunked_array(data).chunks)
     if hasattr(data, "__arrow_c_array__"):
@@ -117,31 +123,32 @@ def as_rows(data: Any) -> Iterator[Any]:
 
 
 def rows_known(data: Any) -> int:
-    """Return the number of rows if it is known without work, else 0.
+    """Return the number of rows in the data of a program; 0 if it is not known without work.
 
-    `len` is not used for other types: for a relation of DuckDB it would run the query.
+    `len` is called only for lists and tuples, because for a relation of DuckDB it would run the query.
     """
     return len(data) if isinstance(data, (list, tuple)) else getattr(data, "num_rows", 0)
 
 
 def _from_reader(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
-    """Yield an empty batch with the schema, then the data."""
+    """Yield an empty batch with the schema, then the data of the reader."""
     yield empty_batch(reader.schema)
     try:
         yield from reader
-    except (OSError, pa.ArrowException) as failure:  # of a query or a file behind the reader
+    except (OSError, pa.ArrowException) as failure:  # from the query or the file behind the reader
         raise InputError(f"rows: cannot be read: {first_line(failure)}") from None
 
 
 def _of_rows(rows: Iterator[Row]) -> Iterator[pa.RecordBatch]:
-    first = 0
+    """Yield the batches of a program's rows."""
+    first_row = 0
     for chunk in in_chunks(map(as_mapping, rows, count()), CHUNK_ROWS, bytes_of):
-        yield from batches_of_rows(chunk, first, array_of)
-        first += len(chunk)
+        yield from batches_of_rows(chunk, first_row, array_of)
+        first_row += len(chunk)
 
 
 def bytes_of(value: Any) -> int:
-    """Return the size of all texts and bytes in a row or a value; numbers are not counted."""
+    """Return the total length of the texts and bytes in a row or a value; numbers are not counted."""
     if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, Mapping):
@@ -150,7 +157,10 @@ def bytes_of(value: Any) -> int:
 
 
 def as_mapping(row: object, number: int) -> Mapping[str, Any]:
-    """Return a row as a mapping; a text becomes the column `text`. Raises InputError, which has `number`."""
+    """Return a row as a mapping. A text becomes the column `text`, and None becomes a row of nulls.
+
+    Raises InputError, which names the `number` of the row, for a row of another type.
+    """
     if isinstance(row, str):
         return {TEXT: row}
     if row is None:
@@ -161,48 +171,50 @@ def as_mapping(row: object, number: int) -> Mapping[str, Any]:
 
 
 def _is_list(value: object) -> bool:
-    """Tell whether a value is a list whose items must be looked at.
+    """Tell whether a value is a list whose items may need a conversion.
 
-    A list that begins with a number is not looked at, because it may be long.
+    A list that begins with a number is taken for a list of numbers, which may be long and needs none.
     """
     return isinstance(value, (list, tuple)) and bool(value) and not isinstance(value[0], (int, float))
 
 
 def _plain(value: Any) -> Any:
-    """Return images of Pillow as PNG files, paths as texts, and anything else as it is."""
+    """Return an image of Pillow as a PNG file, a path as a text, and any other value unchanged."""
     if isinstance(value, str):
         return value
     if _is_list(value):
         return [_plain(item) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if not hasattr(value, "tobitmap"):
+    is_pillow_image = hasattr(value, "tobitmap")
+    if not is_pillow_image:
         return value
     stream = io.BytesIO()
     try:
-        (value if value.mode in _PNG_MODES else value.convert("RGB")).save(stream, "PNG", compress_level=1)
-    except Exception:  # noqa: BLE001 - a broken file that Pillow opened: its row fails
+        image = value if value.mode in _PNG_MODES else value.convert("RGB")
+        image.save(stream, "PNG", compress_level=1)
+    except Exception:  # noqa: BLE001 - the file of an image may be broken; then its row fails later
         return b"unreadable"
     return stream.getvalue()
 
 
 def rows_of_like_types(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """Yield rows in order, in lists whose rows have the same columns with the same types.
+    """Yield the rows in order, in lists of rows that have the same columns with the same types.
 
-    In a batch of such rows every value stays as it is. In a column of mixed types, Arrow would turn 1 beside
-    2.5 into 1.0 and a text beside bytes into bytes, and would give each object the keys of the other objects.
+    A batch of such rows keeps every value unchanged. In a column of mixed types, Arrow would turn 1 beside
+    2.5 into 1.0 and a text beside bytes into bytes, and would give each object the keys of all other objects.
     """
     for _, group in groupby(rows, _types_of):
         yield [*group]
 
 
 def _types_of(row: Mapping[str, Any]) -> list[tuple[Any, pa.DataType | None]]:
-    """Return the type that Arrow gives to each value of a row by itself; None if Arrow cannot hold it."""
+    """Return the columns of a row with the types that Arrow infers; None for a value it cannot hold."""
     types = []
     for name, value in row.items():
         kind = _SCALARS.get(type(value))
         if kind is None:
-            with contextlib.suppress(Exception):  # objects may be of any class, and fail in any way
+            with contextlib.suppress(Exception):  # an object may be of any class, and raise any error
                 kind = pa.infer_type([value])
         types.append((name, kind))
     return types
@@ -211,24 +223,27 @@ def _types_of(row: Mapping[str, Any]) -> list[tuple[Any, pa.DataType | None]]:
 def batches_of_rows(
     rows: Sequence[Mapping[str, Any]], first: int, to_array: Callable[[list[Any]], pa.Array] = pa.array
 ) -> list[pa.RecordBatch]:
-    """Return mappings as batches; raises InputError.
+    """Return rows as Arrow batches; raise InputError if Arrow cannot hold a value.
 
-    `first` is the number of the first row, and `to_array` converts the values of a column.
+    `first` is the number of the first row. `to_array` converts the values of a column.
     """
     columns = {}
     for name in dict.fromkeys(chain.from_iterable(rows)):  # rows may have keys that the first row lacks
         if not isinstance(name, str):
-            raise InputError(f"rows: a column has the name {name!r}", hint="give a text")
+            raise InputError(
+                f"rows: the name of a column is {name!r}, which is not a text", hint="give a text as its name"
+            )
         try:
             columns[name] = to_array([row.get(name) for row in rows])
-        except Exception as failure:  # noqa: BLE001 - values of any kind: a number over 64 bits, for example
+        except Exception as failure:  # noqa: BLE001 - values of any kind, for example a number over 64 bits
+            last = first + len(rows) - 1
             raise InputError(
-                f"rows: cannot be made a table: column {name!r}, "
-                f"rows {first} to {first + len(rows) - 1}: {first_line(failure)}"
+                f"rows: column {name!r} of rows {first} to {last} cannot be converted to Arrow: "
+                f"{first_line(failure)}"
             ) from None
     if not columns:
         raise InputError(
-            f"rows: {counted(len(rows), 'row')} without a column, from row {first} on",
-            hint="give each one at least",
+            f"rows: {counted(len(rows), 'row')} from row {first} on without any column",
+            hint="give each row at least one column",
         )
     return [pa.RecordBatch.from_pydict(columns)]

@@ -1,7 +1,7 @@
 """Jinja2 templates and filter expressions over the columns of a row, in Jinja2's immutable sandbox.
 
-The author of a job may compute anything. Only prompts that print a null or bytes are refused: nobody wants
-the text "None" or "b'…'" in a prompt.
+The author of a job may compute anything in a template. A row fails only if its prompt would print a null or
+bytes, because nobody wants the text "None" or "b'…'" in a prompt.
 """
 
 import difflib
@@ -28,52 +28,58 @@ Error = TypeVar("Error", bound=BatchrunError)
 LONGEST_PROMPT = 64 << 20
 """Maximum number of characters of a prompt, far more than any model reads."""
 LINE_SHOWN = 100
-"""Maximum number of characters of a template's line, or of a value, in an error."""
+"""Maximum number of characters of a template's line, or of a value, in an error message."""
 ANSWER_NAMES = ("output", "parsed", "reasoning", "finish_reason")
-"""Names by which `accept.expression` reads an answer. They hide columns of the same names."""
+"""Variables for the parts of an answer in `accept.expression`. They hide columns of the same names."""
 FILTERS_TO_TEXT = (
     "string", "upper", "lower", "trim", "title", "capitalize", "replace", "center", "truncate", "wordwrap",
     "indent", "striptags", "escape", "e", "forceescape", "urlize", "wordcount",
 )  # fmt: skip
 """Filters of jinja2 that would turn a null into the text "None", and bytes into "b'…'"."""
 PRINTING = frozenset({*FILTERS_TO_TEXT, "default", "d", "safe", "tojson"})
-"""Filters whose result shows their input."""
+"""Filters of jinja2 whose result contains the text of their input."""
 ROW = "row"
-"""Name of the mapping of all columns in a template."""
-_TAKEN = {ROW, "self", "true", "false", "none", "not", "and", "or", "in", "is", "if", "else"}
-"""Words that cannot be the name of a column in a template, because they have another meaning there."""
+"""Variable for the mapping of all columns in a template, as in `row["name"]`."""
+_RESERVED = {ROW, "self", "true", "false", "none", "not", "and", "or", "in", "is", "if", "else"}
+"""Words that cannot name a column in a template, because jinja2 or this package gives them a meaning."""
 _METHODS = {"items", "keys", "values", "get"}
-"""Methods of a mapping by which a template may read any column."""
+"""Methods of a mapping by which a template may read any column of `row`."""
 _ABOUT_NULL = re.compile(r"\bNone(Type)?\b")
-"""Pattern of Python's and jinja2's errors about a null."""
+"""Pattern of the errors of Python and jinja2 about a null."""
 _RESULT = "batchrunner_value"
 """Variable to which a compiled expression assigns its value."""
 
 
 FIELDS = "fields"
-"""Name by which templates print the lines of `prompt.fields`."""
+"""Variable for the lines of `prompt.fields` in a template."""
 _PLAIN = (str, int, float, Decimal, date, time)
-"""Types of values that a line of `prompt.fields` shows as Python prints them; others are JSON."""
+"""Types of values that a line of `prompt.fields` shows as Python prints them; other values become JSON."""
 
 
 def field_line(name: str, value: Any) -> str:
-    """Return the line `name: value` of a field; a null is `null`, a list or a struct is JSON."""
+    """Return the line `name: value` of a column in `prompt.fields`; a list or a struct becomes JSON."""
     is_plain = isinstance(value, _PLAIN) and not isinstance(value, bool)
-    return f"{name}: {value if is_plain else json.dumps(value, ensure_ascii=False, default=str)}"
+    text = value if is_plain else json.dumps(value, ensure_ascii=False, default=str)
+    return f"{name}: {text}"
 
 
-def with_fields(make: Callable[[dict[str, Any]], Any], columns: Sequence[str], row: dict[str, Any]) -> Any:
-    """Return the prompt that `make` renders from a row and the lines of these columns (FIELDS)."""
-    return make({**row, FIELDS: "\n".join(field_line(name, row[name]) for name in columns)})
+def with_fields(
+    prompt_of: Callable[[dict[str, Any]], Any], columns: Sequence[str], row: dict[str, Any]
+) -> Any:
+    """Return the prompt that `prompt_of` makes of a row and the variable FIELDS, the lines of `columns`."""
+    return prompt_of({**row, FIELDS: "\n".join(field_line(name, row[name]) for name in columns)})
 
 
 def is_template(text: str) -> bool:
-    """Tell whether a text is a template and not a column name."""
+    """Tell whether the text of a job's field is a template and not the name of a column."""
     return "{{" in text or "{%" in text
 
 
 class _ColumnCode:
-    """Compiled template or expression over the columns of a row; `columns` are those that it reads."""
+    """Compiled template or expression over the columns of a row.
+
+    `columns` are the names of the columns that it reads.
+    """
 
     def __init__(
         self,
@@ -91,62 +97,69 @@ class _ColumnCode:
             problem = first_line(failure).removesuffix(".")
             line = failure.lineno if isinstance(failure, jinja2.TemplateSyntaxError) else 1
             text = "".join(source.splitlines()[line - 1 : line]).strip()
-            odd = [name for name in available if name in text and not name.isidentifier()]
-            raise JobError(
-                f"{where}: line {line}: {problem}, in {text[:LINE_SHOWN]!r}",
-                hint=f"a column whose name is not an identifier is written {template_of_column(odd[0])}"
-                if odd
-                else None,
-            ) from None
+            hint = None
+            odd_names = [name for name in available if name in text and not name.isidentifier()]
+            if odd_names:
+                expression = template_of_column(odd_names[0])
+                hint = f"the name of the column is not an identifier: write {expression}"
+            raise JobError(f"{where}: line {line}: {problem}, in {text[:LINE_SHOWN]!r}", hint=hint) from None
         self._source = source
         for name in sorted(columns.difference(available)):
             raise unknown_column(JobError, where, name, available, in_template=True)
         self.columns = sorted(columns)
         self.printed = sorted(columns.intersection(_printed(tree)))
-        """Columns that are printed, directly or through filters of PRINTING."""
+        """Columns whose values are printed, directly or through filters of PRINTING."""
 
     def _variables(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the values of its names: the columns, and their mapping if it is read."""
+        """Return the variables for a row: its columns, and `row` if the code reads this mapping."""
         return {**row, ROW: row} if self._reads_row else row
 
 
 class Template(_ColumnCode):
-    """A compiled template."""
+    """Compiled template."""
 
     def __init__(self, source: str, *, where: str, available: Collection[str]) -> None:
-        """Compile `source`; raises JobError, naming `where`, on bad syntax or an unknown column."""
+        """Compile a template over the columns `available`.
+
+        Raises JobError, which begins with `where`, for bad syntax or an unknown column.
+        """
         super().__init__(_environment().parse, source, where=where, available=available)
         self._globals = dict(self._template.globals)
         self._new_context, self._parts = self._template.new_context, self._template.root_render_func
 
     def render(self, row: Mapping[str, Any]) -> str:
-        """Return the text for a row; raises RowRefusedError if the template fails on its values."""
+        """Return the text for a row; raise RowRefusedError if the template fails on the row's values."""
         try:
-            # jinja2's own render merges the globals anew for each row, which takes twice as long
+            # jinja2's own `render` merges the globals anew for each row, which takes twice as long.
             context = self._new_context({**self._globals, **self._variables(row)}, shared=True)
             text = "".join(self._parts(context))
         except NotTextError as failure:
-            failing = self._failing(row, failure.kind) or "a value"
-            raise RowRefusedError(f"template: {failing} {failure.what}") from None
+            cause = self._failing_names(row, failure.kind) or "a value"
+            raise RowRefusedError(f"template: {cause} {failure.problem}") from None
         except Exception as failure:  # noqa: BLE001 - templates may apply any operator to user data
             message = _error_text(failure, self.columns, row)
-            if _ABOUT_NULL.search(message) and (failing := self._failing(row, type(None))):
-                message += f" (in {failing})"
+            if _ABOUT_NULL.search(message):
+                null_columns = self._failing_names(row, type(None))
+                if null_columns:
+                    message += f" (in {null_columns})"
             raise RowRefusedError(f"template: {message}") from None
         if len(text) > LONGEST_PROMPT:
-            raise RowRefusedError(f"template: a prompt of {len(text)} characters is too long")
+            raise RowRefusedError(
+                f"template: the prompt has {len(text)} characters, more than the limit of {LONGEST_PROMPT}"
+            )
         return text
 
-    def _failing(self, row: Mapping[str, Any], kind: type) -> str:
-        """Return the names of the columns on which the template fails, as far as they can be found.
+    def _failing_names(self, row: Mapping[str, Any], kind: type) -> str:
+        """Return the names of the columns on which the template fails; "" if they cannot be found.
 
         These are the columns in the failing expression, or else in the whole template, that hold a value of
-        type `kind`. If there is no such column, it is the field that the expression prints.
+        type `kind`. If the expression reads no such column, its own text is returned.
         """
         expression = ""
+        # Render the row once more by slower code, which notes the failing expression in the error.
         try:
             _environment(_NamingCode).from_string(self._source).render(self._variables(row))
-        except Exception as failure:  # noqa: BLE001 - as in `render`
+        except Exception as failure:  # noqa: BLE001 - templates may apply any operator to user data
             notes = getattr(failure, "__notes__", ())
             if notes:
                 expression = notes[-1]
@@ -156,20 +169,23 @@ class Template(_ColumnCode):
 
 
 class Predicate(_ColumnCode):
-    """A compiled boolean expression."""
+    """Compiled boolean expression over the columns of a row, such as `input.filter`."""
 
     def __init__(self, source: str, *, where: str, available: Collection[str]) -> None:
-        """Compile `source`; raises JobError, naming `where`, on bad syntax or an unknown column."""
+        """Compile an expression over the columns `available`.
+
+        Raises JobError, which begins with `where`, for bad syntax or an unknown column.
+        """
         super().__init__(_expression_tree, source, where=where, available=available)
 
     def __call__(self, row: Mapping[str, Any]) -> bool:
-        """Return whether the expression is true for a row; it is false if it fails on a null.
+        """Tell whether the expression is true for a row. An expression that fails on a null is false.
 
-        Raises RowRefusedError if it fails for another reason.
+        Raises RowRefusedError if the expression fails for another reason.
         """
         try:
             context = self._template.new_context(dict(self._variables(row)))
-            for _ in self._template.root_render_func(context):
+            for _ in self._template.root_render_func(context):  # an assignment, which yields no text
                 pass
             return bool(context.vars[_RESULT])
         except Exception as failure:  # noqa: BLE001 - expressions may apply any operator to user data
@@ -179,10 +195,13 @@ class Predicate(_ColumnCode):
 
 
 class AnswerExpression:
-    """The job's `accept.expression` over an answer and its row; `columns` are the columns that it reads."""
+    """Compiled `accept.expression` of a job, over an answer and its row.
+
+    `columns` are the names of the columns that the expression reads.
+    """
 
     def __init__(self, source: str, columns: Collection[str]) -> None:
-        """Compile the expression for rows with these columns; raises JobError."""
+        """Compile the expression for rows with `columns`; raise JobError if it is invalid."""
         self._source = source
         available = [*ANSWER_NAMES, *(name for name in columns if name not in ANSWER_NAMES)]
         self._predicate = Predicate(source, where="accept.expression", available=available)
@@ -193,7 +212,10 @@ class AnswerExpression:
         return name in self._predicate.columns
 
     def complaint(self, values: Mapping[str, Any]) -> str | None:
-        """Return what is wrong with an answer, in a sentence; None if nothing is."""
+        """Return a complaint about an answer that the expression does not accept; else None.
+
+        `values` has the answer's ANSWER_NAMES and the row's `columns`.
+        """
         try:
             is_good = self._predicate(values)
         except RowRefusedError as failure:
@@ -202,29 +224,30 @@ class AnswerExpression:
 
 
 class NotTextError(ValueError):
-    """A template prints a null, or bytes."""
+    """Error for a null or bytes that a template prints."""
 
     def __init__(self, value: bytes | None) -> None:
         super().__init__("None is not text" if value is None else "bytes are not text")
-        self.what = "is null" if value is None else "holds bytes"
+        self.problem = "is null" if value is None else "holds bytes"
+        """End of a sentence that begins with the name of a column."""
         self.kind = type(value)
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, in which a struct's field hides a method of the same name, such as `items`."""
+    """Jinja2's sandbox. A field of a struct hides a method of the same name, such as `items`."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return the struct's field of this name; without one, the attribute as jinja2 finds it."""
+        """Return a struct's field named `attribute`; without such a field, the attribute as in jinja2."""
         if isinstance(obj, dict) and attribute in obj:
             return obj[attribute]
         return super().getattr(obj, attribute)
 
-    def joined(self, *values: Any) -> str:
-        """Return the result of the operator `~` for these operands."""
-        return "".join([str(as_text(value)) for value in values])
+    def joined(self, *operands: Any) -> str:
+        """Return the result of the operator `~`; compiled templates call this method."""
+        return "".join([str(as_text(operand)) for operand in operands])
 
     def named(self, expression: str, text: Callable[[], str]) -> str:
-        """Return a printed text; add the expression to an error as a note."""
+        """Return the printed text of an expression; add the expression to an error as a note."""
         try:
             return text()
         except Exception as failure:
@@ -232,7 +255,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             raise
 
     def unless_null(self, operand: Callable[[], Any]) -> Any:
-        """Return the value of an operand; None if it fails on a null."""
+        """Return the value of an operand; None if computing the operand fails on a null."""
         try:
             return operand()
         except Exception as failure:
@@ -242,7 +265,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Code(CodeGenerator):
-    """Compiles `~` so that it refuses nulls, and `or` so that its left side may fail on a null."""
+    """Code generator for templates in which `~` refuses nulls and the left side of `or` may fail on one."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 - jinja2 calls it so
         """Write the call that joins the operands."""
@@ -262,7 +285,7 @@ class _Code(CodeGenerator):
 
 
 class _NamingCode(_Code):
-    """Compiles slower templates, whose errors name the expression that failed."""
+    """Code generator for slower templates, whose errors name the expression that failed."""
 
     def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
         self.write(f"environment.named({_shown(node)!r}, lambda: ")
@@ -274,7 +297,7 @@ class _NamingCode(_Code):
 
 
 def _shown(node: nodes.Node) -> str:
-    """Return the field that an expression prints, such as `author.name`, else the names in it."""
+    """Return the field that an expression prints, such as `author.name`; else the names in the expression."""
     match node:
         case nodes.Name(name=name):
             return str(name)
@@ -295,18 +318,19 @@ def _environment(code: type[CodeGenerator] = _Code) -> _Environment:
     for name in FILTERS_TO_TEXT:
         filters[name] = _guarded(filters[name], as_text)
     filters["join"] = _guarded(filters["join"], lambda values: [*map(as_text, values)])
-    filters["tojson"] = _tojson  # jinja2's own escapes < > & ' for HTML
+    filters["tojson"] = _tojson  # jinja2's own filter escapes < > & ' for HTML
     filters["fromjson"] = _guarded(_fromjson, as_text)
     return environment
 
 
-def _guarded(text_of: Callable[..., Any], check: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return a filter that passes its value through `check` first."""
-    first = 1 if hasattr(text_of, "jinja_pass_arg") else 0  # jinja2 may pass an argument of its own first
+def _guarded(text_filter: Callable[..., Any], check: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return a filter that passes its input through `check` before it calls `text_filter`."""
+    # jinja2 passes an argument of its own, such as the environment, before the input of some filters.
+    index = 1 if hasattr(text_filter, "jinja_pass_arg") else 0
 
-    @wraps(text_of)
+    @wraps(text_filter)
     def guarded(*args: Any, **named: Any) -> Any:
-        return text_of(*args[:first], check(args[first]), *args[first + 1 :], **named)
+        return text_filter(*args[:index], check(args[index]), *args[index + 1 :], **named)
 
     return guarded
 
@@ -316,7 +340,7 @@ def _tojson(value: Any, indent: int | None = None) -> str:
 
 
 def _fromjson(value: Any) -> Any:
-    """Return the value of a JSON text; a value that is no text, such as a struct, as it is."""
+    """Return the value of a JSON text; return any other value, such as a struct, unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -327,7 +351,10 @@ def _fromjson(value: Any) -> Any:
 
 
 def as_text(value: Any) -> Any:
-    """Return a value that can be printed; raises NotTextError for a null, bytes, and values with bytes."""
+    """Return a value that a template prints unchanged; raise NotTextError for a null or bytes.
+
+    Bytes in lists and mappings are refused too, but nulls in them are allowed.
+    """
     if isinstance(value, str):
         return value
     if value is None or isinstance(value, bytes):
@@ -340,16 +367,17 @@ def as_text(value: Any) -> Any:
 
 
 def _error_text(failure: Exception, columns: Sequence[str], row: Mapping[str, Any]) -> str:
-    """Return an error in words, with a hint if it is about text beside a value of another type."""
+    """Return the text of an error, with a hint if a text was used like a value of another type."""
     message = f"{type(failure).__name__}: {failure}"
-    texts = [template_of_column(name) for name in columns if isinstance(row.get(name), str)]
-    if not texts or not isinstance(failure, TypeError) or "str" not in str(failure):
+    text_columns = [template_of_column(name) for name in columns if isinstance(row.get(name), str)]
+    if not text_columns or not isinstance(failure, TypeError) or "str" not in str(failure):
         return message
-    return f"{message} (text is in {', '.join(texts)}: compare it with text, or convert it by NAME | float)"
+    names = ", ".join(text_columns)
+    return f"{message} (columns with text: {names}; compare them with text, or convert them by NAME | float)"
 
 
 def _expression_tree(source: str) -> nodes.Template:
-    """Return the syntax tree of an expression, as jinja2's `compile_expression` makes it."""
+    """Return the syntax tree of an expression, built as in jinja2's `compile_expression`."""
     parser = Parser(_environment(), source, state="variable")
     value = parser.parse_expression()
     if not parser.stream.eos:
@@ -362,21 +390,22 @@ def _expression_tree(source: str) -> nodes.Template:
 
 
 def _columns_read(tree: nodes.Template, available: Collection[str]) -> tuple[set[str], bool]:
-    """Return the names of the columns that a template reads, and whether it reads `row`."""
+    """Return the names of the columns that a template reads, and whether it reads the mapping `row`."""
     free_names = _free_names(tree, available)
     if ROW not in free_names:
         return free_names, False
     fields = [_field_of_row(node) for node in tree.find_all((nodes.Getattr, nodes.Getitem))]
-    names = {name for name in fields if name and (name in available or name not in _METHODS)}
-    uses = sum(name.name == ROW for name in tree.find_all(nodes.Name))
-    names_each_field = sum(name in names for name in fields) == uses
-    if not names_each_field:  # a loop over `row`, for example, may read any column
-        names = {*available}
-    return free_names - {ROW} | names, True
+    columns = {name for name in fields if name and (name in available or name not in _METHODS)}
+    # Any other use of `row`, such as a loop over it, may read any column.
+    row_uses = sum(name.name == ROW for name in tree.find_all(nodes.Name))
+    uses_with_column = sum(name in columns for name in fields)
+    if uses_with_column != row_uses:
+        columns = {*available}
+    return free_names - {ROW} | columns, True
 
 
 def _field_of_row(node: nodes.Node) -> str | None:
-    """Return the name of the column that an expression such as `row.name` or `row["name"]` reads."""
+    """Return the column that an expression such as `row.name` or `row["name"]` reads; else None."""
     match node:
         case nodes.Getattr(node=nodes.Name(name="row"), attr=name):
             return name
@@ -386,7 +415,7 @@ def _field_of_row(node: nodes.Node) -> str | None:
 
 
 def _printed(tree: nodes.Template) -> Iterator[str | None]:
-    """Yield the names of the columns that a template prints."""
+    """Yield the name of the column in each printed expression, without its filters; None if it has none."""
     for output in tree.find_all(nodes.Output):
         for node in output.nodes:
             expression: nodes.Expr = node
@@ -396,15 +425,17 @@ def _printed(tree: nodes.Template) -> Iterator[str | None]:
 
 
 def _free_names(tree: nodes.Template, available: Collection[str]) -> set[str]:
-    """Return the names that neither the template nor jinja2 defines; a column hides a name of jinja2.
+    """Return the variables that a template must get: those that neither it nor jinja2 defines.
 
-    jinja2 reports a variable as undeclared if only one branch of an `if` sets it. It counts as defined here,
-    except for `row`, which may mean the mapping of all columns in the other branch.
+    A column hides a name of jinja2. A variable that only one branch of an `if` sets counts as defined here,
+    although jinja2 reports it as undeclared. The exception is `row`, which may mean the mapping of all
+    columns in the other branch.
     """
     environment = _environment()
-    bare = environment.overlay()
-    bare.globals = {}
-    tree.set_environment(bare)
+    # Without globals, jinja2 also reports the variables that hide one of its own names.
+    environment_without_globals = environment.overlay()
+    environment_without_globals.globals = {}
+    tree.set_environment(environment_without_globals)
     names = jinja2.meta.find_undeclared_variables(tree)
     tree.set_environment(environment)
     template_names = {macro.name for macro in tree.find_all(nodes.Macro)}
@@ -416,13 +447,20 @@ def _free_names(tree: nodes.Template, available: Collection[str]) -> set[str]:
 def unknown_column(
     kind: type[Error], where: str, name: str, available: Collection[str], *, in_template: bool = False
 ) -> Error:
-    """Return an error for a missing column; its hint names the most similar column."""
-    near = difflib.get_close_matches(name, available, n=1, cutoff=0.5)
-    near = near or [column for column in available if name in column.split() or column.startswith(name)][:1]
+    """Return an error of class `kind` for a missing column, which names the most similar column.
+
+    `where` is the job field that names the column. With `in_template`, the similar column is shown as a
+    template must write it.
+    """
+    similar = difflib.get_close_matches(name, available, n=1, cutoff=0.5)
+    if not similar:
+        similar = [column for column in available if name in column.split() or column.startswith(name)]
     hint = None
-    if near:
-        is_odd = in_template and not near[0].isidentifier()  # it can only be read through `row`
-        hint = f"did you mean {template_of_column(near[0]) if is_odd else repr(near[0])}?"
+    if similar:
+        needs_row = in_template and not similar[0].isidentifier()
+        suggestion = template_of_column(similar[0]) if needs_row else repr(similar[0])
+        hint = f"did you mean {suggestion}?"
+    # A single column with such a mark in its name comes from a CSV file with another delimiter.
     if len(available) == 1 and (mark := re.search("[;\t|]", "".join(available))):
         hint = f"if {mark[0]!r} separates the columns of the file, set input.delimiter: {json.dumps(mark[0])}"
     names = ", ".join(column or '""' for column in available)
@@ -431,6 +469,6 @@ def unknown_column(
 
 
 def template_of_column(name: str) -> str:
-    """Return the expression by which a template reads a column, whatever its name."""
-    plain = name.isidentifier() and name.isascii() and name.lower() not in _TAKEN
-    return name if plain else f"{ROW}[{json.dumps(name, ensure_ascii=False)}]"
+    """Return the expression by which a template reads a column: its name, or `row["NAME"]` if necessary."""
+    is_variable = name.isidentifier() and name.isascii() and name.lower() not in _RESERVED
+    return name if is_variable else f"{ROW}[{json.dumps(name, ensure_ascii=False)}]"

@@ -1,7 +1,8 @@
 """Reads CSV, JSON Lines, batch files and Arrow files as Arrow batches.
 
 A record that cannot be read becomes a row whose PROBLEM column names the line and the reason. A file that
-cannot be divided into records is refused. DuckDB's readers cannot replace these: see `csv_records`.
+cannot be divided into records is refused. The docstrings of `csv_records` and `_json_records` give the
+reasons why DuckDB's readers cannot replace this module.
 """
 
 import io
@@ -39,10 +40,13 @@ BATCH_ROWS = 4096
 MOST_LEVELS = 48
 """Maximum number of nested levels of a JSON value. Parquet cannot hold many more levels."""
 _NO_NUMBER = re.compile(rb"[:,[]\s*-?(NaN|Infinity)\b")
-"""Values that some programs write as numbers, but that are not valid JSON."""
+"""Pattern of values that some programs write as numbers, although they are not valid JSON."""
 BOM = b"\xef\xbb\xbf"
-"""Byte order mark, which some editors write at the start of a UTF-8 file; it is not part of the text."""
-ARROW_MAGIC, ARROW_HEAD_BYTES = b"ARROW1", 8
+"""Byte order mark, which some editors write at the start of a UTF-8 file. It is not part of the text."""
+ARROW_MAGIC = b"ARROW1"
+"""First bytes of an Arrow IPC file. An Arrow IPC stream begins otherwise."""
+ARROW_HEAD_BYTES = 8
+"""Number of bytes before the stream in an Arrow IPC file: ARROW_MAGIC, padded."""
 
 
 def skip_bom(source: io.BufferedReader) -> None:
@@ -52,14 +56,14 @@ def skip_bom(source: io.BufferedReader) -> None:
 
 
 def batches_of_file(
-    source: io.BufferedReader, path: str, form: FileFormat, spec: InputSpec, *, is_batch: bool
+    source: io.BufferedReader, path: str, file_format: FileFormat, spec: InputSpec, *, is_batch: bool
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of an open file that is already decompressed.
+    """Yield the rows of an open file that is not Parquet; `source` yields its decompressed content.
 
-    `spec` has the options of text files. With `is_batch`, each line is a request in OpenAI's format. Raises
-    InputError, OSError or ArrowException.
+    `spec` has the options of CSV and JSON Lines. With `is_batch`, each line is a request in OpenAI's format.
+    Raises InputError, OSError or ArrowException.
     """
-    if form.kind == "Arrow":
+    if file_format.kind == "Arrow":
         return _arrow_batches(source)
     skip_bom(source)
     if is_batch:
@@ -69,9 +73,9 @@ def batches_of_file(
             name,
             types=dict.fromkeys(BATCH_COLUMNS, "string"),
             object_name="request",
-            hint=f"batchrun init {path} writes a job for a file of data, batchrun JOB.yaml runs a job",
+            hint=f"batchrun init {path} writes a job for a data file, and batchrun JOB.yaml runs a job",
         )
-    if form.kind == "JSON Lines":
+    if file_format.kind == "JSON Lines":
         return _object_batches(
             _json_records(read_lines(source)),
             path,
@@ -79,12 +83,13 @@ def batches_of_file(
             object_name="JSON object",
             hint="write JSON Lines, an object on each line (for an array: jq -c '.[]')",
         )
-    return _csv_batches(source, path, spec, usual_delimiter="\t" if form.ending == ".tsv" else ",")
+    return _csv_batches(source, path, spec, usual_delimiter="\t" if file_format.ending == ".tsv" else ",")
 
 
 def _csv_batches(
     source: io.BufferedReader, path: str, spec: InputSpec, usual_delimiter: str
 ) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a CSV file, after an empty batch that has the columns even if there are no rows."""
     header, records = csv_table(source, path, spec, usual_delimiter)
     types = {name: PLAIN_TYPES[spec.types.get(name, "string")] for name in header}
     yield _batch_of(path, [], types)
@@ -112,9 +117,9 @@ def _json_records(lines: Iterable[bytes | None]) -> Iterator[TextRecord]:
 
 
 def _json_object(text: bytes) -> dict[str, Any]:
-    """Return the object in a JSON text; raises ValueError or RecursionError if there is none."""
+    """Return the object in a JSON text; raise ValueError or RecursionError if the text has no object."""
     try:
-        value = msgspec.json.decode(text)  # keeps whole numbers of any size
+        value = msgspec.json.decode(text)  # keeps integers of any size
     except ValueError as failure:
         problem = str(failure)
         if no_number := _NO_NUMBER.search(text):
@@ -122,19 +127,20 @@ def _json_object(text: bytes) -> dict[str, Any]:
         raise ValueError(f"not valid JSON: {problem}") from None
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")  # noqa: TRY004 - the data is wrong, not the call
-    may_be_deep = text.count(b"[") + text.count(b"{") > MOST_LEVELS
-    if may_be_deep and _has_more_levels(value, MOST_LEVELS):
-        raise ValueError(f"nested deeper than {MOST_LEVELS}")
+    # Counting brackets is fast, and shows for nearly all lines that they are not too deep.
+    may_be_too_deep = text.count(b"[") + text.count(b"{") > MOST_LEVELS
+    if may_be_too_deep and _has_more_levels(value, MOST_LEVELS):
+        raise ValueError(f"the JSON has more than {MOST_LEVELS} nested levels")
     return value
 
 
-def _has_more_levels(value: object, most: int) -> bool:
-    """Tell whether a list or mapping has more levels than `most`."""
+def _has_more_levels(value: object, most_levels: int) -> bool:
+    """Tell whether a JSON value has more than `most_levels` nested levels of lists and objects."""
     if isinstance(value, dict):
         value = list(value.values())
     if not isinstance(value, list):
         return False
-    return most == 0 or any(_has_more_levels(part, most - 1) for part in value)
+    return most_levels == 0 or any(_has_more_levels(inner, most_levels - 1) for inner in value)
 
 
 def _object_batches(
@@ -142,34 +148,35 @@ def _object_batches(
 ) -> Iterator[pa.RecordBatch]:
     """Yield the objects on the lines of a file as batches. A key that a line lacks is null in its row.
 
-    Raises InputError, with the hint, if no line is an object.
+    `types` has the types of some columns. Raises InputError, with `hint`, if no line has an object;
+    `object_name` says what a line should have.
     """
-    is_any_good = False
-    first_bad: TextRecord | None = None
+    has_good_record = False
+    first_bad_record: TextRecord | None = None
     for chunk in in_chunks(records, BATCH_ROWS, lambda record: record.size):
         for record in chunk:
             if record.problem is None:
-                is_any_good = True
+                has_good_record = True
             else:
-                first_bad = first_bad or record
+                first_bad_record = first_bad_record or record
         names = dict.fromkeys(key for record in chunk for key in record.values)
-        yield _batch_of(
-            path, chunk, {name: PLAIN_TYPES[types[name]] if name in types else None for name in names}
-        )
-    if not is_any_good:
+        chunk_types = {name: PLAIN_TYPES[types[name]] if name in types else None for name in names}
+        yield _batch_of(path, chunk, chunk_types)
+    if not has_good_record:
         problem = "is empty"
-        if first_bad is not None:
-            problem = f"no line is a {object_name} (line {first_bad.line}: {first_bad.problem})"
+        if first_bad_record is not None:
+            line, reason = first_bad_record.line, first_bad_record.problem
+            problem = f"no line is a {object_name} (line {line}: {reason})"
         raise InputError(f"{path}: {problem}", hint=hint)
 
 
 def _batch_of(
     path: str, records: Sequence[TextRecord], types: Mapping[str, pa.DataType | None]
 ) -> pa.RecordBatch:
-    """Return records as a batch with PROBLEM and LINE.
+    """Return records as a batch that also has the columns PROBLEM and LINE.
 
-    If `types` has None for a column, it gets the common type of its values. If they have none, it becomes an
-    AS_JSON column.
+    `types` has the type of each column. A column with None in place of a type gets the common type of its
+    values. If the values have no common type, the column becomes an AS_JSON column.
     """
     problems = [record.problem for record in records]
     columns: dict[str, pa.Array] = {}
@@ -194,19 +201,21 @@ def _batch_of(
 
 
 def _typed(values: Sequence[Any], kind: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
-    """Convert values to a column of a type; also return the misfits, as `fitted_values` does.
+    """Convert values to a column of type `kind`; also return the complaints of `fitted_values`.
 
     An empty text becomes null, except in a column of texts.
     """
     texts = [text_of(value) for value in values]
     if pa.types.is_string(kind):
         return arrow_array(texts, kind), {}
-    stripped = [None if text is None else text.strip() or None for text in texts]
-    return fitted_values(arrow_array(stripped, pa.string()), kind)
+    stripped_texts = [None if text is None else text.strip() or None for text in texts]
+    return fitted_values(arrow_array(stripped_texts, pa.string()), kind)
 
 
 def _arrow_batches(source: io.BufferedReader) -> Iterator[pa.RecordBatch]:
-    if source.peek(ARROW_HEAD_BYTES).startswith(ARROW_MAGIC):  # an IPC file is a stream after a header
+    """Yield the rows of an Arrow IPC file or stream, after an empty batch with the schema."""
+    # After its first bytes, a file has the form of a stream, and a footer that is not needed.
+    if source.peek(ARROW_HEAD_BYTES).startswith(ARROW_MAGIC):
         source.read(ARROW_HEAD_BYTES)
     with pa.ipc.open_stream(source) as stream:
         yield empty_batch(stream.schema)

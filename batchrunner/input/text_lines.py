@@ -1,4 +1,4 @@
-"""Lines and records of text files, and numbers of lines in messages."""
+"""Lines and records of text files such as CSV and JSON Lines, and the numbers of lines in messages."""
 
 import io
 from collections.abc import Iterator, Mapping
@@ -8,46 +8,48 @@ from typing import Any, NamedTuple
 from batchrunner.core.files import LONGEST_LINE_BYTES
 
 TOO_LONG = f"is longer than {LONGEST_LINE_BYTES >> 20} MiB"
+"""Problem of a line that is too long to be read."""
 ITEMS_NAMED = 5
-"""Maximum number of lines, or of other items, that a message names."""
+"""Maximum number of lines, or of custom_ids, that a message names."""
 
 
 class TextRecord(NamedTuple):
-    """A record of a text file, such as the object on a line of JSON Lines."""
+    """Record of a text file, such as the object on a line of JSON Lines."""
 
     line: int
-    """Number of its first line, from 1."""
+    """Number of the record's first line, counted from 1."""
     values: Mapping[str, Any]
     """Values by column; empty if the record cannot be read."""
     problem: str | None
-    """Why the record cannot be read; None if it can."""
+    """Reason why the record cannot be read; None if it can."""
     size: int
-    """Bytes or characters of the record."""
+    """Approximate size of the record, in bytes or characters."""
 
 
 def read_lines(source: io.BufferedReader) -> Iterator[bytes | None]:
-    """Yield the lines of a file; None for a line of more than LONGEST_LINE_BYTES."""
+    """Yield the lines of a file; None in place of a line of LONGEST_LINE_BYTES or more."""
     while line := source.readline(LONGEST_LINE_BYTES):
         if len(line) < LONGEST_LINE_BYTES:
             yield line
             continue
-        while line and not line.endswith(b"\n"):
+        while line and not line.endswith(b"\n"):  # skip the rest of the line
             line = source.readline(LONGEST_LINE_BYTES)
         yield None
 
 
 @dataclass(slots=True)
 class LineNumbers:
-    """Counts lines of a file for a message, and keeps the numbers of the first few."""
+    """Number of bad or repeated lines in a file, and the first of them, for a message."""
 
     count: int = 0
+    """Number of all lines that were added."""
     first: list[int] = field(default_factory=list)
-    """Numbers of the first ITEMS_NAMED lines."""
+    """Line numbers of the first lines, at most ITEMS_NAMED."""
     reason: str = ""
-    """What is wrong with the first of these lines."""
+    """Complaint about the first bad line."""
 
     def add(self, number: int, reason: str = "") -> None:
-        """Count a line; `reason` is what is wrong with it."""
+        """Add the line with this number; `reason` is the complaint about the line, if it is bad."""
         self.count += 1
         self.reason = self.reason or reason
         if len(self.first) < ITEMS_NAMED:
@@ -55,7 +57,7 @@ class LineNumbers:
 
     def __str__(self) -> str:
         """Return the numbers in words, such as "lines 1, 5 and 3 more"."""
-        word = "line" if self.count == 1 else "lines"
+        noun = "line" if self.count == 1 else "lines"
         numbers = ", ".join(map(str, self.first))
-        more = self.count - len(self.first)
-        return f"{word} {numbers} and {more:,} more" if more else f"{word} {numbers}"
+        unnamed = self.count - len(self.first)
+        return f"{noun} {numbers} and {unnamed:,} more" if unnamed else f"{noun} {numbers}"

@@ -1,8 +1,12 @@
-"""The job that a user describes: its fields with their checks and descriptions, and how a job is read.
+"""Defines the job that a user describes: its fields with their checks and descriptions, and its loading.
 
-Fields: spec (`Job`, `InputSpec`, `AcceptSpec`), and its parts prompt (with images, audio, videos and PDF
-documents), sampling, output (with storage) and engine; fields has the base class and common types. Reading:
-load (YAML, `--set`), call (the job of a call of the library, or of `batchrun batch`). Of a
-job: answers (`AnswerPlan`: columns and checks of its answers), python_functions (`open_functions`). Tasks
-without decoding: tasks.
+Fields: `spec` has the whole job (`Job`) and the sections `input`, `accept` and `limits`. `prompt`,
+`sampling`, `output` and `engine` have the sections of these names, and `fields` has their base class and the
+types of fields.
+
+Loading: `load` reads a job from YAML and `--set`. `call` makes the job of a library call or of `batchrun
+batch`.
+
+Derived from a job: `answers` (`AnswerPlan`) has the columns and checks of its answers. `python_functions`
+starts its Python functions, which `hook_loading` imports. `tasks` has the tasks without decoding.
 """

@@ -1,4 +1,4 @@
-"""Jobs made from the arguments of a library call, or of `batchrun batch`."""
+"""Makes a job from the arguments of a library call, or of `batchrun batch`."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -18,14 +18,14 @@ from batchrunner.job.spec import Job, LimitsSpec, OnLength, OnRepetition
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName
 
 Prompt: TypeAlias = str | Mapping[str, Any] | Callable[..., Any]
-"""A template, the `prompt` section of a job, or a function that returns the prompt of a row."""
+"""Template, section `prompt` of a job, or function that returns the prompt of a row."""
 
 _INDEX = "__index_level_"
-"""Beginning of the name of a column in which pandas stores an index."""
+"""Prefix of the name of a column in which pandas stores the index of a data frame."""
 
 
 class CallOptions(TypedDict, total=False):
-    """Arguments that `generate` shares with `stream` and with a stage of Ray Data, and the task."""
+    """Arguments that `generate`, `stream` and a stage of Ray Data have in common, and those of a task."""
 
     prompt: Prompt | None
     rollout: str | Callable[..., Any] | None
@@ -42,17 +42,21 @@ class CallOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraryCall:
-    """A library call without its rows; the fields are its arguments."""
+    """Arguments of a call of the library, such as `generate`, without its rows."""
 
     engine: EngineSpec
     prompt: Prompt | None = None
-    """A string is a template for the user message. For a task without decoding it is a template for the whole
-    prompt, or the name of a column. None uses the only text column."""
+    """Prompt of a row, see `Prompt`.
+
+    A string is a template of the user message. For a task without decoding, a string is a template of the
+    whole prompt, or the name of a column. None stands for the only text column.
+    """
     columns: Sequence[str] = ()
+    """Columns of the rows to copy into the results."""
     limits: Mapping[str, Any] | LimitsSpec | None = None
     task: TaskName = GENERATE
     task_options: Mapping[str, Any] | None = None
-    """Job fields of a task without decoding, by the last parts of their names, such as `dtype`."""
+    """Values of job fields that only the task has, by the last part of a field's name, such as `dtype`."""
     rollout: str | Callable[..., Any] | None = None
     parse: str | Callable[..., Any] | None = None
     sampling: Mapping[str, Any] | None = None
@@ -61,24 +65,26 @@ class LibraryCall:
     on_length: OnLength | None = None
     on_repetition: OnRepetition = "keep"
     own_rows: bool = False
-    """Whether the program passes the rows itself. Their files (images, audio, videos) may then lie
-    anywhere."""
+    """Whether the program passes the rows itself, instead of the path of files with rows.
+
+    The images, audio and videos of such rows may lie in any folder.
+    """
 
     def job(self, schema: pa.Schema, paths: Sequence[str], output: Path) -> Job:
-        """Return the job that reads `paths` and writes to the directory `output`.
+        """Return the job that reads the files `paths` and writes to the directory `output`.
 
-        `schema` has the columns of the input.
-
-        Raises JobError, and InputError if the call has no prompt.
+        `schema` has the columns of the input. Raises JobError. Raises InputError if the call has no prompt
+        and the input has not exactly one text column.
         """
         prompt = self.prompt
         if prompt is None:
             prompt = default_prompt(schema) if self.rollout is None else {}
-        if not isinstance(prompt, Mapping):
-            template = "user" if self.task == GENERATE else "text"
-            prompt = {template if isinstance(prompt, str) else "python": prompt}
+        if isinstance(prompt, str):
+            prompt = {"user" if self.task == GENERATE else "text": prompt}
+        elif not isinstance(prompt, Mapping):
+            prompt = {"python": prompt}
         if self.own_rows:
-            prompt = {name: _anywhere(name, part) for name, part in prompt.items()}
+            prompt = {name: _anywhere(name, value) for name, value in prompt.items()}
         tree: dict[str, Any] = {
             "task": self.task,
             "input": {"path": list(paths), "columns": self.columns},
@@ -92,21 +98,22 @@ class LibraryCall:
             "engine": self.engine,
             "limits": self.limits or {},
         }
-        fields = TASKS[self.task].takes if self.task in TASKS else ()
-        places = {place.rpartition(".")[2]: place for place in fields}
-        for name, value in (self.task_options or {}).items():
-            if name not in places:
+        task_fields = TASKS[self.task].takes if self.task in TASKS else ()
+        fields_by_option = {field.rpartition(".")[2]: field for field in task_fields}
+        for option, value in (self.task_options or {}).items():
+            if option not in fields_by_option:
                 raise JobError(
-                    f"task_options: {name!r} does not go with task: {self.task}",
-                    hint=f"options of this task: {', '.join(places) or 'none'}",
+                    f"task_options: {option!r} does not go with task: {self.task}",
+                    hint=f"options of this task: {', '.join(fields_by_option) or 'none'}",
                 )
-            section, _, key = places[name].rpartition(".")
-            (tree[section] if section else tree)[key] = value
+            section, _, key = fields_by_option[option].rpartition(".")
+            mapping = tree[section] if section else tree
+            mapping[key] = value
         return load_job(tree, rollout=self.rollout)
 
 
 def default_prompt(schema: pa.Schema) -> str:
-    """Return the template of the only text column; raises InputError unless there is exactly one."""
+    """Return the template that prints the only text column; raise InputError unless there is exactly one."""
     names = [column.name for column in schema if is_text(column.type) and not column.name.startswith(_INDEX)]
     if len(names) != 1:
         columns = ", ".join(f"{column.name} ({type_name(column.type)})" for column in schema)
@@ -118,41 +125,41 @@ def default_prompt(schema: pa.Schema) -> str:
     return f"{{{{ row[{json.dumps(names[0], ensure_ascii=False)}] }}}}"
 
 
-def _anywhere(name: str, part: Any) -> Any:
-    """Return a field of `prompt`; unless it names a folder, its files may lie anywhere."""
-    expanded = media_part(name, part) if name in KIND_OF_FIELD else None
-    return {"folder": "/", **expanded} if isinstance(expanded, Mapping) else part
+def _anywhere(name: str, value: Any) -> Any:
+    """Return the value of a key of `prompt`; let its files lie in any folder, unless it sets `folder`."""
+    expanded = media_part(name, value) if name in KIND_OF_FIELD else None
+    return {"folder": "/", **expanded} if isinstance(expanded, Mapping) else value
 
 
 _OF_BASE = {
     "engine", "limits", "order", "window", "dedupe", "bundle", "storage", "output.part_rows",
     "output.durable", "input.limit",
 }  # fmt: skip
-"""Job fields that a batch takes from a base job or `--set`."""
+"""Job fields that a batch may take from a base job or from `--set`."""
 CUSTOM_ID = "custom_id"
 """Column that identifies the request of a result."""
 
 
 def job_of_batch(requests: str, run: str, *, engine: Sequence[str], overrides: Sequence[str]) -> Job:
-    """Return the job that sends the lines of the file `requests`; its run directory is `run`.
+    """Return the job that sends the requests in the batch file `requests`; its run directory is `run`.
 
-    `engine` is a model, the addresses of servers, or a job file, whose engine, limits, order and window are
-    used. By default any number of lines may fail. Raises JobError.
+    `engine` is a model, the addresses of servers, or a base job. A base job is a job file whose fields in
+    _OF_BASE are used. By default, any number of requests may fail. Raises JobError.
     """
     for override in overrides:
         name = override.partition("=")[0].strip()
         if not {name, name.partition(".")[0]} & _OF_BASE:
             raise JobError(f"--set {override}: a batch does not have this field", hint="leave it out")
-    first, *more = engine
-    base = first if not more and first.endswith((".yaml", ".yml")) else "batch"
-    source = engine if more else first
-    tree: dict[str, Any] = {"engine": source} if base == "batch" else read_job_file(base)
-    for part in ("output", "limits"):
-        if not isinstance(tree.setdefault(part, {}), dict):
-            raise JobError(f"{part}: should be a mapping", hint="write keys below it")
-    left_out = {*Job.model_fields} - _OF_BASE  # each line of the batch file has its own
+    is_base_job = len(engine) == 1 and engine[0].endswith((".yaml", ".yml"))
+    source = engine[0] if len(engine) == 1 else engine
+    tree: dict[str, Any] = read_job_file(engine[0]) if is_base_job else {"engine": source}
+    for section in ("output", "limits"):
+        if not isinstance(tree.setdefault(section, {}), dict):
+            raise JobError(f"{section}: should be a mapping", hint="write keys below it")
+    # The requests have their own values of all other fields. An unknown key stays, and is refused later.
+    dropped_fields = {*Job.model_fields} - _OF_BASE
     output, limits = tree["output"], tree["limits"]
-    tree = {part: value for part, value in tree.items() if part not in left_out} | {
+    tree = {field: value for field, value in tree.items() if field not in dropped_fields} | {
         "input": {"path": requests, "columns": [CUSTOM_ID]},
         "prompt": BatchPrompts(),
         "output": {
@@ -161,4 +168,4 @@ def job_of_batch(requests: str, run: str, *, engine: Sequence[str], overrides: S
         },
         "limits": {"max_failed_rows": 1.0, "abort_failed_share": 1.0, **limits},
     }
-    return load_job(tree, overrides=overrides, name=base)
+    return load_job(tree, overrides=overrides, name=engine[0] if is_base_job else "batch")

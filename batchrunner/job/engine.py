@@ -1,4 +1,4 @@
-"""The section `engine` of a job: one class for each `kind` of engine."""
+"""Section `engine` of a job, with one class for each `kind` of engine."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from batchrunner.job.fields import Duration, ModelName, Off, Spec, UserPath, use
 
 API_KEY_VARIABLE = "SGLANG_API_KEY"
 """Environment variable with the API key of SGLang servers, if the job names no other variable."""
-PARSER, STRICT_THINKING = "reasoning-parser", "enable-strict-thinking"
+PARSER = "reasoning-parser"
+"""SGLang's server argument with the parser that separates thinking from the answer."""
+STRICT_THINKING = "enable-strict-thinking"
+"""SGLang's server argument without which the server refuses limits of thinking."""
 THINK_LIMIT = "SGLANG_MAX_THINK_TOKENS"
-"""Arguments and variable with which SGLang limits thinking."""
+"""Environment variable with a limit of thinking tokens for all requests of an SGLang server."""
 
 
 def _checked_url(url: str) -> str:
+    """Return the address of a server without a final slash; raise ValueError if it is invalid."""
     if not re.fullmatch(r"https?://[^/@\s]+(/[^@]*)?", url):
         raise ValueError("an address is http://HOST:PORT or https://HOST:PORT, without a user and a password")
-    _ = urlsplit(url).port  # raises ValueError for a host or a port that cannot be
+    _ = urlsplit(url).port  # raises ValueError for an invalid host or port
     return url.rstrip("/")
 
 
@@ -28,39 +32,40 @@ Url: TypeAlias = Annotated[str, AfterValidator(_checked_url)]
 
 
 class RunningServers(Spec):
-    """SGLang servers that already run."""
+    """SGLang servers that are already running."""
 
     api_key_env: str = API_KEY_VARIABLE
-    """Environment variable with the servers' API key."""
+    """Environment variable with the API key of the servers."""
     api_key_file: UserPath | None = None
-    """File with the API key instead, such as a mounted secret."""
+    """File with the API key, such as a mounted secret. It replaces `api_key_env`."""
     background: bool = False
-    """The servers have other users, whose requests go first. Rows use only the spare capacity."""
+    """Use only the spare capacity of servers that have other users. The requests of these users go first."""
 
 
 class AttachEngine(RunningServers):
-    """One or more SGLang servers that already run."""
+    """One or more SGLang servers that are already running."""
 
     kind: Literal["attach"]
-    """`attach`: the servers already run."""
+    """`attach`: the servers are already running."""
     urls: Annotated[list[Url], Field(min_length=1)]
-    """Addresses of the servers, replicas of one model."""
+    """Addresses of the servers, which are replicas of one model."""
 
 
 class GatewayEngine(RunningServers):
-    """The workers of SGLang's Model Gateway, which already runs."""
+    """Workers of an SGLang Model Gateway that is already running."""
 
     kind: Literal["gateway"]
-    """`gateway`: the servers already run, and a Model Gateway lists them."""
+    """`gateway`: the servers are already running, as workers of a Model Gateway."""
     url: Url
     """Address of the gateway."""
     route: Literal["auto", "workers", "gateway"] = "auto"
-    """How rows reach the workers. `workers`: at each worker's own address. `gateway`: through the gateway.
-    `auto`: directly if all workers can be reached from here by HTTP, else through the gateway."""
+    """How rows are sent to the workers. `workers`: to each worker's own address. `gateway`: through the
+    gateway. `auto`: to the workers' addresses if all of them can be reached by HTTP, else through the
+    gateway."""
 
 
 RESERVED = ("model-path", "model", "host", "port", "api-key", "device", "nnodes", "node-rank")
-"""Arguments of SGLang that batchrunner sets."""
+"""Server arguments of SGLang that batchrunner sets itself, so that a job must not set them."""
 
 
 class ServerEngine(Spec):
@@ -71,43 +76,45 @@ class ServerEngine(Spec):
     model: ModelName
     """Model directory, or a model name that SGLang can load."""
     replicas: Literal["auto"] | Annotated[int, Field(ge=1)] = 1
-    """Number of servers, each with GPUs of its own. `auto`: one for every `tp` visible GPUs; one on a CPU."""
+    """Number of servers (replicas), each with separate GPUs. `auto`: one for every `tp` visible GPUs, and one
+    on a CPU."""
     gateway: bool = False
     """Also start a Model Gateway (`smg`), through which other clients can use all replicas at one address."""
     nodes: Annotated[int, Field(ge=1)] = 1
-    """Number of machines of a server, for a model that needs several; `tp` counts the GPUs of all
-    machines."""
+    """Number of machines of a server, for a model that needs several machines. `tp` then counts the GPUs of
+    all machines."""
     args: dict[str, Any] = {}
     """SGLang's server arguments, such as `{mem-fraction-static: 0.88}`."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """`auto`: a GPU if there is one, else SGLang's CPU engine."""
+    """Device of the server. `auto`: a GPU if there is one, else the CPU."""
     python: UserPath | None = None
-    """Python interpreter that has SGLang. Default: the one that runs batchrunner."""
+    """Python interpreter that has SGLang. Default: the interpreter that runs batchrunner."""
     env: dict[str, str] = {}
     """Environment variables for the server."""
     cache_dir: UserPath | None = None
-    """Directory on the machine's own disk, such as `/scratch/$USER`, to which the model is copied once, and
-    from which servers load it. Environment variables in it are expanded on that machine."""
+    """Directory on the machine's own disk, such as `/scratch/$USER`. The model is copied to it once, and
+    servers load the model from it. Environment variables in the path are expanded on that machine."""
     start_timeout: Duration = 1800.0
-    """Maximum time until the server is ready; after it the start fails."""
+    """Maximum time until the server is ready. If it takes longer, the start fails."""
     tp: Annotated[int, Field(ge=1)] | None = None
-    """Number of GPUs of a replica (SGLang's `--tp-size`). Default: what `args` say, or 1."""
+    """Number of GPUs of a replica (SGLang's `--tp-size`). Default: the value in `args`, or 1."""
     heal: bool = True
     """Restart a server that ran out of memory with safer arguments, and begin later runs with them."""
     adapt: Literal["auto"] | Off = "auto"
-    """During the run, tune flags that the job does not name, if the remaining time is worth a restart. Later
+    """During the run, tune flags that the job does not set, if the remaining time is worth a restart. Later
     runs of the same kind of job begin with the best flags."""
 
     @field_validator("args")
     @classmethod
     def _by_name(cls, args: dict[str, Any]) -> dict[str, Any]:
-        clean = {name.lstrip("-").replace("_", "-"): user_paths(value) for name, value in args.items()}
-        for name in clean:
+        """Return the arguments without leading dashes and with dashes for underscores."""
+        normalized = {name.lstrip("-").replace("_", "-"): user_paths(value) for name, value in args.items()}
+        for name in normalized:
             if name in RESERVED:
                 raise ValueError(f"batchrunner sets --{name} itself: leave it out of engine.args")
             if "=" in name:
-                raise ValueError(f"{name}: write its value after a colon")
-        return clean
+                raise ValueError(f"{name}: write the value after a colon, as in `NAME: VALUE`")
+        return normalized
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -115,7 +122,7 @@ class ServerEngine(Spec):
             if self.tp is not None and name in self.args:
                 raise ValueError(f"engine.tp and --{name} set the same value: leave out one of them")
         if self.nodes > 1 and self.replicas != 1:
-            raise ValueError("a server on several `nodes` has one replica: leave out `replicas`")
+            raise ValueError("with `nodes` above 1, only one replica is possible: leave out `replicas`")
         return self
 
     @field_validator("env")
@@ -125,7 +132,10 @@ class ServerEngine(Spec):
 
 
 class SimulatedEngine(Spec):
-    """No engine: invented answers at a simulated speed, for trials and tests. Results are marked."""
+    """Simulation of an engine, with invented answers at a simulated speed, for trials and tests.
+
+    The results say that they are simulated.
+    """
 
     kind: Literal["simulated"]
     """`simulated`: the answers are invented."""
@@ -134,15 +144,15 @@ class SimulatedEngine(Spec):
     max_total_tokens: Annotated[int, Field(ge=1)] = 400_000
     """Size of the KV pool in tokens."""
     context_length: Annotated[int, Field(ge=1)] = 8192
-    """Maximum number of tokens of prompt and output together; longer rows are refused."""
+    """Maximum number of tokens of prompt and output together. Longer rows are refused."""
     step_s: Annotated[float, Field(ge=0)] = 0.02
-    """Seconds that a decode step takes; 0 answers at once."""
+    """Time of a decode step in seconds. With 0, all answers come at once."""
     dimensions: Annotated[int, Field(ge=1, le=65_536)] = 384
-    """Length of the vectors of `task: embed`."""
+    """Number of dimensions of the vectors of `task: embed`."""
 
 
 def _with_short_forms(schema: dict[str, Any]) -> None:
-    """Let the JSON Schema take a model's name, an address, a list of addresses and `simulated` too."""
+    """Add the short forms of an engine to the JSON Schema: a text, and a list of texts."""
     schema["oneOf"] = [*schema["oneOf"], {"type": "string"}, {"type": "array", "items": {"type": "string"}}]
 
 

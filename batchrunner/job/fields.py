@@ -1,4 +1,4 @@
-"""Base class of all sections of a job, and the types of its fields: durations, shares, paths, models."""
+"""Base class of all sections of a job, and types of fields: durations, shares, paths, functions, models."""
 
 import json
 import os
@@ -22,19 +22,23 @@ from pydantic import (
 _DURATION = re.compile(
     r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m(?:in)?)?(?:(\d+(?:\.\d+)?)s)?"
 )
+"""Pattern of a duration with days, hours, minutes and seconds, such as 2h30m."""
 _UNITS_S = (86400.0, 3600.0, 60.0, 1.0)
+"""Units of a duration in seconds, in the order of the groups of the pattern."""
 
 
 def _seconds(value: object) -> object:
+    """Convert a text such as 2h30m to seconds; return any other value for pydantic to check."""
     if not isinstance(value, str):
         return value
     match = _DURATION.fullmatch(value.strip().replace(" ", ""))
     if not match or not any(match.groups()):
-        raise ValueError("a duration is seconds or a text such as 90s, 30m, 2h30m or 1d")
-    return sum(float(part) * unit for part, unit in zip(match.groups(), _UNITS_S, strict=True) if part)
+        raise ValueError("a duration is a number of seconds, or a text such as 90s, 30m, 2h30m or 1d")
+    return sum(float(number) * unit for number, unit in zip(match.groups(), _UNITS_S, strict=True) if number)
 
 
 def _share(value: object) -> object:
+    """Convert a text such as 1% to a fraction; return any other value for pydantic to check."""
     if not isinstance(value, str):
         return value
     try:
@@ -48,28 +52,30 @@ _HOME = re.compile(r"^\$(?:HOME|\{HOME\})(?=/|$)")
 
 
 def user_path(path: str) -> str:
-    """Return a path with the home directory for a leading `~`, `~user`, `$HOME` or `${HOME}`."""
+    """Return a path with the home directory in place of a leading `~`, `~user`, `$HOME` or `${HOME}`."""
     return os.path.expanduser(_HOME.sub("~", path))  # noqa: PTH111 - Path would drop a final slash
 
 
 def user_paths(value: Any) -> Any:
-    """Return the value of an argument after `user_path` was applied to its texts, also in lists."""
+    """Apply `user_path` to the texts in the value of an argument, also in lists, and return the value."""
     if isinstance(value, list):
         return [user_paths(item) for item in value]
     return user_path(value) if isinstance(value, str) else value
 
 
-def _given_path(path: str) -> str:
-    if not path:  # it would be the current directory
+def _checked_path(path: str) -> str:
+    """Return a path after `user_path`; raise ValueError if it is empty."""
+    if not path:  # pathlib takes an empty path for the current directory
         raise ValueError("is empty")
     return user_path(path)
 
 
-UserPath: TypeAlias = Annotated[str, AfterValidator(_given_path)]
-"""A path in which `~` and `$HOME` stand for a home directory."""
-Off: TypeAlias = Annotated[Literal["off"], BeforeValidator(lambda given: "off" if given is False else given)]
+UserPath: TypeAlias = Annotated[str, AfterValidator(_checked_path)]
+"""Path in which `~` and `$HOME` stand for a home directory."""
+Off: TypeAlias = Annotated[Literal["off"], BeforeValidator(lambda value: "off" if value is False else value)]
 """The word `off`, which YAML reads as false."""
 _SHARE_TEXT = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*%\s*$"}
+"""JSON Schema of a share that is a text, such as 1%."""
 Duration: TypeAlias = Annotated[
     float,
     Field(gt=0, allow_inf_nan=True),
@@ -78,34 +84,39 @@ Duration: TypeAlias = Annotated[
         {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string", "minLength": 1}]}
     ),
 ]
+"""Positive duration in seconds; a job file may also write it as a text such as 2h30m."""
 Share: TypeAlias = Annotated[
     float,
     BeforeValidator(_share),
     Field(gt=0, le=1),
     WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0, "maximum": 1}, _SHARE_TEXT]}),
 ]
+"""Positive fraction of at most 1; a job file may also write it as a text such as 1%."""
 CountOrShare: TypeAlias = Annotated[
     Annotated[int, Field(ge=0, strict=True)] | Annotated[float, Field(ge=0, le=1)],
     BeforeValidator(_share),
     WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, _SHARE_TEXT]}),
 ]
+"""Integer count, or a fraction that is a float or a text such as 1%."""
 
 
 REFERENCE = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"
-"""Pattern of `module:function`."""
+"""Pattern of the reference to a Python function, `module:function`."""
 
 
 def name_of(function: str | Callable[..., Any]) -> str:
-    """Return the name `module:function` of a function, which may be the function itself."""
+    """Return the name `module:function` of a Python function, given as this name or as the function."""
     if isinstance(function, str):
         return function
-    inner = getattr(function, "func", function)  # of a functools.partial
-    named = inner if hasattr(inner, "__qualname__") else type(inner)
+    inner = getattr(function, "func", function)  # a functools.partial has the name of its function
+    named = inner if hasattr(inner, "__qualname__") else type(inner)  # a callable object, that of its class
     return f"{named.__module__}:{named.__qualname__}"
 
 
 def _function(value: object) -> object:
-    if re.fullmatch(REFERENCE, value) if isinstance(value, str) else callable(value):
+    """Return the value if it is a function or a reference to a function; raise ValueError otherwise."""
+    is_function = re.fullmatch(REFERENCE, value) if isinstance(value, str) else callable(value)
+    if is_function:
         return value
     raise ValueError("should be a Python function: write it as module:function")
 
@@ -116,11 +127,11 @@ PythonFunction: TypeAlias = Annotated[
     PlainSerializer(name_of, when_used="json"),
     WithJsonSchema({"type": "string", "pattern": f"^{REFERENCE}$"}),
 ]
-"""A Python function as `module:function`; a program may pass the function itself."""
+"""Python function as `module:function`; a program may pass the function itself."""
 
 
 def refuse(faults: Iterable[str]) -> None:
-    """Raise ValueError with a line for each fault, if there are any."""
+    """Raise ValueError with a line for each fault, if there is any fault."""
     if lines := "\n".join(faults):
         raise ValueError(lines)
 
@@ -133,21 +144,21 @@ class Spec(BaseModel):
         frozen=True,
         use_attribute_docstrings=True,
         allow_inf_nan=False,
-        serialize_by_alias=True,  # a key may be a keyword of Python
+        serialize_by_alias=True,  # because some keys are keywords of Python, such as `continue`
     )
 
     @field_validator("*")
     @classmethod
     def _as_json(cls, value: Any) -> Any:
         """Return a value in its JSON form, which run.json stores and the engine receives."""
-        parts = value if isinstance(value, list) and value else [value]
-        if all(isinstance(part, BaseModel) or callable(part) for part in parts):
+        items = value if isinstance(value, list) and value else [value]
+        if all(isinstance(item, BaseModel) or callable(item) for item in items):
             return value  # sections and functions are validated elsewhere
         try:
             if not isinstance(value, dict):
                 orjson.dumps(value)  # refuses integers over 64 bits and texts that are not UTF-8
                 return value
-            json.dumps(value, allow_nan=False, default=str)  # orjson turns NaN into null
+            json.dumps(value, allow_nan=False, default=str)  # refuses NaN, which orjson turns into null
             return orjson.loads(orjson.dumps(value))
         except (TypeError, ValueError, RecursionError) as failure:
             raise ValueError(f"cannot be written as JSON: {failure}") from None
@@ -155,33 +166,36 @@ class Spec(BaseModel):
 
 _NAME = r"(?![.-])(?!.*(?:--|\.\.))[\w.-]+(?<![.-])"
 _HUB_NAME = re.compile(rf"{_NAME}|{_NAME}/{_NAME}(?::[\w.-]+)?|{_NAME}/{_NAME}/.+\.gguf")
-"""Names of huggingface_hub, and SGLang's OWNER/NAME:QUANTIZATION and OWNER/NAME/FILE.gguf."""
+"""Pattern of the names of models on the Hugging Face Hub.
+
+It includes SGLang's forms OWNER/NAME:QUANTIZATION and OWNER/NAME/FILE.gguf.
+"""
 
 
 def is_hub_name(text: str) -> bool:
-    """Tell whether a text may name a model, or a GGUF file, on the Hub."""
+    """Tell whether a text may name a model, or a GGUF file, on the Hugging Face Hub."""
     return _HUB_NAME.fullmatch(text) is not None
 
 
 def as_folder(path: os.PathLike[str]) -> str:
-    """Return a path as a text that cannot be taken for a name on the Hub, even if the path does not exist."""
+    """Return a path as a text that cannot be taken for the name of a model on the Hugging Face Hub."""
     text = os.fspath(path)
     return text if Path(text).exists() or text.startswith(("/", ".", "~")) else f"./{text}"
 
 
 def _checked_model(model: str) -> str:
-    """Return a model as it is; raises ValueError for a text that cannot name a model.
+    """Return a model's directory or name unchanged; raise ValueError for a text that cannot be either.
 
-    A folder need not exist here, because it may be on another machine.
+    A directory need not exist here, because it may be on another machine.
     """
     looks_like_path = model.startswith(("/", ".", "~")) or (model != "" and Path(model).exists())
     if looks_like_path or is_hub_name(model):
         return model
     raise ValueError(
-        "no model has this name: give a folder (./NAME), a name on the Hub (OWNER/NAME), or the address of a "
-        "server, http://HOST:PORT, as `urls` of an engine of `kind: attach`"
+        "no model has this name: give a folder (./NAME) or a name on the Hugging Face Hub (OWNER/NAME); give "
+        "the address of a server (http://HOST:PORT) as `urls` of an engine of `kind: attach`"
     )
 
 
 ModelName: TypeAlias = Annotated[UserPath, AfterValidator(_checked_model)]
-"""A model's directory or name."""
+"""Directory of a model, or a name by which SGLang can load the model."""

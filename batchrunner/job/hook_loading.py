@@ -1,4 +1,4 @@
-"""Loads a job's Python functions in the process that calls them, and makes their results plain values."""
+"""Loads a job's Python functions in the worker process that calls them, and converts their results."""
 
 import ast
 import contextlib
@@ -28,49 +28,55 @@ _read_mapping = msgspec.json.Decoder(dict)
 
 
 class Annotations(NamedTuple):
-    """The annotations of a function."""
+    """Columns that a Python function of a job declares by the annotations of its arguments and result."""
 
     columns: Columns = ()
-    """Columns that it returns; empty if they are not declared."""
+    """Columns that the function returns, with their types; empty if they are not declared."""
     may_be_none: bool = False
-    """Whether it may return None."""
+    """Whether the function may return None."""
     reads: tuple[str, ...] | None = None
-    """Columns of its first argument; None if they are not declared."""
+    """Columns of the row that the function gets as its first argument; None if they are not declared."""
 
 
 class HookFunction(NamedTuple):
-    """A function as a job names it."""
+    """Python function of a job, in the form in which a worker process loads it."""
 
     where: str
-    """Job field that names it, such as `prompt.python`."""
+    """Job field that names the function, such as `prompt.python`."""
     name: str
-    """Its name in messages, `module:function`."""
+    """Name of the function in messages, `module:function`."""
     target: str | bytes
-    """`module:function`; or the function of a program, its Annotations and the digest of its code, pickled by
-    cloudpickle."""
+    """The reference `module:function`, or for a function that a program passes the bytes of cloudpickle.
+
+    The bytes hold the function, its Annotations and the digest of its code.
+    """
 
 
 def load_functions(
     functions: Sequence[HookFunction],
 ) -> tuple[list[HookFacts], list[Callable[..., Any]]]:
-    """Import the functions; raises HookLoadError."""
+    """Import the functions of a job; return their facts, and functions that call them.
+
+    Raises HookLoadError if a function cannot be imported or called.
+    """
     loaded = [_load(function) for function in functions]
-    return [facts for facts, _ in loaded], [function for _, function in loaded]
+    return [facts for facts, _ in loaded], [caller for _, caller in loaded]
 
 
 def _load(function: HookFunction) -> tuple[HookFacts, Callable[..., Any]]:
+    """Import a function; return its facts, and a function that calls it and converts its result."""
     name = f"{function.where}: {function.name}"
     try:
         if isinstance(function.target, bytes):
-            target, annotations, digest = pickle.loads(function.target)  # noqa: S301 - of the program itself
+            target, annotations, digest = pickle.loads(function.target)  # noqa: S301 - from this program
         else:
             target, annotations = pkgutil.resolve_name(function.target), None
-            digest = None if function.where == MEDIA else code_digest(target)
+            digest = None if function.where == MEDIA else code_digest(target)  # MEDIA is our own function
     except BaseException as failure:  # noqa: BLE001 - a module may raise anything, SystemExit too
         raise HookLoadError(failure_text(f"{name}: cannot be imported", failure)) from None
     try:
         takes_row = _takes_row(target, function.where)
-        annotations = annotations or known_of(target, function.where)
+        annotations = annotations or annotations_for(target, function.where)
     except HookLoadError as failure:
         raise HookLoadError(f"{name} {failure}") from None
     columns = annotations.columns if function.where in {PARSE, ROLLOUT} else ()
@@ -94,13 +100,13 @@ def _load(function: HookFunction) -> tuple[HookFacts, Callable[..., Any]]:
 
 
 def code_digest(function: Any) -> str | None:
-    """Return a digest of the module that a function comes from, without comments and layout.
+    """Return a digest of the code that a function depends on, without comments and layout.
 
-    So a change of a helper or a constant beside the function counts. A script or a notebook also has code
-    that makes no results. So for a function of `__main__` only the function's own code counts. Return None if
-    there is no source.
+    This code is the whole module of the function, so that a change of a helper or a constant beside the
+    function counts too. Of a script or a notebook (`__main__`), which also has other code, only the code of
+    the function counts. Return None if there is no source.
     """
-    inner = getattr(function, "func", function)  # of a functools.partial
+    inner = getattr(function, "func", function)  # the function in a functools.partial
     inner = inspect.unwrap(inner) if hasattr(inner, "__qualname__") else type(inner)
     module = inspect.getmodule(inner)
     is_in_file = module is not None and module.__name__ != "__main__" and hasattr(module, "__file__")
@@ -108,12 +114,14 @@ def code_digest(function: Any) -> str | None:
         code = textwrap.dedent(inspect.getsource(module if module is not None and is_in_file else inner))
     except (OSError, TypeError):
         return None
-    with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # the line of a lambda is no statement
+    # The source of a lambda is a line that may not be a statement. Such a line is digested unchanged.
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError):
         code = ast.unparse(ast.parse(code))
     return hashlib.sha256(code.encode("utf-8", "replace")).hexdigest()[:16]
 
 
 def _call(function: Callable[..., Any], convert: Callable[[Any], Any], name: str, *args: Any) -> Any:
+    """Call a function and convert its result; raise UnusableValueError if the result cannot be converted."""
     value = function(*args)
     try:
         return convert(value)
@@ -124,9 +132,13 @@ def _call(function: Callable[..., Any], convert: Callable[[Any], Any], name: str
 async def _solve(
     function: Callable[..., Any], annotations: Annotations, name: str, *args: Any
 ) -> list[dict[str, Any]]:
-    """Run a rollout; return the values of each row that it returned."""
+    """Run the function of a rollout, and return the values of each row that the function returned.
+
+    Raises UnusableValueError if the result cannot be converted.
+    """
     value = await function(*args)
-    rows = value if isinstance(value, (list, tuple)) and not hasattr(value, "_fields") else [value]
+    is_list_of_rows = isinstance(value, (list, tuple)) and not hasattr(value, "_fields")  # no NamedTuple
+    rows = value if is_list_of_rows else [value]
     try:
         return [row_value(row, annotations) for row in rows if row is not None]
     except (ValueError, TypeError, OverflowError, RecursionError) as failure:
@@ -134,29 +146,36 @@ async def _solve(
 
 
 def _takes_row(function: Any, where: str) -> bool:
-    """Check that a function can be called; tell whether it takes the row as its second argument."""
+    """Tell whether a function of the job field `where` takes the row besides an answer.
+
+    Raises HookLoadError if the function cannot be called with the arguments of its field.
+    """
     if not callable(function):
         raise HookLoadError("is not a function")
     if where == ROLLOUT:
         if not any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
             raise HookLoadError("is not asynchronous: write async def")
-        if not _binds(inspect.signature(function), "row", "generate"):
-            raise HookLoadError("is called with two arguments, the row and generate")
+        signature = inspect.signature(function)
+        if not _accepts(signature, "row", "generate"):
+            raise HookLoadError(f"takes {signature}: it must take two arguments, the row and generate")
         return True
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise HookLoadError("is asynchronous or a generator: give a plain function")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of C, without a signature
+    except (TypeError, ValueError):  # a function in C may lack a signature
         return False
-    takes_row = not _binds(signature, "row or answer")
-    if takes_row and (where in {PROMPT, MEDIA} or not _binds(signature, "answer", "row")):
-        expected = "the row" if where in {PROMPT, MEDIA} else "the answer, or also the row"
-        raise HookLoadError(f"takes {signature}: it is called with one argument, {expected}")
-    return takes_row
+    if _accepts(signature, "row or answer"):
+        return False
+    if where in {PROMPT, MEDIA}:
+        raise HookLoadError(f"takes {signature}: it must take one argument, the row")
+    if not _accepts(signature, "answer", "row"):
+        raise HookLoadError(f"takes {signature}: it must take the answer, or the answer and the row")
+    return True
 
 
-def _binds(signature: inspect.Signature, *args: str) -> bool:
+def _accepts(signature: inspect.Signature, *args: str) -> bool:
+    """Tell whether a function with this signature can be called with these positional arguments."""
     try:
         signature.bind(*args)
     except TypeError:
@@ -164,10 +183,11 @@ def _binds(signature: inspect.Signature, *args: str) -> bool:
     return True
 
 
-def known_of(function: Any, where: str) -> Annotations:
-    """Return the annotations of a function.
+def annotations_for(function: Any, where: str) -> Annotations:
+    """Return the annotations of a function that matter for the job field `where`.
 
-    Raises HookLoadError if `parse` declares no columns, or a type that no column can have.
+    Raises HookLoadError if `parse` declares no columns, or if a function declares a type that no column can
+    have.
     """
     if where not in {PROMPT, PARSE, ROLLOUT}:
         return Annotations()
@@ -179,55 +199,58 @@ def known_of(function: Any, where: str) -> Annotations:
         return Annotations()
     if where == PARSE and not annotations.columns:
         raise HookLoadError(
-            "does not declare its columns: let the annotation of its result be a TypedDict, a dataclass or a "
-            "pydantic model"
+            "does not declare the columns that it returns: annotate the result with a TypedDict, a "
+            "dataclass, a NamedTuple or a pydantic model"
         )
     return annotations
 
 
 def annotations_of(function: Any) -> Annotations:
-    """Read the annotations of a function; raises ValueError, whose text follows the function's name."""
-    inner = getattr(function, "func", function)  # of a functools.partial
+    """Read the annotations of a function; raise ValueError, whose text follows the function's name."""
+    inner = getattr(function, "func", function)  # the function in a functools.partial
     try:
         if isinstance(inner, type):
             hints: dict[str, Any] = {"return": inner}
         else:
             inner = inner if inspect.isroutine(inner) else type(inner).__call__
             hints = _type_hints(inner)
-    except Exception as failure:  # noqa: BLE001 - names in annotations may lead anywhere
+    except Exception as failure:  # noqa: BLE001 - evaluating an annotation may raise any error
         raise ValueError(f"has an annotation that cannot be read: {failure}") from None
-    returned = hints.pop("return", None)
-    first = next(iter(hints.values()), None)
-    reads = tuple(typing.get_type_hints(first)) if typing_extensions.is_typeddict(first) else None
-    members = typing.get_args(returned) if typing.get_origin(returned) in _UNIONS else (returned,)
+    result_type = hints.pop("return", None)
+    row_type = next(iter(hints.values()), None)
+    reads = tuple(typing.get_type_hints(row_type)) if typing_extensions.is_typeddict(row_type) else None
+    is_union = typing.get_origin(result_type) in _UNIONS
+    members = typing.get_args(result_type) if is_union else (result_type,)
     classes = [member for member in members if member is not types.NoneType]
-    if len(classes) == 1 and typing.get_origin(classes[0]) is list:  # rows of a rollout
+    if len(classes) == 1 and typing.get_origin(classes[0]) is list:  # a rollout may return several rows
         classes = [*typing.get_args(classes[0])]
     columns = columns_of(classes[0]) if len(classes) == 1 else ()
-    return Annotations(columns, types.NoneType in members, reads)
+    return Annotations(columns=columns, may_be_none=types.NoneType in members, reads=reads)
 
 
 def _type_hints(function: Any) -> dict[str, Any]:
-    """Return the types of arguments and result, or only that of the result.
+    """Return the types of the arguments and the result of a function, or only that of the result.
 
-    The types of arguments cannot be read if they are imported for type checkers only.
+    The types of arguments cannot be read if their names are imported only for type checkers.
     """
     try:
         return typing.get_type_hints(function, include_extras=True)
     except NameError:
         function = inspect.unwrap(function)
-        result = {name: kind for name, kind in function.__annotations__.items() if name == "return"}
-        of_result = types.SimpleNamespace(__annotations__=result)
-        return typing.get_type_hints(of_result, function.__globals__, include_extras=True)
+        annotations = {name: kind for name, kind in function.__annotations__.items() if name == "return"}
+        # get_type_hints takes any object with annotations, so give it one with that of the result alone.
+        result_only = types.SimpleNamespace(__annotations__=annotations)
+        return typing.get_type_hints(result_only, function.__globals__, include_extras=True)
 
 
 _UNIONS = (typing.Union, types.UnionType)
+"""Origins of the types `Union[A, B]` and `A | B`."""
 
 
 def columns_of(kind: Any) -> Columns:
-    """Return the columns of a TypedDict, dataclass, NamedTuple or pydantic model; () for another type.
+    """Return the columns of a TypedDict, dataclass, NamedTuple or pydantic model; () for any other type.
 
-    Raises ValueError for a field that no column can hold.
+    Raises ValueError for a field whose type no column can have.
     """
     if not isinstance(kind, type):
         return ()
@@ -252,11 +275,11 @@ def columns_of(kind: Any) -> Columns:
 
 
 def row_value(value: Any, annotations: Annotations) -> dict[str, Any]:
-    """Return the value of each column in the result of a function; a missing one is None.
+    """Return the value of each column in the result of a function; a column that it lacks is None.
 
-    Without declared columns, which only a rollout may lack, the result is a dict of JSON values. Raises
-    ValueError, whose text follows the function's name, or TypeError, for a value that does not fit and for a
-    key that is no column.
+    Without declared columns, which only a rollout may leave out, all values are returned as JSON values.
+    Raises ValueError, whose text follows the function's name, or TypeError, if a value does not fit its
+    column, or if a key is not a declared column.
     """
     if value is None and annotations.may_be_none:
         value = {}
@@ -281,29 +304,32 @@ def row_value(value: Any, annotations: Annotations) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as dicts, lists and scalars; raises TypeError for a value without such a form."""
+    """Convert a value to dicts, lists and scalars; raise TypeError if that is impossible."""
     return msgspec.to_builtins(value, builtin_types=(bytes, dt.datetime, dt.date), enc_hook=_plain_object)
 
 
 def _plain_object(value: Any) -> Any:
-    for name in ("model_dump", "tolist"):  # pydantic; numpy
-        if hasattr(value, name):
-            return plain(getattr(value, name)())
-    if isinstance(value, (Mapping, Path)):
-        return plain(dict(value)) if isinstance(value, Mapping) else str(value)
-    for kind in (str, int, float):
-        if isinstance(value, kind):
-            return kind(value)
+    """Convert an object of a type that msgspec does not support; raise TypeError if that is impossible."""
+    for method in ("model_dump", "tolist"):  # of pydantic, and of numpy
+        if hasattr(value, method):
+            return plain(getattr(value, method)())
+    if isinstance(value, Mapping):
+        return plain(dict(value))
+    if isinstance(value, Path):
+        return str(value)
+    for scalar in (str, int, float):  # subclasses of these types
+        if isinstance(value, scalar):
+            return scalar(value)
     raise TypeError(f"{_a(value)} is neither a scalar nor a list or dict of scalars")
 
 
 def _prompt(value: Any) -> tuple[PromptKind, Any] | None:
-    """Return the kind and the value of a prompt; None for a row that is left out."""
+    """Return the kind and the value of the prompt that a function returned; None to leave the row out."""
     return None if value is None else kind_of_prompt(msgspec.to_builtins(value, enc_hook=_plain_object))
 
 
 def kind_of_prompt(value: Any) -> tuple[PromptKind, Any]:
-    """Return the kind and the value of a prompt; raises ValueError for a value that is no prompt."""
+    """Return the kind and the value of a prompt; raise ValueError for a value that is not a prompt."""
     if isinstance(value, str) and value:
         return "text", value
     if isinstance(value, (list, tuple)) and value:
@@ -315,17 +341,17 @@ def kind_of_prompt(value: Any) -> tuple[PromptKind, Any]:
 
 
 def _judgement(value: Any) -> bool | str:
-    """Return True for a good answer, False or a text about what is wrong for a bad one."""
+    """Return the judgement of `accept.python` on an answer: True, or else False or a complaint."""
     judgement = plain(value)
     if isinstance(judgement, str):
-        return judgement or True
+        return judgement or True  # an empty complaint is none
     if isinstance(judgement, bool):
         return judgement
     raise ValueError(f"returned {_a(value)}: return True, False, or a text that says what is wrong")
 
 
 def _a(value: object) -> str:
-    """Return the type of a value with its article."""
+    """Return the name of a value's type with its article, such as "an int"."""
     if value is None:
         return "None"
     name = type(value).__name__

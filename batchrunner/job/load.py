@@ -1,4 +1,4 @@
-"""Reads a job from YAML and `--set`; its errors say what to change."""
+"""Loads a job from YAML and `--set`, with error messages that say what to change."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from batchrunner.job.fields import as_folder
 from batchrunner.job.spec import Job
 
 EngineLike: TypeAlias = EngineSpec | Mapping[str, Any] | str | Path | Sequence[str]
-"""The `engine` section of a job, or a short form of it."""
+"""Section `engine` of a job, or a short form of the section, such as the name of a model."""
 _YAML_MARKS = tuple("\"'|>!&*")
 """First characters of a quoted text, block, tag, anchor or alias in YAML."""
 EXAMPLES = {
@@ -29,8 +29,8 @@ EXAMPLES = {
     "output": "output: {path: out/run}",
     "engine": "engine: Qwen/Qwen3-8B, to start a server, or engine: http://HOST:PORT of one that runs",
 }
-"""An example of each section that a job must have."""
-_TAB_HINT = "indent with spaces: YAML allows no tabs there"
+"""Example of each section that a job must have, shown if the section is missing."""
+_TAB_HINT = "indent with spaces: YAML does not allow tabs in the indentation"
 _YAML_HINT = (
     "put quotes around a text that begins with {{, % or *, or that has a colon and a space in it; the keys "
     "of one level begin in one column"
@@ -45,10 +45,10 @@ def load_job(
     name: str | None = None,
     rollout: object = None,
 ) -> Job:
-    """Return the job from a YAML file (`-`: standard input), a mapping or a Job, with overrides applied.
+    """Load a job from a YAML file (`-`: standard input), a mapping or a Job; raise JobError if invalid.
 
-    `overrides` are texts `a.b=c`, where c is YAML or plain text. `engine` is used if the job has none. `name`
-    stands for the source in errors. `rollout` is the function of `prompt.rollout`. Raises JobError.
+    `overrides` are texts `a.b=c` that set fields, where c is YAML or plain text. `engine` is used if the job
+    has no engine. `name` stands for the source in error messages. `rollout` replaces `prompt.rollout`.
     """
     if isinstance(source, Job) and not overrides and rollout is None:
         return source
@@ -79,10 +79,10 @@ def load_job(
 
 
 def parse_engine(source: EngineLike | None) -> EngineSpec:
-    """Return the engine of an `engine` section, or of a short form of it; raises JobError.
+    """Return the engine that a section `engine` or a short form of it describes; raise JobError if invalid.
 
     Short forms are the name or directory of a model (starts a server), the address of a server or a list of
-    addresses (attaches to them), the file of an engine that another process shares, and `simulated`.
+    addresses (attaches to the servers), the file of an engine that another process shares, and `simulated`.
     """
     if isinstance(source, BaseModel):
         return source
@@ -90,18 +90,19 @@ def parse_engine(source: EngineLike | None) -> EngineSpec:
     if not isinstance(tree, dict):
         raise JobError(
             "engine",
-            hint="give an open engine (`with open_engine(…) as engine`), the `engine` part of a job, a model,"
-            f" an address, a list of addresses or 'simulated' (got {source!r:.60})",
+            hint="give an open engine (`with open_engine(…) as engine`), the section `engine` of a job, "
+            f"a model, an address, a list of addresses or 'simulated' (got {source!r:.60})",
         )
     spec: EngineSpec = validated(EngineSpec, tree, "engine")
     return spec
 
 
 def _engine_tree(source: Any) -> Any:
-    """Return the `engine` section for a short form; return anything else unchanged."""
+    """Return the section `engine` for a short form; return any other value unchanged."""
     if isinstance(source, (list, tuple)):
         return {"kind": "attach", "urls": list(source)}
-    if isinstance(source, (str, Path)) and str(source).endswith(".json"):  # of `open_engine(…, share=…)`
+    is_shared_engine = isinstance(source, (str, Path)) and str(source).endswith(".json")
+    if is_shared_engine:  # a file that `open_engine(…, share=…)` wrote
         if not _job_path(source).exists():
             raise JobError(
                 f"engine: {source}: no such file", hint="the program that shares the engine must be running"
@@ -111,16 +112,25 @@ def _engine_tree(source: Any) -> Any:
         return {"kind": "server", "model": as_folder(source)}
     if not isinstance(source, str):
         return source
+    return _engine_of_text(source)
+
+
+def _engine_of_text(source: str) -> dict[str, Any]:
+    """Return the section `engine` for an address, the name of a model, or `simulated`."""
     if source == "simulated":
         return {"kind": "simulated"}
-    near = [] if "://" in source else get_close_matches(source, ENGINE_KINDS, n=1, cutoff=0.75)
-    if near and not os.path.exists(source):  # noqa: PTH110 - false for a name that is too long
-        raise JobError(f"engine: {source}: no model has this name", hint=f"did you mean kind: {near[0]}?")
-    return {"kind": "attach", "urls": [source]} if "://" in source else {"kind": "server", "model": source}
+    if "://" in source:
+        return {"kind": "attach", "urls": [source]}
+    similar_kinds = get_close_matches(source, ENGINE_KINDS, n=1, cutoff=0.75)
+    if similar_kinds and not os.path.exists(source):  # noqa: PTH110 - false for a name that is too long
+        raise JobError(
+            f"engine: {source}: no model has this name", hint=f"did you mean kind: {similar_kinds[0]}?"
+        )
+    return {"kind": "server", "model": source}
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a repeated key, instead of keeping its last value."""
+    """Loader of YAML that refuses a repeated key, while SafeLoader would keep the key's last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys: list[Any] = []
@@ -137,11 +147,11 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def parse(text: str, where: str) -> Any:
-    """Return the value of a YAML text; raises JobError, naming `where`."""
+    """Return the value of a YAML text; raise JobError, which begins with `where`, if it is invalid."""
     try:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as failure:
-        # errors that are not PyYAML's own come from its constructors: a date with month 13, `!!int x`
+        # Besides its own errors, PyYAML raises those of Python for values such as a date with month 13.
         mark = getattr(failure, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
         problem = getattr(failure, "problem", None) or first_line(failure)
@@ -152,16 +162,19 @@ def parse(text: str, where: str) -> Any:
 
 
 def _job_path(source: str | Path) -> Path:
-    return Path(os.path.expanduser(source))  # noqa: PTH111 - keeps `~unknown`, where Path raises
+    return Path(os.path.expanduser(source))  # noqa: PTH111 - keeps `~unknown`, for which Path would raise
 
 
 def read_job_file(source: str | Path) -> dict[str, Any]:
-    """Return the tree of a YAML file (`-`: standard input), which may lack sections; raises JobError."""
+    """Return the mapping in a YAML file (`-`: standard input), which may lack sections of a job.
+
+    Raises JobError if the file cannot be read, or holds anything but a mapping.
+    """
     path = _job_path(source)
     if known_format(path.name) is not None and path.suffix != ".json" and path.is_file():
         raise JobError(
             f"{path}: is a data file, not a job",
-            hint=f"this writes a job for it: batchrun init {quote(str(path))}",
+            hint=f"write a job for these data: batchrun init {quote(str(path))}",
         )
     name = "standard input" if source == "-" else str(path)
     try:
@@ -180,50 +193,56 @@ def read_job_file(source: str | Path) -> dict[str, Any]:
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
-    """Set a field of a job by a text `a.b=c`; raises JobError."""
-    place, equals, text = override.partition("=")
-    if not equals or not place:
-        raise JobError(f"--set {override}", hint="write it as a.b=value")
-    where = f"--set {place}"
+    """Set a field in the mapping of a job by a text `a.b=c`; raise JobError if the text is invalid."""
+    field, equals, text = override.partition("=")
+    if not equals or not field:
+        raise JobError(f"--set {override}: is not of the form a.b=value", hint="write --set a.b=value")
+    where = f"--set {field}"
     value = _value_of(text, where)
-    *path, last = place.strip().split(".")
-    for step in path:
-        below = tree.setdefault(step, {})
+    *sections, key = field.strip().split(".")
+    for section in sections:
+        below = tree.setdefault(section, {})
         if not isinstance(below, dict):
-            raise JobError(f"{where}: {step!r} is {below!r:.60} and has no keys below it")
+            raise JobError(f"{where}: {section!r} is {below!r:.60} and has no keys below it")
         tree = below
-    tree[last] = value
+    tree[key] = value
 
 
 def _value_of(text: str, where: str) -> Any:
-    """Return an override's value, read as YAML.
+    """Return the value of an override, read as YAML, or as plain text if it is not meant as YAML.
 
-    It is plain text if it is not valid YAML, such as a template or an expression. It is also plain text if
-    YAML would change it: YAML joins lines, and drops the rest of a line after ` #`.
+    Plain text is a value that is not valid YAML, such as a template or an expression. Plain text is also a
+    value that YAML would change, because YAML joins lines and drops the rest of a line after ` #`.
     """
     try:
         value = parse(text, where)
     except JobError:
-        if re.match(r"\s*(\[|{(?![{%#]))", text):  # clearly meant as a list or a mapping
+        is_meant_as_yaml = re.match(r"\s*(\[|{(?![{%#]))", text) is not None  # a list or a mapping
+        if is_meant_as_yaml:
             raise
         return text
-    if isinstance(value, str) and value != text.strip() and not text.lstrip().startswith(_YAML_MARKS):
-        return text
-    is_null = text.strip().lower() in {"", "~", "null"}
-    return text if value is None and not is_null else value
+    if isinstance(value, str):
+        is_changed = value != text.strip()
+        return text if is_changed and not text.lstrip().startswith(_YAML_MARKS) else value
+    if value is None:  # for example of a comment, but only these texts mean null
+        return value if text.strip().lower() in {"", "~", "null"} else text
+    return value
 
 
 def _deep_copy(value: Any) -> Any:
-    """Copy mappings and lists, but not the objects in them."""
+    """Copy mappings and lists, but not the objects in them; convert paths to texts."""
     if isinstance(value, Mapping):
-        return {key: _deep_copy(below) for key, below in value.items()}
+        return {key: _deep_copy(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_deep_copy(below) for below in value]
+        return [_deep_copy(inner) for inner in value]
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def validated(kind: Any, tree: dict[str, Any], name: str) -> Any:
-    """Return a validated section of a job, or a request; raises JobError, which begins with `name`."""
+    """Validate the mapping of a job, of a section or of a request, and return an instance of `kind`.
+
+    Raises JobError with all faults, each of which begins with `name`.
+    """
     try:
         return TypeAdapter(kind).validate_python(tree)
     except ValidationError as failure:
@@ -233,59 +252,62 @@ def validated(kind: Any, tree: dict[str, Any], name: str) -> Any:
         faults.raise_all()
 
 
-class _Place(NamedTuple):
-    """Place of a problem that pydantic found."""
+class _Location(NamedTuple):
+    """Location of a problem that pydantic found."""
 
     path: tuple[str, ...]
-    """Path in the user's job."""
+    """Keys and list indices that lead to the problem in the user's job."""
     branches: dict[tuple[str, ...], str]
-    """Paths of unions, each with the branch that has the problem."""
+    """For each union on the way, the path of the union and the branch in which pydantic found the problem."""
 
 
 class _Problem(NamedTuple):
-    """A problem that pydantic found, with its place in the user's job."""
+    """Problem that pydantic found, with its location in the user's job."""
 
-    place: _Place
+    location: _Location
     details: ErrorDetails
 
     @property
     def progress(self) -> tuple[bool, int]:
-        """How far pydantic got: furthest with an unknown key, else by the length of the path."""
+        """Rank of the branch by how far pydantic got: an unknown key is furthest, then the longest path."""
         return self.details["type"] == "extra_forbidden", len(self.details["loc"])
 
 
 def _explain(failure: ValidationError, kind: Any, tree: object) -> Iterator[tuple[str, str | None]]:
-    """Yield the faults in pydantic's list of errors: a line for the user, and a hint or None."""
-    problems = [_Problem(_place_of(tree, error), error) for error in failure.errors(include_url=False)]
+    """Yield the faults in pydantic's list of errors, each as a line for the user and a hint or None."""
+    problems = [_Problem(_location_of(tree, error), error) for error in failure.errors(include_url=False)]
     errors_by_path: dict[tuple[str, ...], list[ErrorDetails]] = {}
-    for place, error in _in_intended_branches(problems):
-        errors_by_path.setdefault(place.path, []).append(error)
-    intended_paths = set()  # that the user probably misspelled
+    for location, error in _in_intended_branches(problems):
+        errors_by_path.setdefault(location.path, []).append(error)
+    misspelled_paths = set()  # paths of the keys that the user probably meant
     for path, errors in errors_by_path.items():
         if errors[0]["type"] == "extra_forbidden":
             intended_key = _closest(path[-1], _keys(kind, path[:-1]))
-            intended_paths.add((*path[:-1], intended_key))
+            misspelled_paths.add((*path[:-1], intended_key))
     for path, errors in errors_by_path.items():
-        is_misspelled = errors[0]["type"] == "missing" and path in intended_paths
-        if not is_misspelled:  # otherwise the unknown key and its hint say enough
+        # If a missing key was only misspelled, the fault about the unknown key says enough.
+        is_misspelled = errors[0]["type"] == "missing" and path in misspelled_paths
+        if not is_misspelled:
             yield from _faults_at(path, errors, kind)
 
 
 def _in_intended_branches(problems: list[_Problem]) -> list[_Problem]:
-    """Drop the problems of those branches of unions that the user did not intend.
+    """Return the problems without those in branches of unions that the user did not intend.
 
-    Pydantic reports every branch of a union. The user intended the branch in which it got furthest.
+    Pydantic reports the problems of every branch of a union. The user probably intended the branch in which
+    pydantic got furthest.
     """
-    unions = {union for problem in problems for union in problem.place.branches}
-    for union in sorted(unions, key=len):
-        rivals = [problem for problem in problems if union in problem.place.branches]
+    unions = {union for problem in problems for union in problem.location.branches}
+    for union in sorted(unions, key=len):  # outer unions first
+        rivals = [problem for problem in problems if union in problem.location.branches]
         if not rivals:
             continue
-        best = max(rivals, key=lambda problem: problem.progress).place
-        if best.path == union:  # no branch got further: their messages together say what is allowed
-            losers = [rival for rival in rivals if rival.place.path != union]
+        best = max(rivals, key=lambda problem: problem.progress).location
+        if best.path == union:
+            # The value itself fits no branch. The messages of all branches together say what is allowed.
+            losers = [rival for rival in rivals if rival.location.path != union]
         else:
-            losers = [rival for rival in rivals if rival.place.branches[union] != best.branches[union]]
+            losers = [rival for rival in rivals if rival.location.branches[union] != best.branches[union]]
         problems = [problem for problem in problems if problem not in losers]
     return problems
 
@@ -293,28 +315,30 @@ def _in_intended_branches(problems: list[_Problem]) -> list[_Problem]:
 def _faults_at(
     path: Sequence[str], problems: list[ErrorDetails], kind: Any
 ) -> Iterator[tuple[str, str | None]]:
-    """Yield the faults at a path of the user's job, each with a hint or None."""
+    """Yield the faults at a path of the user's job, each as a line for the user and a hint or None."""
     problem, where = problems[0], ".".join(path)
     if problem["type"] == "union_tag_invalid":
-        tag = problem["ctx"]["tag"]
-        yield f"{where}.kind: unknown kind of engine {tag!r}", _near(tag, ENGINE_KINDS)
+        engine_kind = problem["ctx"]["tag"]
+        yield f"{where}.kind: unknown kind of engine {engine_kind!r}", _near(engine_kind, ENGINE_KINDS)
     elif problem["type"] == "extra_forbidden":
         yield f"unknown key {where!r}", _nearest(path, kind)
     elif problem["type"] == "missing":
         example = EXAMPLES.get(where)
-        yield f"{where} is missing", example and f"for example {example}"
+        yield f"{where} is missing", None if example is None else f"for example {example}"
     else:
         messages = dict.fromkeys(map(_message, problems))
-        got = problem["input"]
-        value = "" if isinstance(got, (Mapping, BaseModel)) else f" (got {got!r:.200})"
+        value = problem["input"]
+        got = "" if isinstance(value, (Mapping, BaseModel)) else f" (got {value!r:.200})"
         hint = None
-        if isinstance(got, bool) and any(error["type"] == "string_type" for error in problems):
+        if isinstance(value, bool) and any(error["type"] == "string_type" for error in problems):
             hint = "YAML reads yes, no, on and off as true and false: put quotes around a text"
+        prefix = f"{where}: " if where else ""
         for line in ", or ".join(messages).split("\n"):  # a rule between fields may report several lines
-            yield f"{where + ': ' if where else ''}{line}{value}", hint
+            yield f"{prefix}{line}{got}", hint
 
 
 def _message(problem: ErrorDetails) -> str:
+    """Return pydantic's message in the words of YAML and of this package."""
     if problem["type"] == "union_tag_not_found":
         return "kind is missing"
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
@@ -324,11 +348,15 @@ def _message(problem: ErrorDetails) -> str:
     return message[:1].lower() + message[1:]
 
 
-def _place_of(tree: object, problem: ErrorDetails) -> _Place:
-    """Return the place of an error in the user's job."""
+def _location_of(tree: object, problem: ErrorDetails) -> _Location:
+    """Return the location of an error in `tree`, the mapping of the user's job.
+
+    Pydantic's own location also names the branches of unions. A step that leads nowhere in the job is one.
+    """
     path: tuple[str, ...] = ()
     branches: dict[tuple[str, ...], str] = {}
     is_missing = problem["type"] == "missing"
+    # The last step to a missing key leads nowhere either, but belongs to the path.
     for step in problem["loc"][:-1] if is_missing else problem["loc"]:
         if isinstance(tree, Mapping) and step in tree:
             path = (*path, str(step))
@@ -336,37 +364,39 @@ def _place_of(tree: object, problem: ErrorDetails) -> _Place:
         elif isinstance(tree, (list, tuple)) and isinstance(step, int):
             path = (*path, str(step))
             tree = tree[step] if step < len(tree) else None
-        elif not (isinstance(tree, Mapping) and step == tree.get("kind")):  # not the discriminator
+        elif not (isinstance(tree, Mapping) and step == tree.get("kind")):  # the kind was the user's choice
             branches.setdefault(path, str(step))
     if is_missing:
         path = (*path, str(problem["loc"][-1]))
-    return _Place(path, branches)
+    return _Location(path, branches)
 
 
 def _nearest(path: Sequence[str], kind: Any) -> str:
-    """Return the hint for an unknown key of a job, or of a section of this kind."""
-    keys = _keys(kind, path[:-1])
-    if path[-1] in keys:
+    """Return the hint for an unknown key at `path`, in a job or in a section of the class `kind`."""
+    *section, key = path
+    keys = _keys(kind, section)
+    if key in keys:
         return "this key belongs to another kind of engine: leave it out, or change `kind`"
-    hint = _near(path[-1], sorted(keys))
-    return f"{hint} (arguments of SGLang go into engine.args)" if [*path[:-1]] == ["engine"] else hint
+    hint = _near(key, sorted(keys))
+    return f"{hint} (arguments of SGLang go into engine.args)" if section == ["engine"] else hint
 
 
 def _near(word: str, words: Sequence[str]) -> str:
-    """Return a hint: the word that the user probably meant, or all words if none is similar."""
-    near = _closest(word, words)
-    return f"did you mean {near!r}?" if near else f"known: {', '.join(words)}"
+    """Return a hint with the word that the user probably meant, or with all words if none is similar."""
+    similar_word = _closest(word, words)
+    return f"did you mean {similar_word!r}?" if similar_word else f"known: {', '.join(words)}"
 
 
 def _closest(word: str, words: Collection[str]) -> str | None:
-    """Return the word that the user probably meant; None if none is similar."""
-    near = get_close_matches(word, words, n=1)
-    near = near or [name for name in words if word in name.split("_")]  # `seed` is part of `sampling_seed`
-    return near[0] if near else None
+    """Return the word in `words` that the user probably meant by `word`; None if none is similar."""
+    similar = get_close_matches(word, words, n=1)
+    if not similar:
+        similar = [name for name in words if word in name.split("_")]  # `seed` is in `sampling_seed`
+    return similar[0] if similar else None
 
 
 def _keys(kind: Any, path: Sequence[str]) -> set[str]:
-    """Return the keys below a path in a section of a job; `kind` is its class, or a list or union."""
+    """Return the keys at a path below a section of a job; `kind` is its class, or a list or union."""
     is_section = isinstance(kind, type) and issubclass(kind, BaseModel)
     if not is_section:
         keys: set[str] = set()
@@ -376,6 +406,6 @@ def _keys(kind: Any, path: Sequence[str]) -> set[str]:
     fields = {field.alias or name: field.annotation for name, field in kind.model_fields.items()}
     if not path:
         return set(fields)
-    first, *steps = path
-    below_first = [step for step in steps if not step.isdigit()]  # an index in a list is no key
-    return _keys(fields.get(first), below_first)
+    key, *steps = path
+    keys_below = [step for step in steps if not step.isdigit()]  # without the indices of lists
+    return _keys(fields.get(key), keys_below)

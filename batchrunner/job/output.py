@@ -1,4 +1,4 @@
-"""The sections `output` and `storage` of a job: where results are written, how object stores are reached."""
+"""Sections `output` and `storage` of a job: the results and the access to object stores."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ RESULT_COLUMNS = {
     "attempts": "How often the row was sent; 0 if it shares the answer of an equal row.",
     "error": "Why the row failed; null if it did not.",
 }
-"""Columns of a result besides the carried ones, with their meanings: `row` comes first, the others after the
-carried columns."""
+"""Meanings of the columns that every result has besides the carried columns.
+
+In the results, `row` comes before the carried columns and all other columns come after them.
+"""
 OF_TEXTS = frozenset({"output", "finish_reason", "completion_tokens"})
-"""Columns of RESULT_COLUMNS that tasks without decoding lack."""
+"""Columns of RESULT_COLUMNS that results of tasks without decoding lack."""
 REASONING = "reasoning"
 TOOL_CALLS = "tool_calls"
 ANSWER_COLUMNS = {
@@ -42,17 +44,19 @@ ANSWER_COLUMNS = {
     "parsed": "The output as JSON: with the schema's type, else JSON text; null if it is not JSON. Jobs with "
     "a schema always have this column.",
 }
-"""Columns that a job can ask for, with their meanings. They come after RESULT_COLUMNS."""
+"""Meanings of the columns that a job can ask for. In the results they come after RESULT_COLUMNS."""
 PARSED = "parsed"
 CUT = "length"
 """Finish reason of an output that was truncated at `max_new_tokens`."""
 REPETITION = "repetition"
 """Finish reason of an output that was stopped because it repeated itself (`on_repetition`)."""
 RESPONSE = "response"
-"""Last column of a result whose input is a batch file: the whole answer of the endpoint, as JSON."""
+"""Last column of the results if the input is a batch file: the whole answer of the endpoint, as JSON."""
 REQUEST_DIGEST = "request_digest"
-"""Last column of a part, by which `output.reuse` of another run finds equal requests. Merged results lack
-it."""
+"""Last column of a part file (a Parquet file of results), with a digest of each row's request.
+
+By this column, `output.reuse` of another run finds equal requests. Merged results lack this column.
+"""
 TURNS, CONVERSATION, RETURNED = "turns", "conversation", "returned"
 ROLLOUT_COLUMNS = {
     "rollout": "Number of the row among those that the function returned for one input row, from 0.",
@@ -60,10 +64,12 @@ ROLLOUT_COLUMNS = {
     CONVERSATION: "For a row that failed: its last request, as JSON. The last answer is `output`.",
     RETURNED: "Result of a function without an annotation, as JSON; merging makes columns of it.",
 }
-"""Columns of the results of `prompt.rollout`, with their meanings."""
+"""Meanings of the additional columns in the results of `prompt.rollout`."""
 MADE_ROWS = "made_rows"
-"""Key in `Completion.columns` for the rows that the function of a rollout returned. It is no result
-column."""
+"""Key in `Completion.columns` for the rows that the function of a rollout returned.
+
+It is not the name of a result column.
+"""
 OF_TOKENS = frozenset({"logprobs", "top_logprobs", "prompt_logprobs"})
 """Columns for which the engine computes log probabilities."""
 
@@ -73,55 +79,61 @@ AnswerColumn: TypeAlias = Literal[
     "latency_s", "attempts", "error",
 ]  # fmt: skip
 MOST_TOP_LOGPROBS = 100
+"""Maximum of `output.top_logprobs`."""
 STORE_DURABLE_S = 10.0
-"""Seconds within which a row is in an object store, unless the job says otherwise. This makes 360 requests an
-hour."""
+"""Default of `output.durable` in seconds, if the results are in an object store.
+
+Uploading every 10 s makes 360 requests an hour.
+"""
 
 
 class OutputSpec(Spec):
     """Where results are written, and their columns."""
 
     path: UserPath
-    """Directory of the run, also a URI of an object store (`s3://`, `gs://`, `az://`)."""
+    """Directory of the run, or a URI of an object store (`s3://`, `gs://`, `az://`)."""
     columns: list[AnswerColumn] = []
-    """Further columns: `reasoning`, `tool_calls`, `output_ids`, `logprobs`, `top_logprobs`,
-    `prompt_logprobs`, `matched_stop`, `parsed`; the usual ones may be named too."""
+    """Additional columns: `reasoning`, `tool_calls`, `output_ids`, `logprobs`, `top_logprobs`,
+    `prompt_logprobs`, `matched_stop`, `parsed`. Columns that every result has may be named too."""
     reuse: UserPath | None = None
-    """Path of another run, whose good answers are reused for rows with an equal request."""
+    """Path of another run. Its accepted answers are reused for rows with an equal request."""
     top_logprobs: Annotated[int, Field(ge=1, le=MOST_TOP_LOGPROBS)] = 5
     """Number of tokens for each position in the column `top_logprobs`."""
     part_rows: Annotated[int, Field(ge=1)] = 10_000
-    """Maximum number of input rows in a result file. A file is also written every 30 s, however few rows it
-    has. In a run older than ten minutes this time grows to a twentieth of the run's age (at most 30 min). In
-    an object store it is always `durable`."""
+    """Maximum number of input rows in a result file. A smaller file is written after 30 s. In a run older
+    than ten minutes, this time grows to a twentieth of the run's age (at most 30 min). In an object store,
+    this time is always `durable`."""
     durable: Duration = 1.0
-    """Maximum time until a finished row is safe on disk, or uploaded to an object store (there 10 s by
-    default)."""
+    """Maximum time until a finished row is safe on disk, or uploaded to an object store. The default for an
+    object store is 10 s."""
     dtype: Dtype = "float32"
     """With `task: embed`: type of a vector's numbers."""
     normalize: bool = False
-    """With `task: embed`: divide each vector by its length."""
+    """With `task: embed`: divide each vector by its L2 norm, so that its length is 1."""
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    """With `task: embed`: length of the vectors, for a model that is trained for shorter vectors too
-    (Matryoshka). Unset: the model's own length."""
+    """With `task: embed`: number of dimensions of the vectors, for a model that is also trained for shorter
+    vectors (Matryoshka). Unset: the model's own number."""
 
     softmax: bool = False
-    """With `labels`: give probabilities among the labels in place of those among all tokens. With `task:
-    classify`: give probabilities of the classes in place of scores."""
+    """With `labels`: give probabilities among the labels instead of among all tokens. With `task: classify`:
+    give probabilities of the classes instead of scores."""
 
     @property
     def uploaded_within_s(self) -> float:
-        """Seconds within which a row is in the store, where `path` is a URI of one."""
+        """Maximum time in seconds until a finished row is uploaded, if `path` is a URI of an object store."""
         return self.durable if "durable" in self.model_fields_set else STORE_DURABLE_S
 
     @property
     def asked(self) -> list[str]:
-        """The columns of ANSWER_COLUMNS that the job asks for, in the order of the results."""
+        """Columns of ANSWER_COLUMNS that the job asks for, in the order of the results."""
         return [name for name in ANSWER_COLUMNS if name in self.columns]
 
 
 def result_columns(task: ForwardTask | None) -> list[str]:
-    """Return the columns of every result, without the carried ones; `task` is None for generating."""
+    """Return the columns that every result has, without the carried columns.
+
+    `task` is the task without decoding; None if the model generates text.
+    """
     if task is None:
         return [*RESULT_COLUMNS]
     task_columns = (name for name, _ in task.columns)
@@ -134,16 +146,16 @@ Secret: TypeAlias = Literal[
 
 
 class StorageSpec(Spec):
-    """How object stores are reached; by default as the cloud's own tools do."""
+    """Access to object stores. By default, the address and credentials are those of the cloud's own tools."""
 
     endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+")] | None = None
-    """Address of a store that is not the cloud's own, such as MinIO: `http://host:9000`."""
+    """Address of an object store outside of the cloud, such as MinIO: `http://host:9000`."""
     region: str | None = None
     """Region of the bucket."""
     anonymous: bool = False
-    """Send no credentials, as for public buckets."""
+    """Send no credentials, for public buckets."""
     account: Annotated[str, Field(min_length=1)] | None = None
-    """Azure's account. Default: the variable `AZURE_STORAGE_ACCOUNT_NAME`."""
+    """Name of the Azure storage account. Default: the variable `AZURE_STORAGE_ACCOUNT_NAME`."""
     secrets: dict[Secret, Annotated[str, Field(min_length=1)]] = {}
     """Names of the environment variables that hold `access_key_id`, `secret_access_key`, `session_token`
     (S3), `account_key` or `sas_token` (Azure), `service_account_key` (Google, JSON). The job file holds no
@@ -156,11 +168,12 @@ class StorageSpec(Spec):
         return self
 
     def secret_values(self) -> dict[str, str]:
-        """Return the credentials; raises JobError where a variable is not set."""
+        """Return the credentials by name; raise JobError if an environment variable is not set."""
         values: dict[str, str] = {}
         for name, variable in self.secrets.items():
             value = os.environ.get(variable)
-            if not value:  # the name, which may be the secret itself, is not shown
+            if not value:
+                # The message does not show the variable's name, which a user may have replaced by the secret.
                 raise JobError(
                     f"storage.secrets.{name}: no environment variable of this name is set",
                     hint="export the secret as a variable, and give the variable's name",

@@ -1,4 +1,4 @@
-"""The section `prompt` of a job: how a row becomes a prompt."""
+"""Section `prompt` of a job, which defines the prompt of each row."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from batchrunner.job.fields import PythonFunction, Spec, UserPath, refuse
 from batchrunner.job.sampling import FromColumn
 
 DEFAULT_DPI = 150.0
-"""Default resolution of a page in dots per inch, at which the small print of a letter is legible."""
+"""Default resolution of a PDF page in dots per inch, at which the small print of a letter is legible."""
 
 MaxPixels: TypeAlias = Annotated[int, Field(ge=28 * 28)]
-"""Pixels of an image: at least one token of the most common models."""
+"""Maximum number of pixels of an image; at least the pixels of one token in the most common models."""
 
 
 class MediaFiles(Spec):
-    """Where files of rows may lie."""
+    """Folder of the files of rows, and permission to download."""
 
     folder: UserPath | None = None
-    """Folder of the files: relative paths begin there, and a path that leads out of it fails its row. By
-    default it is the folder of the input file that has the row; for rows of a program it is the current
-    folder, and paths may lead anywhere. `/` allows all files."""
+    """Folder of the files. Relative paths begin there, and a path that leads out of the folder fails its row.
+    Default: the folder of the input file that has the row. For rows that a program passes, relative paths
+    begin in the current folder, and paths may lead anywhere. `/` allows all files."""
     allow_urls: bool = False
     """Whether http:// and https:// URLs are downloaded. Addresses that are not public (of this machine, of
     private networks, link-local) are refused in any case."""
@@ -36,8 +36,8 @@ class MediaSpec(MediaFiles):
     """Columns with files: bytes of a file, a struct {bytes, path} as Hugging Face datasets have it, a path, a
     URL, a data URL, or a list of these."""
     placeholder: Annotated[str, Field(min_length=1)] | None = None
-    """Text that stands for a file in `prompt.text`, which has no chat template. It is the model's own token,
-    such as `<image>`. In messages SGLang inserts the token."""
+    """Text that stands for a file in `prompt.text`, to which no chat template is applied. It is the model's
+    own token, such as `<image>`. In messages, SGLang inserts the token."""
 
     @field_validator("columns", mode="before")
     @classmethod
@@ -46,37 +46,38 @@ class MediaSpec(MediaFiles):
 
 
 class ImagesSpec(MediaSpec):
-    """Columns with images, and how images are sent."""
+    """Columns with images, and the maximum size of an image."""
 
     max_pixels: MaxPixels | None = None
-    """Maximum number of pixels of an image (width times height); a larger image is scaled down. By default
-    images keep their size, and the model's own processor decides."""
+    """Maximum number of pixels of an image (width times height). A larger image is scaled down. Default:
+    images keep their size, and the model's own processor may scale them."""
 
 
 class PdfSpec(MediaFiles):
-    """A column with PDF documents, whose pages are sent as images."""
+    """Column with PDF documents, whose pages are sent as images."""
 
     column: str
     """Column with the documents: bytes of a file, a struct {bytes, path}, a path, a URL or a data URL."""
     pages: FromColumn | Annotated[int, Field(ge=1)] | str = "all"
-    """Pages of a document, counted from 1: `all`, a number, or ranges such as `1-3,7`. Pages that a document
-    lacks are left out of ranges. `{column: NAME}` takes such a value from each row: with page numbers in the
-    column, each row is a page."""
+    """Pages of a document, counted from 1: `all`, a number, or ranges such as `1-3,7`. Pages of a range that
+    a document does not have are left out. `{column: NAME}` takes the pages of each row from a column. If that
+    column has page numbers, each row is a page."""
     dpi: Annotated[float, Field(gt=0, le=1200)] = DEFAULT_DPI
-    """Resolution of an image in dots per inch. At 150, a page of 8.5 by 11 inches has 2.1 million pixels."""
+    """Resolution of the image of a page in dots per inch. At 150, a page of 8.5 by 11 inches has 2.1 million
+    pixels."""
     max_pixels: MaxPixels | None = None
-    """Maximum number of pixels of an image; a larger page gets fewer dots per inch."""
+    """Maximum number of pixels of the image of a page. A larger page gets fewer dots per inch."""
 
     @field_validator("pages")
     @classmethod
     def _known(cls, pages: Any) -> Any:
         if isinstance(pages, str) and pages != "all":
-            page_ranges(pages)
+            page_ranges(pages)  # raises ValueError for invalid ranges
         return pages
 
     @property
     def columns(self) -> list[str]:
-        """The only column, as a list, as in the sections for other files."""
+        """Name of the only column, in a list, as other sections with files have their columns."""
         return [self.column]
 
     @property
@@ -86,7 +87,7 @@ class PdfSpec(MediaFiles):
 
 
 class MessageTemplate(Spec):
-    """A message of the prompt."""
+    """Message of the prompt."""
 
     role: Literal["system", "user", "assistant"]
     """Role of the speaker."""
@@ -95,29 +96,29 @@ class MessageTemplate(Spec):
 
 
 class FieldsSpec(Spec):
-    """Columns that templates show together, as `{{ fields }}`: a line `name: value` for each."""
+    """Columns that a template shows together as `{{ fields }}`, with a line `name: value` for each column."""
 
     columns: Annotated[list[str], Field(min_length=1)]
-    """Names of the columns. A null is `null`, and a list or a struct is JSON."""
+    """Names of the columns. A null is shown as `null`, and a list or a struct as JSON."""
     order: Literal["auto", "written"] = "auto"
-    """Order of the lines. `auto`: the order in which rows share the longest prefixes, judged by a sample of
-    the input, so that the engine's cache holds more of each prompt. The first start decides, and the run
-    keeps the order. `written`: the order of `columns`."""
+    """Order of the lines. `auto`: the order in which rows share the longest prefixes, so that more of each
+    prompt comes from the engine's prefix cache. The first start of the run decides this order from a sample
+    of the input, and later starts keep it. `written`: the order of `columns`."""
 
 
 class PromptSpec(Spec):
-    """A row as a prompt: `user` (and `system`), `messages`, `text`, `input_ids`, `python` or `rollout`."""
+    """Prompt of a row: `user` (and `system`), `messages`, `text`, `input_ids`, `python` or `rollout`."""
 
     is_batch: ClassVar[bool] = False
     """Whether the rows are the requests of a batch file."""
 
     images: ImagesSpec | None = None
     """Columns with images: names, or `columns` with `folder`, `allow_urls`, `placeholder`, `max_pixels`. A
-    template places them; else they come before the last user message."""
+    template prints a column to place its images. Other images come at the start of the last user message."""
     audio: MediaSpec | None = None
-    """Columns with sound, as for `images`: WAV, FLAC, MP3, Ogg, AAC, AIFF, AMR, MP4, WebM."""
+    """Columns with audio, written like `images`. Formats: WAV, FLAC, MP3, Ogg, AAC, AIFF, AMR, MP4, WebM."""
     videos: MediaSpec | None = None
-    """Columns with videos, as for `images`: MP4, MOV, WebM, MKV, AVI, MPEG, Ogg, FLV, WMV."""
+    """Columns with videos, written like `images`. Formats: MP4, MOV, WebM, MKV, AVI, MPEG, Ogg, FLV, WMV."""
     pdf: PdfSpec | None = None
     """Column with PDF documents, whose pages are sent as images: a name, or `column` with `pages`, `dpi`,
     `max_pixels`, `folder`, `allow_urls`."""
@@ -130,12 +131,12 @@ class PromptSpec(Spec):
     @model_validator(mode="after")
     def _one_meaning(self) -> PromptSpec:
         if len({*self.media_columns}) < len(self.media_columns):
-            raise ValueError("a column with files is given twice")
+            raise ValueError("two of images, audio, videos and pdf name the same column")
         return self
 
     @property
     def media(self) -> dict[str, MediaSpec | PdfSpec]:
-        """The fields with files that the job gives, by name."""
+        """Sections with files (images, audio, videos, pdf) that the job has, by name."""
         specs = {field: getattr(self, field) for field in KIND_OF_FIELD}
         return {field: spec for field, spec in specs.items() if spec is not None}
 
@@ -149,12 +150,12 @@ class PromptSpec(Spec):
     user: str | None = None
     """Jinja2 template of the user message."""
     messages: str | Annotated[list[MessageTemplate], Field(min_length=1)] | None = None
-    """A list of messages with `role` and a Jinja2 template as `content`; if the last one is an assistant's,
-    it is the beginning of the answer. Or a column of conversations: `{role, content}`, ShareGPT's `{from,
-    value}`, or JSON of these."""
+    """A list of messages with `role` and a Jinja2 template as `content`. If the last message is one of the
+    assistant, it is the beginning of the answer. Or the name of a column with conversations: lists of `{role,
+    content}` or of ShareGPT's `{from, value}`, also as JSON."""
     continue_: Annotated[bool | None, Field(alias="continue")] = None
-    """Take an assistant's message at the end of a conversation in a column as the beginning of the answer.
-    Unset: that message is left out."""
+    """For conversations in a column: take an assistant message at the end as the beginning of the answer.
+    Unset: this message is left out."""
     text: str | None = None
     """Jinja2 template of the whole prompt, or the name of a column with whole prompts. No chat template is
     applied."""
@@ -168,26 +169,27 @@ class PromptSpec(Spec):
     columns, a list of such dicts for several rows, or None."""
     tools: str | Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
     """Tools of a chat in OpenAI's form, `{type: function, function: {name, description, parameters}}`, or the
-    column with such lists, also as JSON. The server needs a `--tool-call-parser`."""
+    name of a column with lists of tools, also as JSON. The server needs a `--tool-call-parser`."""
     fields: FieldsSpec | None = None
-    """`columns` that templates show as `{{ fields }}`, a line `name: value` each. `order: auto` is the order
-    in which rows share the longest prefixes; `order: written` is the order of `columns`."""
+    """Columns that templates show together as `{{ fields }}`, with a line `name: value` for each of
+    `columns`. `order: auto` is the order in which rows share the longest prefixes, and `order: written` the
+    order of `columns`."""
     truncate: Literal["head", "tail", "middle"] | None = None
-    """Part that is removed from a prompt that leaves no room for `max_new_tokens`. Of messages, only the last
-    user message is truncated. Unset: the row fails. Never truncated: messages with tools, names, other roles,
-    a `structural_tag` or a begun answer."""
+    """Part to remove from a prompt that leaves no room for `max_new_tokens`. In a chat, only the last user
+    message is truncated. Unset: the row fails. Prompts with tools, names, unusual roles, a `structural_tag`
+    or a begun answer are never truncated."""
     choices: str | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
-    """With `task: score`: texts that may follow `text`. Either a list for all rows, or a column with a list
-    for each row."""
+    """With `task: score`: texts that may follow `text`. Either a list for all rows, or the name of a column
+    with a list for each row."""
     documents: str | None = None
-    """With `task: rerank`: column with the documents for the query in `text`, each value a list or one
-    document."""
+    """With `task: rerank`: column with the documents for the query in `text`. Each value is a document or a
+    list of documents."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of the chat template, such as `{enable_thinking: false}`."""
 
     @property
     def continues(self) -> bool:
-        """Whether the assistant's last message is the beginning of the answer."""
+        """Whether an assistant message at the end of a prompt is the beginning of the answer."""
         return isinstance(self.messages, list) or self.python is not None or self.continue_ is True
 
     @property
@@ -208,54 +210,55 @@ class PromptSpec(Spec):
         if self.is_batch:
             return self
         kinds = ("user", "messages", "text", "input_ids", "python", "rollout")
-        kinds_here = [name for name in kinds if getattr(self, name) is not None]
-        if len(kinds_here) != 1:
+        kinds_in_job = [name for name in kinds if getattr(self, name) is not None]
+        if len(kinds_in_job) != 1:
             raise ValueError(
-                f"give exactly one of {', '.join(kinds)} (got {', '.join(kinds_here) or 'none'})"
+                f"give exactly one of {', '.join(kinds)} (got {', '.join(kinds_in_job) or 'none'})"
             )
-        (kind,) = kinds_here
-        in_column = isinstance(self.messages, str)
-        allowed = {
+        (kind,) = kinds_in_job
+        # For each of the other fields, whether it has an effect with prompts of this kind.
+        has_effect = {
             "fields": kind in {"user", "text"} or isinstance(self.messages, list),
             "system": kind == "user",
-            "continue_": in_column,
+            "continue_": isinstance(self.messages, str),
             "tools": self.is_chat,
             "chat_template_kwargs": self.is_chat,
             "pdf": kind in {"user", "messages"},
             "truncate": self.tools is None and not self.media,
         }
         for name in KIND_OF_FIELD:
-            allowed.setdefault(name, kind in {"user", "messages", "text"})
-        useless = [
-            name.rstrip("_") for name, fits in allowed.items() if getattr(self, name) is not None and not fits
-        ]
+            has_effect.setdefault(name, kind in {"user", "messages", "text"})
+        useless = []
+        for name, fits in has_effect.items():
+            if getattr(self, name) is not None and not fits:
+                useless.append(name.rstrip("_"))
         beside = ", ".join(f"`{key}`" for key in self.model_dump(exclude_none=True) if key not in useless)
         faults = [f"`{name}` has no effect beside {beside}: leave it out" for name in useless]
         if isinstance(self.messages, list) and all(m.role == "assistant" for m in self.messages):
-            faults.append("`messages` has no message that the assistant could answer")
+            faults.append("`messages` has only assistant messages: add a message for the assistant to answer")
         refuse(faults)
         return self
 
 
 def media_part(field: str, value: Any) -> Any:
-    """Return the section of a field with files, which a job may write as its columns alone."""
+    """Return the section of a field with files, such as `images`, which a job may write as column names."""
     if not isinstance(value, (str, list, tuple)):
         return value
     return {"column" if field == PDF_FIELD else "columns": value}
 
 
 class BatchPrompts(PromptSpec):
-    """Rows that are the requests of a batch file; a line that is no request fails.
+    """Section `prompt` of the job of `batchrun batch`, whose rows are the requests of a batch file.
 
-    The rows have the columns `custom_id`, `url` and `body`, and the results a last column, `response`.
-    `batchrun batch` makes it; no job file can.
+    A row has the columns `custom_id`, `url` and `body`. The results have an additional last column,
+    `response`. A line that is not a valid request becomes a failed row. A job file cannot have this section.
     """
 
     is_batch = True
 
 
 def tool_problem(tools: Any) -> str | None:
-    """Return the problem of a list of tools; None for a valid list."""
+    """Return the problem of a value that should be a list of tools in OpenAI's form; None if it is valid."""
     if not isinstance(tools, list):
         return "not a list of tools"
     names = set()

@@ -1,4 +1,4 @@
-"""Python functions of a job: opens the processes that run them."""
+"""Starts the worker processes that run the Python functions of a job."""
 
 from __future__ import annotations
 
@@ -20,29 +20,35 @@ if TYPE_CHECKING:
     from batchrunner.job.hook_loading import HookFunction
 
 _PREPARE = "batchrunner.input.media.prepare:prepare"
+"""Function of this package that reads the images, audio, videos and documents of a row.
+
+It runs in a worker process, as the functions of a job do.
+"""
 _PACKAGES = {IMAGE.field: ("PIL",), PDF_FIELD: ("PIL", "pypdfium2")}
-"""Packages that a field of the prompt needs from an extra; audio and videos need none."""
+"""Packages of an extra that a field of the prompt needs. Audio and videos need none."""
 
 
 def open_functions(job: Job) -> HookPool | None:
-    """Start the processes of a job's Python functions and load the functions; None for a job without any.
+    """Start the worker processes of a job, which load its Python functions; None if the job needs none.
 
     Raises JobError for a function that cannot be loaded or called.
     """
-    by_place = {
+    functions_by_field = {
         PROMPT: job.prompt.python,
         PARSE: job.parse,
         CHECK: job.accept.python,
         ROLLOUT: job.prompt.rollout,
     }
-    user_functions = {place: function for place, function in by_place.items() if function is not None}
+    user_functions = {
+        field: function for field, function in functions_by_field.items() if function is not None
+    }
     if not user_functions and not job.prompt.media:
         return None
     from batchrunner.core.hook_pool import HookPool  # noqa: PLC0415 - few jobs have functions
     from batchrunner.core.hook_protocol import WorkerSetup  # noqa: PLC0415
     from batchrunner.job.hook_loading import HookFunction, load_functions  # noqa: PLC0415
 
-    hooks = [_hook(place, function) for place, function in user_functions.items()]
+    hooks = [_hook(field, function) for field, function in user_functions.items()]
     if job.prompt.media:
         _check_packages(job)
         hooks.append(HookFunction(MEDIA, "reading its files", _PREPARE))
@@ -67,40 +73,47 @@ def open_functions(job: Job) -> HookPool | None:
 
 
 def _check_packages(job: Job) -> None:
+    """Raise JobError if a package for the files of the job's prompts is not installed."""
     for field in job.prompt.media:
         for module in _PACKAGES.get(field, ()):
             if importlib.util.find_spec(module) is None:
-                raise JobError(f"prompt.{field}: needs {module}", hint=install_command("images"))
+                raise JobError(
+                    f"prompt.{field}: the package {module} is not installed", hint=install_command("images")
+                )
 
 
 def _hook(where: str, function: PythonFunction) -> HookFunction:
-    """Return a function in the form in which a worker loads it; raises JobError."""
+    """Return a function of the job field `where` in the form in which a worker process loads it.
+
+    Raises JobError if a function that a program passes cannot be sent to another process.
+    """
     from batchrunner.core.hook_protocol import HookLoadError  # noqa: PLC0415
-    from batchrunner.job.hook_loading import HookFunction, code_digest, known_of  # noqa: PLC0415
+    from batchrunner.job.hook_loading import HookFunction, annotations_for, code_digest  # noqa: PLC0415
 
     name = name_of(function)
     if isinstance(function, str):
         return HookFunction(where, name, function)
-    import cloudpickle  # noqa: PLC0415 - only where a program gives a function
+    import cloudpickle  # noqa: PLC0415 - only for a function that a program passes
 
-    try:  # the names in its annotations, and its source, may be known only in this process
-        facts = known_of(function, where), code_digest(function)
-        return HookFunction(where, name, cloudpickle.dumps((function, *facts)))
+    try:
+        # Only this process may know the names in the annotations of the function, and its source.
+        annotations, digest = annotations_for(function, where), code_digest(function)
+        return HookFunction(where, name, cloudpickle.dumps((function, annotations, digest)))
     except HookLoadError as failure:
         raise JobError(f"{where}: {name} {failure}") from None
-    except Exception as failure:  # noqa: BLE001 - whatever the function refers to says so in its own way
-        why = f"cannot be sent to another process: {type(failure).__name__}: {failure}"
-        raise JobError(f"{where}: {name} {why}") from None
+    except Exception as failure:  # noqa: BLE001 - pickling an object may raise any error
+        reason = f"cannot be sent to another process: {type(failure).__name__}: {failure}"
+        raise JobError(f"{where}: {name} {reason}") from None
 
 
 def _check_columns(job: Job, facts: HookFacts) -> None:
-    """Raise JobError if a column has a name that results use already."""
+    """Raise JobError if a function returns a column whose name the results use already."""
     used_names = {*RESULT_COLUMNS, REQUEST_DIGEST, *job.output.asked, *job.input.carried_names}
     if facts.where == ROLLOUT:
         used_names |= {*ROLLOUT_COLUMNS} - {TURNS}
     for name, _ in facts.columns:
         if name in used_names:
             raise JobError(
-                f"{facts.where}: a result has a column {name!r} already",
-                hint=f"rename the column that {facts.name} returns, or that of the input by input.rename",
+                f"{facts.where}: the results already have a column {name!r}",
+                hint=f"rename the column that {facts.name} returns, or the input column by input.rename",
             )

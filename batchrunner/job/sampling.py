@@ -1,4 +1,4 @@
-"""The section `sampling` of a job: SGLang's sampling parameters, fixed or from a column."""
+"""Section `sampling` of a job: SGLang's sampling parameters, fixed or from a column."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from batchrunner.job.fields import Spec
 
 
 class FromColumn(Spec):
-    """A value from a column, which may differ from row to row."""
+    """Value from an input column, which may differ from row to row."""
 
     column: str
-    """Input column with the values; a null means the default."""
+    """Input column with the values. A null means the default."""
 
 
 Value = TypeVar("Value")
 PerRow: TypeAlias = Value | FromColumn
+"""Value for all rows, or the column with the value of each row."""
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
-"""Parameters that constrain an output to a grammar, of which a job may give one."""
+"""Sampling parameters that constrain an output to a grammar. A job may set only one of them."""
 THINKING = "max_thinking_tokens"
-"""Parameter that limits the tokens of thinking."""
+"""Sampling parameter that limits the tokens of thinking."""
 
 ToolChoice: TypeAlias = Literal["auto", "none", "required"] | dict[str, Any]
+"""Values of `tool_choice` in OpenAI's chat format."""
 
 
 def check_regex(pattern: Any) -> Any:
-    r"""Return a pattern; raises ValueError if it is invalid.
+    r"""Return a regular expression unchanged; raise ValueError if it is invalid.
 
-    `\p{…}` and `(?<name>…)`, which only the engine's dialect knows, are valid.
+    `\p{…}` and `(?<name>…)` count as valid, because the engine's dialect supports them, unlike Python's.
     """
     try:
         if isinstance(pattern, str):
@@ -51,26 +53,26 @@ class SamplingSpec(Spec):
     min_new_tokens: PerRow[Annotated[int, Field(ge=0)]] | None = None
     """Minimum number of tokens of an output."""
     max_thinking_tokens: PerRow[Annotated[int, Field(ge=0)]] | None = None
-    """Maximum number of thinking tokens, after which the model must answer. They count within
-    `max_new_tokens`. They need a server with `--reasoning-parser` and `--enable-strict-thinking`; servers
-    that the run starts get these."""
+    """Maximum number of thinking tokens, after which the model must answer. Thinking tokens also count
+    towards `max_new_tokens`. The limit needs a server with `--reasoning-parser` and
+    `--enable-strict-thinking`. Servers that the run starts get these flags."""
     n: Annotated[int, Field(ge=1)] = 1
     """Number of completions of a row. Above 1, `output`, `finish_reason` and `completion_tokens` are
     lists."""
     temperature: PerRow[Annotated[float, Field(ge=0)]] | None = None
-    """0 is greedy decoding. Unset: the engine's default."""
+    """Sampling temperature. 0 is greedy decoding. Unset: the engine's default."""
     top_p: PerRow[Annotated[float, Field(gt=0, le=1)]] | None = None
-    """Sample only from the likeliest tokens, as many as have this total probability."""
+    """Sample only from the likeliest tokens, as many as together have this probability."""
     top_k: PerRow[Literal[-1] | Annotated[int, Field(ge=1)]] | None = None
-    """Sample only from the k likeliest tokens; -1 means all."""
+    """Sample only from the k likeliest tokens. -1 means all tokens."""
     min_p: PerRow[Annotated[float, Field(ge=0, le=1)]] | None = None
-    """Sample only from tokens with at least this probability, relative to that of the likeliest token."""
+    """Sample only from tokens that have at least this fraction of the likeliest token's probability."""
     frequency_penalty: PerRow[Annotated[float, Field(ge=-2, le=2)]] | None = None
-    """Penalty on a token for each time that it was generated."""
+    """Penalty on a token for each time that the token was generated before."""
     presence_penalty: PerRow[Annotated[float, Field(ge=-2, le=2)]] | None = None
-    """Penalty on tokens that were generated before."""
+    """Penalty on each token that was generated before."""
     repetition_penalty: PerRow[Annotated[float, Field(gt=0, le=2)]] | None = None
-    """Factor that makes tokens of the prompt or output less likely to be repeated; 1 has no effect."""
+    """Factor that makes tokens of the prompt and the output less likely to be repeated. 1 has no effect."""
     stop: PerRow[str | Annotated[list[str], Field(max_length=32)]] | None = None
     """Texts that end the output."""
     stop_token_ids: PerRow[list[int]] | None = None
@@ -80,35 +82,35 @@ class SamplingSpec(Spec):
     no_stop_trim: bool | None = None
     """Keep the stop text in the output."""
     ignore_eos: PerRow[bool] | None = None
-    """Generate up to `max_new_tokens`, past the model's end token."""
+    """Continue past the model's end token, up to `max_new_tokens`."""
     skip_special_tokens: bool | None = None
     """Leave special tokens out of the output."""
     spaces_between_special_tokens: bool | None = None
     """Put spaces between special tokens."""
     sampling_seed: PerRow[int] | None = None
-    """Seed; needs SGLang's `--enable-deterministic-inference`."""
+    """Seed of sampling. It needs SGLang's `--enable-deterministic-inference`."""
     json_schema: PerRow[dict[str, Any] | str] | None = None
-    """JSON Schema that the output follows."""
+    """JSON Schema to which the output is constrained."""
     regex: Annotated[PerRow[str] | None, AfterValidator(check_regex)] = None
-    """Regular expression that the output matches."""
+    """Regular expression to which the output is constrained."""
     ebnf: PerRow[str] | None = None
-    """EBNF grammar that the output follows."""
+    """EBNF grammar to which the output is constrained."""
     structural_tag: PerRow[str] | None = None
-    """SGLang's structural tag, as JSON text: a grammar for parts of the output."""
+    """SGLang's structural tag as JSON text, a grammar for parts of the output."""
     logit_bias: dict[Annotated[str, Field(pattern=r"^\d+$")], float] | None = None
-    """Bias of logits, by token id."""
+    """Number to add to the logit of a token, by token id."""
     custom_params: dict[str, Any] | None = None
-    """Parameters of the engine's custom logit processor."""
+    """Parameters of a custom logit processor of the engine."""
     tool_choice: ToolChoice | None = None
-    """Whether a chat calls `prompt.tools`; `{type: function, function: {name: NAME}}` demands that tool.
-    Unset: `auto`."""
+    """Whether the model of a chat calls one of `prompt.tools`. `{type: function, function: {name: NAME}}`
+    demands a call of the tool NAME. Unset: `auto`."""
     lora_path: PerRow[str] | None = None
-    """Name of a LoRA adapter that the engine has loaded."""
+    """Name of a LoRA adapter that is loaded in the engine."""
 
     @field_validator("json_schema", mode="before")
     @classmethod
     def _column_before_schema(cls, value: object) -> object:
-        # {column: x} is a mapping too, and would otherwise be accepted as a schema
+        # Pydantic would take {column: NAME} for a JSON Schema, because it is a mapping too.
         if isinstance(value, Mapping) and set(value) == {"column"}:
             return FromColumn(column=str(value["column"]))
         return _schema_of_text(value) if isinstance(value, str) else value
@@ -122,15 +124,18 @@ class SamplingSpec(Spec):
         if len(grammars) > 1:
             raise ValueError(f"give only one of {', '.join(grammars)}: an output follows one grammar")
         if grammars and self.tool_choice not in {None, "auto", "none"}:
-            raise ValueError(f"{grammars[0]} excludes a tool_choice that demands a tool call")
+            raise ValueError(
+                f"{grammars[0]} does not go with a tool_choice that demands a tool call: leave one out"
+            )
         return self
 
 
 def _schema_of_text(text: str) -> dict[str, Any]:
+    """Return the JSON Schema in a JSON text; raise ValueError if there is none."""
     try:
         schema = json.loads(text)
     except ValueError as failure:
         raise ValueError(f"not JSON: {failure}") from None
     if not isinstance(schema, dict):
-        raise ValueError("a JSON Schema is a JSON object")  # noqa: TRY004 - pydantic takes ValueError only
+        raise ValueError("a JSON Schema must be a JSON object")  # noqa: TRY004 - pydantic takes ValueError only
     return schema

@@ -111,6 +111,14 @@ def monitor_of(run_dir: RunDir) -> LivenessMonitor:
     return LivenessMonitor(lambda: objects.look(run_dir.owner), fresh_s=STORE_FRESH_S, pause_s=LOOK_S)
 
 
+def read_owner(run_dir: RunDir) -> bytes:
+    """Return the content of the file or object `owner` of a task; b"" if there is none."""
+    objects = run_dir.store.objects
+    if objects is None:
+        return read_bytes(run_dir.task_directory / OWNER)
+    return objects.look(run_dir.owner)[0]
+
+
 def wait_until_dead(monitors: Mapping[str, LivenessMonitor], sleep: Callable[[float], object]) -> None:
     """Wait until all holders are known to be dead. Raises TaskHeldError as soon as one is known to run.
 

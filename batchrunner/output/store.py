@@ -69,10 +69,6 @@ class Store:
         """Whether any process has published this file."""
         return path.exists()
 
-    def size(self, path: Path) -> int:
-        """Return the size in bytes of a published file. Raises FileNotFoundError."""
-        return path.stat().st_size
-
     def bring(self, path: Path, *, again: bool = False) -> None:
         """Fetch a published file if this machine lacks it.
 
@@ -107,6 +103,14 @@ class Store:
     def replace(self, temporary: Path, path: Path) -> None:
         """Give a file a name; replace a file that has it."""
         temporary.replace(path)
+
+    def mark(self, path: Path) -> None:
+        """Create an empty file whose name is the message. No other process uses this name."""
+        path.touch()
+
+    def move(self, old: Path, new: Path) -> None:
+        """Rename an empty file of `mark`; raises FileNotFoundError where it is gone."""
+        old.rename(new)
 
     def publish(self, path: Path) -> None:
         """Publish the current content of a file; replace its earlier content."""
@@ -149,8 +153,6 @@ class ObjectStore(Store):
         self._root = root
         self._copies = copies
         self._e_tags: dict[str, str] = read_json(root / INDEX)
-        self._sizes: dict[str, int] = {}
-        """Sizes in bytes of the objects that were listed, by name."""
         self._lock = threading.Lock()
 
     def check_sharing(self) -> None:
@@ -176,22 +178,11 @@ class ObjectStore(Store):
         """Return the names of files in a directory, and of directories with files at any depth."""
         prefix = f"{self._name(directory)}/"
         objects = self.objects.below(prefix)
-        with self._lock:
-            self._sizes.update((obj.name, obj.size) for obj in objects)
         return sorted({obj.name.removeprefix(prefix).partition("/")[0] for obj in objects})
 
     def exists(self, path: Path) -> bool:
         """Return whether the object exists, by a request for it."""
         return self.objects.read(self._name(path)) is not None
-
-    def size(self, path: Path) -> int:
-        """Return the size in the last listing of the object; without a listing, fetch the file."""
-        with self._lock:
-            size = self._sizes.get(self._name(path))
-        if size is None:
-            self.bring(path)
-            size = path.stat().st_size
-        return size
 
     def bring(self, path: Path, *, again: bool = False) -> None:
         """Fetch the object if the file is missing here, or always with `again`."""
@@ -260,6 +251,15 @@ class ObjectStore(Store):
         e_tag = self.objects.put(self._name(path), temporary)
         temporary.replace(path)
         self._note(self._name(path), e_tag)
+
+    def mark(self, path: Path) -> None:
+        """Create an empty object; there is no file on this machine."""
+        self.objects.create(self._name(path), b"")
+
+    def move(self, old: Path, new: Path) -> None:
+        """Create the new object, then delete the old one; a missing one is ignored."""
+        self.mark(new)
+        self.objects.delete([self._name(old)])
 
     def publish(self, path: Path) -> None:
         """Write the content of a local file to its object."""

@@ -55,6 +55,7 @@ from batchrunner.output.liveness import (
 from batchrunner.output.run_dir import RunDir
 
 if TYPE_CHECKING:
+    from batchrunner.output.beacons import Beacon
     from batchrunner.output.objects import RunObjects
 
 HEARTBEAT_S = 5.0
@@ -95,6 +96,8 @@ class TaskLock(ABC):
         self.predecessor: LockHolder | None = None
         """The dead holder that this process replaced, until its journals and part files are recovered. None
         for a lock on a file system, where recovery does not depend on the name of the holder."""
+        self.beacon: Beacon | None = None
+        """Beacon that is renamed at each heartbeat; None unless this worker shares a run with others."""
 
     @property
     def token(self) -> str:
@@ -233,6 +236,8 @@ class FileTaskLock(TaskLock):
         """Increment the counter in `heartbeat`. Raises OSError."""
         self._beats += 1
         _overwrite(self._directory / HEARTBEAT, f"{self.token} {self._beats:012d}".encode(), os.O_CREAT)
+        if self.beacon is not None:
+            self.beacon.beat()
 
     def verify(self) -> None:
         """Read `owner`.
@@ -336,6 +341,9 @@ class StoreTaskLock(TaskLock):
         with self._writing:
             self._me = replace(self._me, beats=self._me.beats + 1)
             self._write(self._me)
+            is_ours = self._e_tag is not None
+        if self.beacon is not None and is_ours:
+            self.beacon.beat()
 
     def _write(self, holder: LockHolder) -> None:
         """Write a holder into `owner`, unless another process has replaced us. Raises OSError."""

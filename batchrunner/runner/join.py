@@ -29,16 +29,17 @@ from batchrunner.input.job_input import cut_into_leases
 from batchrunner.input.order import OrderDecision
 from batchrunner.input.sorted_copy import SortedCopy, prepare_order, remove_sorted_copies
 from batchrunner.output.away import AwayWait
+from batchrunner.output.beacons import Beacon, BeaconWatch
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.discard import discard_failed_rows
 from batchrunner.output.events import EventLog
 from batchrunner.output.files import writing
-from batchrunner.output.liveness import POLL_S, SHORT_POLL_S, LivenessMonitor, monitor_of
+from batchrunner.output.liveness import POLL_S, SHORT_POLL_S
 from batchrunner.output.parts import recover
 from batchrunner.output.resume import DoneRows, done_by_all, read_done
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import check_same_run, raise_total
-from batchrunner.output.task_lock import hold_task
+from batchrunner.output.task_lock import TaskLock, hold_task
 from batchrunner.runner.control import Control
 from batchrunner.runner.leases import LeasePlan, Leases, next_lease
 from batchrunner.runner.plan import RunState, StartOptions, check_retry, has_grown, plan_run
@@ -53,7 +54,12 @@ log = logging.getLogger(__name__)
 
 
 REFRESH_S = 3.0
-"""Minimum seconds between two reads of the lease files, while this worker knows of free leases."""
+"""Minimum seconds between two listings of the lease files, while this worker knows of free leases."""
+WORKERS_PER_LISTING = 10.0
+"""The pause between two listings grows by a second for each of this many workers. So up to 200 workers list
+the files ten times a second in all."""
+LONGEST_PAUSE_S = 20.0
+"""Maximum seconds between two listings. With 1,000 workers, a server has 50 listings a second."""
 
 
 class LeasedRows(TaskRows):
@@ -69,11 +75,15 @@ class LeasedRows(TaskRows):
         prepared: PreparedJob,
         leases: Leases,
         *,
+        lock: TaskLock,
         counts: RowCounts,
         events: EventLog,
         turns: TurnStore | None = None,
     ) -> None:
-        """Take no lease yet. `counts` are the counts of the rows that this worker has finished."""
+        """Take no lease yet.
+
+        `lock` is that of this worker. `counts` are the counts of the rows that this worker has finished.
+        """
         super().__init__(prepared, turns)
         self._leases = leases
         self._events = events
@@ -82,10 +92,11 @@ class LeasedRows(TaskRows):
         Parquet file of results) yet."""
         # The reader, the writer of part files and the end of the run use `_uncommitted` in different threads.
         self._lock = threading.Lock()
-        self._monitors: dict[str, LivenessMonitor] = {}
-        """Monitors of the other workers that held leases at the last look, by worker."""
-        self._lives: dict[str, bool | None] = {}
-        """Whether each worker of `_monitors` was alive at the last look; None if that was unknown."""
+        self._beacon = Beacon(leases.directory, prepared.run_dir.task, lock.token, leases.store)
+        """Shows other workers that this worker holds leases."""
+        lock.beacon = self._beacon
+        self._others = BeaconWatch(prepared.run_dir)
+        """Watches the other workers that hold leases."""
         self._counts = counts
         self._refreshed_at = -REFRESH_S
         """Time of the last look at the lease files, on the monotonic clock."""
@@ -165,9 +176,8 @@ class LeasedRows(TaskRows):
         leases = self._look()
         self._look_at_others(leases)
         leases.refresh()  # A worker that exited during the look has ended its leases before.
-        workers = set(leases.held().values()) - {self._prepared.run_dir.task, *self._dead()}
         remaining = leases.rows_left()
-        return (remaining, 0) if workers else (0, remaining)
+        return (remaining, 0) if self._workers() > 1 else (0, remaining)
 
     def _look(self) -> Leases:
         """Read the leases of all plans.
@@ -192,7 +202,7 @@ class LeasedRows(TaskRows):
                 wait.end()
                 if lease is not None or is_over:
                     return lease
-            sleep(SHORT_POLL_S if self._rows_free else POLL_S)
+            sleep(SHORT_POLL_S if self._rows_free else self._pause_s())
         return None
 
     def _look_for_lease(self) -> tuple[Lease | None, bool]:
@@ -201,33 +211,35 @@ class LeasedRows(TaskRows):
         if lease is not None or self._has_its_share():
             return lease, False
         self._refresh()
-        dead_workers = self._dead()
-        if not self._rows_free and dead_workers:
-            for task in dead_workers:
+        if not self._rows_free and self._others.dead:
+            for task in self._others.dead:
                 self._take_over(task)
             self._refresh()
         lease = self._try_take()
         # While a holder may be dead, its lease may become free. While this worker has unfinished rows, it
         # stays anyway, and can take over from a worker that dies later.
-        is_over = not self._rows_free and all(self._lives.values()) and not self._unfinished()
+        is_over = not self._rows_free and self._others.all_run and not self._unfinished()
         return lease, is_over
 
     def _try_take(self) -> Lease | None:
         """Take a lease that was free at the last look; None if none was, or if this worker has its share."""
-        if time.monotonic() - self._refreshed_at > REFRESH_S:
+        if time.monotonic() - self._refreshed_at > max(REFRESH_S, self._pause_s()):
             self._refresh()
         if self._has_its_share():
             return None
         while (number := next_lease(self._leases.free(), self._last_number)) is not None:
-            lease = self._leases.take(number)
+            with self._lock:  # Otherwise the end of another lease could put the beacon out meanwhile.
+                self._beacon.light()
+                lease = self._leases.take(number)
+                if lease is not None:
+                    self._uncommitted[lease.number] = lease, lease.rows
+                self._put_out_if_idle()
             if lease is not None:
                 return self._hold(lease)
         return None
 
     def _hold(self, lease: Lease) -> Lease | None:
         """Record a lease that was just taken, and return it. If the run has stopped, end the lease again."""
-        with self._lock:
-            self._uncommitted[lease.number] = lease, lease.rows
         self._events.write("lease", lease=lease.number, turn=lease.turn, rows=len(lease.rows))
         if self._stopped.is_set():
             with self._lock:
@@ -245,33 +257,34 @@ class LeasedRows(TaskRows):
         self._leases.end(lease, uncommitted)
         del self._uncommitted[number]
         self._events.write("lease_end", lease=number, rows_left=len(uncommitted))
+        self._put_out_if_idle()
+
+    def _put_out_if_idle(self) -> None:
+        """Delete this worker's beacon if it holds no lease. The caller holds `_lock`."""
+        if not self._uncommitted:
+            self._beacon.put_out()
 
     def _refresh(self) -> None:
         """Read which leases are free, which workers hold the others, and whether these workers live."""
-        self._leases.refresh()
         self._look_at_others(self._leases)
         self._rows_free = self._leases.rows_free()
         self._refreshed_at = time.monotonic()
 
     def _look_at_others(self, leases: Leases) -> None:
-        """Find out which other workers hold leases, and whether these workers live."""
-        run_dir, monitors = self._prepared.run_dir, self._monitors
-        other_tasks = set(leases.held().values()) - {run_dir.task}
-        # A monitor is kept from look to look, because it needs time to notice that a worker is dead.
-        self._monitors = {
-            task: monitors.get(task) or monitor_of(run_dir.of_task(task)) for task in other_tasks
-        }
-        self._lives = {task: monitor.poll() for task, monitor in self._monitors.items()}
+        """Read the lease files, and find out which other workers hold leases and whether they live."""
+        self._others.look(leases.refresh())
+        if not self._others and leases.held_count() > len(self._uncommitted):
+            self._others.look_without_beacons(set(leases.held().values()) - {self._prepared.run_dir.task})
 
-    def _dead(self) -> list[str]:
-        """Return the other workers that held leases at the last look and are known to be dead."""
-        return sorted(task for task, lives in self._lives.items() if lives is False)
+    def _pause_s(self) -> float:
+        """Return the seconds between two listings of the lease files, which grow with the workers."""
+        return min(max(POLL_S, len(self._others) / WORKERS_PER_LISTING), LONGEST_PAUSE_S)
 
     def _take_over(self, task: str) -> None:
         """Recover the journals of a dead worker, and end its leases. Raises OSError or OutputError."""
         dead = self._prepared.run_dir.of_task(task)
         try:
-            with hold_task(dead, _refuse_to_wait, dead_owner=self._monitors[task].owner_content) as lock:
+            with hold_task(dead, _refuse_to_wait, dead_owner=self._others.owner_content(task)) as lock:
                 recover(dead, lock, self._prepared.results_schema)
                 # The dead worker, or another one that took over from it, may have ended some of the leases.
                 self._leases.refresh()
@@ -280,6 +293,7 @@ class LeasedRows(TaskRows):
                 lock.verify()
                 for lease, rows in unfinished:
                     self._leases.end(lease, rows)
+                self._others.remove(task)
         except (TaskHeldError, TaskLockLostError):  # another worker is taking over
             return
         dead.store.discard_copy(task)
@@ -307,7 +321,7 @@ class LeasedRows(TaskRows):
 
     def _workers(self) -> int:
         """Return the number of workers that share the rows: this worker, and others that may be alive."""
-        return 1 + len(self._lives) - len(self._dead())
+        return 1 + len(self._others) - len(self._others.dead)
 
 
 def _refuse_to_wait(_: float) -> None:
@@ -320,6 +334,7 @@ def join(
     start: StartOptions,
     control: Control,
     *,
+    lock: TaskLock,
     counts: RowCounts,
     events: EventLog,
     turns: TurnStore | None = None,
@@ -329,8 +344,9 @@ def join(
     The first worker makes the plan. A worker that finds new files or a larger limit adds a plan of the new
     rows, whether or not the other plans have ended. Once all plans have ended, the next worker plans the
     failed rows to retry, and the rows whose part file was moved away. While another worker makes a plan, this
-    function waits, unless `control` stops the run. `counts` are the counts of the rows that this worker has
-    finished, and `turns` stores the answers of rollouts. Raises InputError, OutputError or ResumeError.
+    function waits, unless `control` stops the run. `lock` is that of this worker, `counts` are the counts of
+    the rows that it has finished, and `turns` stores the answers of rollouts. Raises InputError, OutputError
+    or ResumeError.
     """
     run_dir = prepared.run_dir
     leases = Leases(run_dir.leases, run_dir.task, run_dir.store)
@@ -357,7 +373,7 @@ def join(
     assert leases.plan is not None
     _check_plan(leases, prepared)
     leases.join()
-    rows = LeasedRows(prepared, leases, counts=counts, events=events, turns=turns)
+    rows = LeasedRows(prepared, leases, lock=lock, counts=counts, events=events, turns=turns)
     return rows, leases.plan.rows_total, OrderDecision(**leases.plan.choice)
 
 

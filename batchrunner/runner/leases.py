@@ -7,8 +7,9 @@ The files are:
     plan-000000      the rows of the run and where its leases begin; plan-000001 has rows added later
     order-….parquet  the rows in the order in which they are sent, if it is not the input's
     000012.0         lease 12 was taken by the worker that the file names
-    000012.0.end     lease 12 has ended; the file holds the remaining rows, and is empty if there are none
-    000012.1         lease 12 was taken a second time, with the remaining rows of 000012.0.end
+    000012.0.end     lease 12 has ended, and all its rows are done; the file is empty
+    000012.0.left    lease 12 has ended before all its rows were done; the file has the remaining rows
+    000012.1         lease 12 was taken a second time, with the remaining rows of 000012.0.left
 """
 
 import re
@@ -26,7 +27,7 @@ from batchrunner.input.sorted_copy import SortedCopy, remove_sorted_copies
 from batchrunner.output.files import create_file, make_directory
 from batchrunner.output.store import LOCAL, Store
 
-_NAME = re.compile(r"(\d{6,})\.(\d+)(\.end)?")
+_NAME = re.compile(r"(\d{6,})\.(\d+)(\.end|\.left)?")
 _PLAN = re.compile(r"plan-(\d{6})")
 _UNTAKEN = (-1, True)
 """Entry of `Leases._turns` for a lease that nobody has taken yet: turn -1, which has ended."""
@@ -74,6 +75,8 @@ class Leases:
         self._contents: dict[str, dict[str, Any]] = {}
         """Contents of the files that were read, by name. A content stays valid, because files never
         change."""
+        self._names: set[str] = set()
+        """Names of the files that this worker has listed or created."""
         self._copies: dict[str, SortedCopy] = {}
         """The sorted copies of the input that were opened, by file name."""
 
@@ -81,16 +84,21 @@ class Leases:
         """Return the number of leases, free, held and done."""
         return len(self._places)
 
-    def refresh(self) -> None:
-        """Read which leases other workers have taken and ended since the last call."""
+    def refresh(self) -> list[str]:
+        """Read which leases other workers have taken and ended since the last call.
+
+        Return the names of all files in the directory.
+        """
         names = self.store.names(self.directory)
         if not self._joined:
             for plan in filter(None, map(_PLAN.fullmatch, names)):
                 self._read_plan(int(plan[1]))
-        for match in filter(None, map(_NAME.fullmatch, names)):
+        for match in filter(None, map(_NAME.fullmatch, set(names) - self._names)):
             number, turn, end = match.groups()
             if int(number) < len(self):  # Leases of later plans are ignored like these plans.
+                self._names.add(match[0])
                 self._note(int(number), int(turn), ended=end is not None)
+        return names
 
     @property
     def plan(self) -> LeasePlan | None:
@@ -127,7 +135,11 @@ class Leases:
 
     def is_done(self) -> bool:
         """Tell whether no lease is free or held."""
-        return not self.free() and not self.held()
+        return not self.free() and not self.held_count()
+
+    def held_count(self) -> int:
+        """Return the number of leases that are held; reads no files."""
+        return sum(not ended for _, ended in self._turns.values())
 
     def free(self) -> list[int]:
         """Return the numbers of the leases that nobody holds and that have remaining rows."""
@@ -167,8 +179,12 @@ class Leases:
 
     def end(self, lease: Lease, remaining: BitMap64) -> None:
         """End a lease of this worker or of a dead worker. The `remaining` rows can then be taken again."""
-        content = orjson.dumps({"left": rows_to_text(remaining)}) if remaining else b""
-        self._create(f"{_name(lease.number, lease.turn)}.end", content)
+        name = _name(lease.number, lease.turn)
+        if remaining:
+            self._create(f"{name}.left", orjson.dumps({"left": rows_to_text(remaining)}))
+            self._names.add(f"{name}.left")
+        else:
+            self._create(f"{name}.end", b"")
         self._note(lease.number, lease.turn, ended=True)
 
     def _create(self, name: str, content: bytes) -> bool:
@@ -176,17 +192,11 @@ class Leases:
         return create_file(self.directory / name, content, self._task, self.store.claim)
 
     def _read(self, name: str) -> dict[str, Any]:
-        """Return the content of a file; {} for an empty file `….end`.
-
-        Most leases end without remaining rows. Their files are not opened, because that takes time on NFS.
-        """
+        """Return the content of a file."""
         if name not in self._contents:
             path = self.directory / name
-            content = {}
-            if not name.endswith(".end") or self.store.size(path):
-                self.store.bring(path)
-                content = orjson.loads(path.read_bytes())
-            self._contents[name] = content
+            self.store.bring(path)
+            self._contents[name] = orjson.loads(path.read_bytes())
         return self._contents[name]
 
     def _read_plan(self, number: int) -> None:
@@ -229,8 +239,8 @@ class Leases:
     def _rows(self, number: int, turn: int) -> BitMap64:
         """Return the rows of a lease at a turn: all rows at turn 0, later the rows that remained before."""
         if turn:
-            remaining = self._read(f"{_name(number, turn - 1)}.end").get("left")
-            return rows_from_text(remaining) if remaining else BitMap64()
+            name = f"{_name(number, turn - 1)}.left"
+            return rows_from_text(self._read(name)["left"]) if name in self._names else BitMap64()
         plan, positions = self._places[number]
         if plan.order is None:  # In input order, positions are the ordinals of rows.
             return plan.rows & BitMap64(positions)

@@ -25,7 +25,9 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.files import read_json
 from batchrunner.core.timing import TIMING
+from batchrunner.core.types import BYTES_PER_TOKEN
 from batchrunner.dispatch.load_control import LoadControl
+from batchrunner.dispatch.sharing import Account
 from batchrunner.engines.registry import model_of
 from batchrunner.job.engine import ServerEngine, SimulatedEngine
 from batchrunner.job.spec import Job
@@ -96,11 +98,13 @@ async def execute(
     sample: BitMap64 | None = None,
     displays: Sequence[Display] = (),
     control: Control | None = None,
+    account: Account | None = None,
 ) -> Report:
     """Run a job to its end and return the report, which is also in report.json.
 
     Without an open `engine`, the job's own engine is opened and closed. With `join`, this worker shares the
-    rows with all other workers that join. With `sample`, only the rows in it are sent. Raises BatchrunError
+    rows with all other workers that join. With `sample`, only the rows in it are sent. The runs of an
+    `account` share its part of the engine; a run without one has an account of its own. Raises BatchrunError
     if the run could not start or go on; finished rows are kept.
     """
     start = StartOptions(fresh=fresh, retry_failed=retry_failed, join=join, sample=sample)
@@ -177,6 +181,7 @@ async def execute(
                 events=events,
                 control=control,
                 displays=displays,
+                account=account or Account(),
             )
             return await run.send_and_report()
 
@@ -290,6 +295,8 @@ class Run:
     events: EventLog
     control: Control
     displays: Sequence[Display]
+    account: Account
+    """Account that pays for the rows."""
     began: float = field(default_factory=time.monotonic)
     """Time at which the attempt began, on the monotonic clock."""
 
@@ -334,13 +341,15 @@ class Run:
             args=without_secrets(prepared.job)["engine"].get("args", {}),
         )
         model_task = await asyncio.to_thread(lambda: prepared.model_task)
+        prompt_bytes = work.order.computed_bytes(caches_prefixes=info.caches_prefixes)
+        self.account.expect_prompts((prompt_bytes or 0) / BYTES_PER_TOKEN)
         return await self.engine.load_control(
             prepared.job,
             self.events,
             unsent=work.rows.unread,
             now=self.began,
             decodes=model_task == GENERATE,
-            prompt_bytes=work.order.computed_bytes(caches_prefixes=info.caches_prefixes),
+            prompt_bytes=prompt_bytes,
         )
 
     def _writer(self) -> ResultWriter:
@@ -397,6 +406,7 @@ class Run:
             estimated_row_s=estimate.get("row_s"),
             adaptation=self._adaptation(load_control),
             corpora=self._corpora(load_control),
+            account=self.account,
         )
 
     def _adaptation(self, load_control: LoadControl) -> Adaptation | None:

@@ -26,6 +26,7 @@ from batchrunner.dispatch.progress import AttemptProgress
 from batchrunner.dispatch.queue import Backlog, ResultSink, RowSource
 from batchrunner.dispatch.reorder import OutputLengths, Reorderer, ReuseDistance
 from batchrunner.dispatch.route import Routes
+from batchrunner.dispatch.sharing import Account
 from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.engines.base import Engine
 from batchrunner.input.dataset import carried_of
@@ -189,14 +190,16 @@ class Sending:
         estimated_row_s: float | None = None,
         adaptation: Adaptation | None = None,
         corpora: CorpusFeeder | None = None,
+        account: Account | None = None,
     ) -> None:
         """Build the objects in the order in which rows and load samples pass through them.
 
         `began` is the start of the attempt on the monotonic clock, `functions` runs the job's Python
         functions, `done_before` are the rows of earlier attempts, `turns` stores the answers of rollouts,
         `estimated_row_s` is the time per row in seconds that an estimate of the run predicts, `adaptation`
-        tunes the servers' flags, and `corpora` gives servers answers for n-gram speculation. Raises
-        CannotTokenizeError if the job needs client-side tokenization that is not possible.
+        tunes the servers' flags, `corpora` gives servers answers for n-gram speculation, and `account` pays
+        for the rows. Raises CannotTokenizeError if the job needs client-side tokenization that is not
+        possible.
         """
         self._job, self._rows, self._outlet, self._events = job, rows, outlet, events
         self._control, self._displays, self._load_control = control, displays, load_control
@@ -212,7 +215,7 @@ class Sending:
         """Time of the next `sample` event, on the monotonic clock."""
         self.concurrency = load_control.concurrency
         concurrency, info = self.concurrency, self.concurrency.info
-        routes = Routes()
+        routes = Routes(account)
         tokenizer = RowTokenizer(
             job=job, kind=rows.kind, engine=engine, info=info, events=events, functions=functions
         )

@@ -135,7 +135,13 @@ class WorkFinder:
 
         counts = RowCounts()
         rows, rows_of_run, order = join(
-            self.prepared, self.start, self.control, counts=counts, events=self.events, turns=self.turns
+            self.prepared,
+            self.start,
+            self.control,
+            lock=self.lock,
+            counts=counts,
+            events=self.events,
+            turns=self.turns,
         )
         if rows.take_first(self.control.sleep):
             return Work(rows=rows, rows_of_run=rows_of_run, order=order, counts=counts)
@@ -174,7 +180,7 @@ def plan_failed_rows(job: Job) -> None:
     start = StartOptions(join=True, retry_failed=True)
     with contextlib.ExitStack() as stack:
         stack.callback(leave, prepared)
-        stack.enter_context(hold_own_task(prepared.run_dir, time.sleep))
+        lock = stack.enter_context(hold_own_task(prepared.run_dir, time.sleep))
         events = EventLog(prepared.run_dir.events)
-        rows, *_ = join(prepared, start, Control(), counts=RowCounts(), events=events)
+        rows, *_ = join(prepared, start, Control(), lock=lock, counts=RowCounts(), events=events)
         rows.give_back()

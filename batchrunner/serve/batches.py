@@ -1,5 +1,7 @@
 """Batches of `batchrun serve`: runs several at once on one engine, each as `batchrun batch` runs a file.
 
+Batches of different owners run side by side, and an account for each owner divides the engine among them.
+
 A batch is validated, waits for its turn, is run, and its results become files. Its run resumes when the
 server starts again after a kill, and when an attached engine that was lost is back. When a batch is cancelled
 or expires, each unanswered line gets an error that says so.
@@ -11,6 +13,7 @@ import logging
 import re
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,12 +37,15 @@ from batchrunner.runner.prepare import prepare
 from batchrunner.runner.progress import Progress, ProgressCalls
 from batchrunner.runner.run import execute
 from batchrunner.runner.shared_engine import SharedEngine
-from batchrunner.serve.state import BATCHES, FILES, Record, State, now
+from batchrunner.serve.api_errors import RATE_LIMIT
+from batchrunner.serve.owners import Owners, queued_requests
+from batchrunner.serve.state import BATCHES, FILES, OWNER, Record, State, now
 
 log = logging.getLogger(__name__)
 
-MOST_RUNNING = 10
-"""Maximum number of batches that run on the engine at once. Further batches wait until one of them ends."""
+MOST_RUNNING, MOST_RUNNING_OF_OWNER = 10, 2
+"""Number of batches that run on the engine at once, and the number that each of several owners may always
+run. Further batches of an owner wait until one of them ends."""
 RETRY_S = 5.0
 """Seconds before an interrupted run resumes."""
 EARLY_STATUS = {EXPIRED: "expired", CANCELLED: "cancelled"}
@@ -53,11 +59,21 @@ def request_counts(*, total: int, completed: int = 0, failed: int = 0) -> Record
     return {"total": total, "completed": completed, "failed": failed}
 
 
+class TooManyRequestsError(InputError):
+    """A batch would exceed the owner's limit of queued requests."""
+
+
 class Batches:
     """The unfinished batches of a server."""
 
     def __init__(
-        self, *, state: State, engine: SharedEngine, options: dict[str, Any], server: Control
+        self,
+        *,
+        state: State,
+        engine: SharedEngine,
+        options: dict[str, Any],
+        server: Control,
+        owners: Owners,
     ) -> None:
         """Run batches on an open engine.
 
@@ -70,10 +86,16 @@ class Batches:
         self.info = engine.info
         self._options = options
         self._running: dict[str, tuple[Control, asyncio.Task[None]]] = {}
-        self._turns = asyncio.Semaphore(MOST_RUNNING)
-        self._whole_files = asyncio.Lock()
+        self._owners = owners
+        most_running = max(MOST_RUNNING_OF_OWNER, MOST_RUNNING // owners.count)
+        self._turns = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(most_running))
+        """By owner. Held while a batch runs."""
+        self._whole_file = asyncio.Lock()
         """Held while a whole batch file is validated, or its results are written. The memory suffices for one
         at a time."""
+        self._whole_file_of = defaultdict[str, asyncio.Lock](asyncio.Lock)
+        """By owner. Held by the batch that waits for `_whole_file`, so that owners get that lock in turn,
+        however many batches each of them has."""
         self.lost: EngineLostError | None = None
         """Why the server's own engine is lost for good; None while it is not."""
 
@@ -127,7 +149,7 @@ class Batches:
         """Take a batch from its current status to a final one; raises BatchrunError on an interruption."""
         try:
             if batch["in_progress_at"] is None:
-                async with self._whole_files:
+                async with self._whole_file_of[_owner_of(batch)], self._whole_file:
                     await asyncio.to_thread(self._validate, batch)
                 changes = {} if control.reason == CANCELLED else {"status": "in_progress"}
                 await self._state.save(BATCHES, batch, in_progress_at=now(), **changes)
@@ -144,18 +166,19 @@ class Batches:
         if control.reason != CANCELLED:
             await self._state.save(BATCHES, batch, status="finalizing", finalizing_at=now())
         reason = control.reason if control.reason in EARLY_STATUS else None
-        async with self._whole_files:
+        async with self._whole_file_of[_owner_of(batch)], self._whole_file:
             results = await self._publish(batch, reason)
         await self._finish(batch, EARLY_STATUS[reason] if reason else "completed", **results)
 
     async def _answer_lines(self, batch: Record, control: Control) -> None:
         """Wait for the batch's turn, then run it until all lines are answered or `control` stops it."""
+        turns = self._turns[_owner_of(batch)]
         try:
-            await control.wait_for(self._turns.acquire(), "before its turn")
+            await control.wait_for(turns.acquire(), "before its turn")
             try:
                 await self._execute(batch, control)
             finally:
-                self._turns.release()
+                turns.release()
         except BatchrunError:
             if control.reason is None:
                 raise
@@ -174,6 +197,7 @@ class Batches:
             displays=[ProgressCalls(show_counts)],
             engine=self._engine,
             control=control,
+            account=self._owners.account_of(_owner_of(batch)),
         )
         batch["request_counts"] = request_counts(
             total=report.rows_total, completed=report.rows_ok, failed=report.rows_failed
@@ -199,10 +223,17 @@ class Batches:
         Other faults of a line fail that line alone.
         """
         with contextlib.closing(prepare(self._job(batch), keeps_copies=True)) as prepared:
-            batch["request_counts"] = request_counts(total=prepared.dataset.total_rows)
+            total = prepared.dataset.total_rows
+        queued = sum(map(queued_requests, self._state.unfinished_batches(_owner_of(batch))))
+        limit = self._owners.may_queue(_owner_of(batch), total + queued)
+        if limit is not None:
+            raise TooManyRequestsError(
+                f"the batch has {total} requests and {queued} are queued, but your limit is {limit}"
+            )
         for number, request, problem in self._lines(batch):
             if problem is None and request[URL] != batch["endpoint"]:
                 raise InputError(f"line {number}: its url differs from the endpoint of the batch")
+        batch["request_counts"] = request_counts(total=total)
 
     def _lines(self, batch: Record) -> Iterator[tuple[int, Mapping[str, Any], str | None]]:
         """Yield each line of a batch's file: its number, its request, and its fault (None if it has none)."""
@@ -241,6 +272,7 @@ class Batches:
             if path.stat().st_size:
                 await self._state.add_file(
                     name,
+                    owner=_owner_of(batch),
                     filename=f"{batch['id']}_{kind}.jsonl",
                     purpose="batch_output",
                     expires_after=batch["output_expires_after"],
@@ -251,6 +283,11 @@ class Batches:
         return changes
 
 
+def _owner_of(batch: Record) -> str:
+    """Return the name of a batch's owner; it is empty on a server with one owner."""
+    return str(batch.get(OWNER, ""))
+
+
 def _invalid_file(failure: InputError, path: Path) -> Record:
     """Return the error of a batch whose file at `path` cannot be run, with the number of the wrong line.
 
@@ -258,7 +295,7 @@ def _invalid_file(failure: InputError, path: Path) -> Record:
     """
     line = _LINE_NUMBER.search(failure.message)
     return {
-        "code": "invalid_file",
+        "code": RATE_LIMIT if isinstance(failure, TooManyRequestsError) else "invalid_file",
         "message": failure.message.replace(str(path), path.name),
         "param": None,
         "line": line and int(line[1]),

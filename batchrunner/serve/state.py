@@ -17,6 +17,8 @@ import re
 import secrets
 import shutil
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,6 +30,8 @@ Record: TypeAlias = dict[str, Any]
 """A file or a batch, with the keys of OpenAI's API."""
 FILES, BATCHES = "files", "batches"
 """The two kinds of records. The paths of the API and the directories have these names."""
+OWNER = "owner"
+"""Key of a record with the name of its owner; empty on a server with one owner."""
 _SERVER_NAMES = re.compile(r"\.?(file-|batch_)[0-9a-f]{48}(-output|-error)?(\..*tmp)?")
 """Names of contents, runs and temporary files. Nothing else in the directory is touched."""
 FINAL_STATUSES = {"completed", "failed", "expired", "cancelled"}
@@ -69,15 +73,26 @@ class State:
                 shutil.rmtree(path)
             else:
                 path.unlink()
+        self.stored_bytes = Counter[str]()
+        """Total size of the files of each owner, by the owner's name."""
+        for file in self.records[FILES].values():
+            self.stored_bytes[file.get(OWNER, "")] += file["bytes"]
         self._changing = asyncio.Lock()
 
     def path_of(self, kind: str, name: str) -> Path:
         """Return the path of a file's content, or of a batch's run."""
         return self._directory / kind / name
 
-    def unfinished_batches(self) -> list[Record]:
-        """Return the batches without a final status, the oldest first."""
-        return [batch for batch in self.records[BATCHES].values() if batch["status"] not in FINAL_STATUSES]
+    def unfinished_batches(self, owner: str | None = None) -> list[Record]:
+        """Return the batches without a final status, the oldest first: those of an owner, or all."""
+        batches = self.records[BATCHES].values()
+        unfinished = [batch for batch in batches if batch["status"] not in FINAL_STATUSES]
+        return [batch for batch in unfinished if owner in {None, batch.get(OWNER, "")}]
+
+    def file_count(self, owner: str) -> int:
+        """Return the number of an owner's files. An unfinished batch counts as its two future files."""
+        files = [file for file in self.records[FILES].values() if file.get(OWNER, "") == owner]
+        return len(files) + 2 * len(self.unfinished_batches(owner))
 
     async def save(self, kind: str, record: Record, **changes: Any) -> Record:
         """Add or change a record; return it. Raises StorageError.
@@ -89,9 +104,14 @@ class State:
                 await self._write(kind, record, changes)
         return record
 
-    async def add_batch(self, batch: Record) -> bool:
-        """Add a batch; return False if its input file has been deleted. Raises StorageError."""
+    async def add_batch(self, batch: Record, check: Callable[[], None]) -> bool:
+        """Add a batch; return False if its input file has been deleted. Raises StorageError.
+
+        `check` raises an error if the batch may not be added. No other batch is added between the check and
+        the end of this call.
+        """
         async with self._changing:
+            check()
             has_input = batch["input_file_id"] in self.records[FILES]
             if has_input:
                 await self._write(BATCHES, batch, {})
@@ -107,14 +127,15 @@ class State:
         log.info("%s: %s", name, record["status"])
 
     async def add_file(
-        self, name: str, *, filename: str, purpose: str, expires_after: Record | None
+        self, name: str, *, owner: str, filename: str, purpose: str, expires_after: Record | None
     ) -> Record:
         """Return a new record for content that is on the disk already; raises StorageError.
 
         `filename` is the name that clients see.
         """
         created = now()
-        return await self.save(FILES, {
+        replaced = self.records[FILES].get(name)  # results that were written just before a kill
+        record = await self.save(FILES, {
             "id": name,
             "object": "file",
             "bytes": self.path_of(FILES, name).stat().st_size,
@@ -124,7 +145,10 @@ class State:
             "purpose": purpose,
             "status": "processed",
             "status_details": None,
+            OWNER: owner,
         })  # fmt: skip
+        self.stored_bytes[owner] += record["bytes"] - (replaced["bytes"] if replaced else 0)
+        return record
 
     async def delete_file(self, name: str) -> bool:
         """Delete a file and its record; return False if an unfinished batch reads it. Raises StorageError."""
@@ -132,7 +156,9 @@ class State:
             is_used = any(batch["input_file_id"] == name for batch in self.unfinished_batches())
             if not is_used:
                 await asyncio.to_thread(self._unlink, name)
-                self.records[FILES].pop(name, None)
+                file = self.records[FILES].pop(name, None)
+                if file is not None:
+                    self.stored_bytes[file.get(OWNER, "")] -= file["bytes"]
         return not is_used
 
     def _unlink(self, name: str) -> None:

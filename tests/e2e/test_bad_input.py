@@ -29,7 +29,7 @@ from tests.support.refusals import refusal, told
     ("name", "content", "problem"),
     [
         ("nowhere.parquet", None, "no such file or directory"),
-        ("sheet.xlsx", b"PK\x03\x04 and more", "another ending than .parquet, .csv"),
+        ("sheet.xlsx", b"PK\x03\x04 and more", "an ending other than .parquet, .csv"),
         ("in/*.parquet", None, "found no Parquet, CSV, JSON Lines or Arrow file"),
         ("in/", None, "found no Parquet, CSV, JSON Lines or Arrow file"),
         ("empty.parquet", b"", "not a readable Parquet file"),
@@ -131,7 +131,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt": {"system": "{% if txt %}x{% endif %}", "user": "x"}}, f"prompt.system: {UNKNOWN}"),
     ({"sampling": {"stop": {"column": "txt"}}}, f"sampling.stop: {UNKNOWN}"),
     ({"input": {"filter": "id > 50"}}, "input.filter: true for none of the 10 rows: id > 50"),
-    ({"input": {"types": {"id": "string"}}}, "input.types: is for CSV and JSON Lines"),
+    ({"input": {"types": {"id": "string"}}}, "input.types: applies to CSV and JSON Lines"),
     ({"prompt": {"text": "id"}}, "prompt.text: column 'id' must hold texts (got int64)"),
     ({"sampling": {"temperature": {"column": "text"}}}, "must hold numbers (got string)"),
     ({"prompt": {"user": "Say\n\n{% if text %}"}}, "prompt.user: line 3"),
@@ -146,7 +146,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"accept": {"regex": "x", "feedback": True}}, "go with chats only"),
     (
         {"prompt": CHAT, "accept": {"regex": "x", "feedback": True}, "sampling": {"n": 2}},
-        "accept.feedback goes with one output",
+        "accept.feedback does not go with sampling.n above 1",
     ),
     # columns of answers
     ({"output": {"columns": ["tool_calls"]}}, "tool_calls go with chats"),
@@ -156,7 +156,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt": {**CHAT, "tools": [TOOL]}, "tokenize": "client"}, "the server tokenizes prompts with tools"),
     (
         {"prompt": {**CHAT, "tools": [TOOL]}, "sampling": {"tool_choice": "required", "regex": "a"}},
-        "regex excludes a tool_choice that demands a tool call",
+        "regex does not go with a tool_choice that demands a tool call",
     ),
     # images, audio, documents
     ({"prompt": {"user": "x", "audio": "id"}}, "prompt.audio: column 'id'"),
@@ -168,7 +168,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"task": "embed", "prompt": {"user": "x"}}, "prompt.user: does not go with task: embed"),
     ({"output": {"dtype": "float16"}}, "goes with task: embed"),
     ({"labels": [" yes"]}, "labels: goes with task: score"),
-    ({"task": "score"}, "task: score: takes either labels"),
+    ({"task": "score"}, "task: score: needs either labels"),
     ({"task": "rerank", "prompt": {"text": "text"}}, "task: rerank: prompt.documents is missing"),
     ({"task": "rerank", "prompt": {"text": "text", "documents": "id"}}, "must hold texts or lists of texts"),
 ]
@@ -228,7 +228,7 @@ def job_on(directory: Path, name: str, content: bytes, **source: Any) -> dict[st
 
 
 RECORDS = [
-    ("a.csv", b"9,a,b", "line 3: 3 value(s), but the header has 2"),
+    ("a.csv", b"9,a,b", "line 3: has 3 value(s), but the header has 2"),
     (
         "a.csv",
         b"9,caf\xe9",
@@ -237,7 +237,7 @@ RECORDS = [
     ("a.csv", b'9,"a"b', "line 3: has misplaced quotes: ',' expected after '\"'"),
     ("a.csv", b'9,"never closed', "line 3: has misplaced quotes: unexpected end of data"),
     ("a.csv", b"9,a\rb", "line 3: has misplaced quotes: new-line character seen in unquoted field"),
-    ("a.tsv", b"9", "line 3: 1 value(s), but the header has 2"),
+    ("a.tsv", b"9", "line 3: has 1 value(s), but the header has 2"),
     ("a.jsonl", b'{"id": 9', "line 2: not valid JSON: Input data was truncated"),
     (
         "a.jsonl",
@@ -246,7 +246,11 @@ RECORDS = [
     ),
     ("a.jsonl", b"[9]", "line 2: not a JSON object"),
     ("a.jsonl", b'{"text": "\\ud800"}', "line 2: not valid JSON: "),
-    ("a.jsonl", b'{"x": ' + b'{"a":[' * 400 + b"1" + b"]}" * 400 + b"}", "line 2: nested deeper than 48"),
+    (
+        "a.jsonl",
+        b'{"x": ' + b'{"a":[' * 400 + b"1" + b"]}" * 400 + b"}",
+        "line 2: the JSON has more than 48 nested levels",
+    ),
 ]
 """A record that cannot be read, in its file, and what its row says."""
 
@@ -346,7 +350,7 @@ def test_a_long_value_without_a_closing_quote(tmp_path: Path, record: bytes) -> 
         ),
         ("a.csv", {"encoding": "utf-16"}, "line 1 is not UTF-16: set input.encoding"),
         ("a.csv", {"delimiter": "\\t"}, "input.delimiter: give one character, such as"),
-        ("a.jsonl", {"delimiter": ";"}, "input.delimiter: is for CSV, and the input has no such file"),
+        ("a.jsonl", {"delimiter": ";"}, "input.delimiter: applies to CSV, and the input has no such file"),
         ("a.csv", {"types": {"txt": "int64"}}, "input.types: unknown column 'txt'; did you mean 'text'?"),
         ("a.csv", {"types": {"id": "integer"}}, "input.types.id: "),
     ],
@@ -429,7 +433,7 @@ ZSTD_OF_2_GIB = b"\x28\xb5\x2f\xfd\x00\xa8\x09\0\0a"
         ("a.jsonl", b"\xfd7zXZ\0 and more", "is a xz file: unpack it: xz -dc {path} > NEW_FILE"),
         ("a.jsonl.zst", ZSTD_OF_2_GIB, "unpack it: zstd -dc --long=31 {path} > NEW_FILE"),
         ("a.parquet", gzip.compress(b"PAR1", mtime=0), "unpack it: gzip -dc {path} > NEW_FILE"),
-        ("a.zip", ZIP, "unpack it: unzip -p {path} > NEW_FILE; a name with another ending"),
+        ("a.zip", ZIP, "unpack it: unzip -p {path} > NEW_FILE; a name with an ending other"),
     ],
 )
 def test_a_compressed_file(tmp_path: Path, name: str, content: bytes, problem: str) -> None:

@@ -257,7 +257,10 @@ BAD: list[tuple[Any, str]] = [
     ('{"custom_id": "\udcff"}', "'utf-8' codec can't decode byte"),
     ({**GOOD, "custom_id": 7}, "Expected `str`, got `int` - at `$.custom_id`"),
     ({**GOOD, "custom_id": "b", "body": [1]}, "Expected `object`, got `array`"),
-    ({**request_of(0, model="other"), "custom_id": "b"}, "model 'other', but an earlier line 'fake/model'"),
+    (
+        {**request_of(0, model="other"), "custom_id": "b"},
+        "model 'other', but an earlier line names 'fake/model'",
+    ),
 ]
 
 
@@ -305,8 +308,11 @@ def test_repeated_custom_ids(tmp_path: Path) -> None:
 UNANSWERED: list[tuple[list[str], str]] = [
     ([CHAT, "/v1/responses", CHAT, "/v1/images"], "lines 2, 4: url should be /v1/chat/completions or "),
     ([*["/v1/moderations"] * 9, CHAT], "lines 1, 2, 3, 4, 5 and 4 more: url should be "),
-    ([CHAT, COMPLETIONS, "/v1/embeddings"], "line 3: url is /v1/embeddings, unlike in an earlier line"),
-    (["/v1/embeddings", COMPLETIONS], "line 2: url is /v1/completions, unlike in an earlier line"),
+    (
+        [CHAT, COMPLETIONS, "/v1/embeddings"],
+        "line 3: url is /v1/embeddings, but earlier lines have another task",
+    ),
+    (["/v1/embeddings", COMPLETIONS], "line 2: url is /v1/completions, but earlier lines have another task"),
 ]
 
 
@@ -330,7 +336,7 @@ def test_a_line_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert batch.do("--errors", batch.errors).exit_code == 0
     assert [line["custom_id"] for line in lines_of(batch.results)] == ["request-0", "request-2"]
     (failed,) = lines_of(batch.errors)
-    assert "line 2: not a request: it is longer than 64 MiB" in failed["error"]["message"]
+    assert "line 2: not a request: the line is longer than 64 MiB" in failed["error"]["message"]
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

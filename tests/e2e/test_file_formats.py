@@ -232,13 +232,14 @@ def test_one_directory_of_one_kind(tmp_path: Path, caplog: pytest.LogCaptureFixt
     batchrunner.run(job)
     assert column_of(job, "id") == ["2", "3", "0", "1"]
     (source / "c.jsonl").write_bytes(as_json_lines(range(2)))
-    with pytest.raises(
-        InputError, match=r"has CSV and JSON Lines files: give the files of one kind, such as"
-    ):
+    with pytest.raises(InputError, match=r"has CSV and JSON Lines files: give files of one kind, such as"):
         batchrunner.run(job)
     pq.write_table(pa.table({"id": [9], "text": ["t"]}), source / "d.parquet")
     assert batchrunner.run(job, fresh=True).rows_total == 1
-    assert f"{source}: only the Parquet files are read; files of other kinds, such as {source}/a.csv" in caplog.text
+    assert (
+        f"{source}: only the Parquet files are read; files of other kinds, such as {source}/a.csv"
+        in caplog.text
+    )
 
 
 def test_files_of_several_formats_that_are_named(tmp_path: Path) -> None:
@@ -264,7 +265,7 @@ def test_the_delimiter_on_the_first_line(tmp_path: Path, first: str, encoding: s
     batchrunner.run(job)
     good, bad = results_of(job)
     assert (good["id"], good["error"]) == ("1", None)
-    assert bad["error"].endswith("line 4: 3 value(s), but the header has 2")
+    assert bad["error"].endswith("line 4: has 3 value(s), but the header has 2")
 
 
 def of_excel(encoding: str, delimiter: str) -> bytes:

@@ -125,7 +125,7 @@ def test_conversations_of_a_column(tmp_path: Path, senses: FakeSGLang) -> None:
     prompt = {"messages": "talk", "audio": "voice", "images": "photo"}
     rows = _run(tmp_path, senses, prompt, columns, order="input", window=1, code=3)
     assert [row["error"] is None for row in rows] == [True, True, True, False]
-    assert "prompt.audio: the messages have 1 parts of type audio, and the row has 0" in rows[3]["error"]
+    assert "prompt.audio: the messages have 1 parts of type audio, but the row has 0" in rows[3]["error"]
     low, high = ("audio", LOW), ("audio", HIGH)
     assert list(map(_shape, senses.sent)) == [
         [[low, "x", image(RED)], "a cat", [high]],
@@ -180,7 +180,7 @@ def test_bad_files_fail_their_rows(tmp_path: Path, senses: FakeSGLang) -> None:
         "data:image/png;base64," + base64.b64encode(BLUE).decode(): None,
         "page.png": "prompt.images: column 'photo' (page.png): cannot be read as an image (6 bytes)",
         "nowhere.png": "No such file",
-        "sub": "is not a file",
+        "sub": "is not a regular file",
         "sub/out.png": "leads out of",
         "bad\0name.png": "cannot be read",
         "HTTP://127.0.0.1/a.png": "allow_urls",
@@ -205,7 +205,7 @@ def test_pages_of_documents(tmp_path: Path, senses: FakeSGLang) -> None:
     prompt = {"user": "Page {{ page }} {{ doc }} now.", "pdf": pdf}
     rows = _run(tmp_path, senses, prompt, columns, code=3)
     assert [row["error"] is None for row in rows] == [True, True, True, False, False]
-    assert "has no page 4: it has only 3" in rows[3]["error"]
+    assert "has no page 4, but only 3 pages" in rows[3]["error"]
     assert sorted(len(_files(sent)) for sent in senses.sent) == [1, 1, 2]
     assert {opened(page).size for sent in senses.sent for page in _files(sent)} == {(100, 50)}
 

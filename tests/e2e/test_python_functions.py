@@ -213,8 +213,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("import os; os._exit(4)", {"prompt": PROMPT}, "the import ended its process (exit code 4)"),
     ("", {"prompt": {"python": "hooks.prompt"}}, "should be a Python function: write it as module:function"),
     (ROW, {"prompt": PROMPT}, "unknown column 'txt'; did you mean 'text'?"),
-    ("def parse(answer): pass", PARSE, "hooks:parse does not declare its columns"),
-    (COLUMN.format("id: str"), PARSE, "a result has a column 'id' already"),
+    ("def parse(answer): pass", PARSE, "hooks:parse does not declare the columns that it returns"),
+    (COLUMN.format("id: str"), PARSE, "the results already have a column 'id'"),
 ]
 
 
@@ -467,7 +467,7 @@ def test_a_child_that_comes_back_from_the_function(tmp_path: Path, end: str) -> 
 UNREADABLE: dict[str, tuple[Any, str]] = {
     "zone": (
         pa.array([0, None, 0], pa.timestamp("us", "Mars/Phobos")),
-        "its time zone is unknown on this machine",
+        "the time zone is unknown on this machine",
     ),
     "year": (pa.array([0, 400_000_000_000, None], pa.timestamp("s")), "date value out of range"),
     "text": (pa.array([b"\xff", b"a", None]).view(pa.string()), "can't decode byte 0xff"),

@@ -670,12 +670,12 @@ REFUSED = [
     (
         TURNS,
         {"sampling": {"n": 2}},
-        "prompt.rollout goes without sampling.n, parse and output.reuse",
+        "prompt.rollout does not go with sampling.n, parse and output.reuse",
     ),
     (
         TYPED + "async def solve(r, g) -> list[A]: pass",
         {},
-        "prompt.rollout: a result has a column 'error' already",
+        "prompt.rollout: the results already have a column 'error'",
     ),
     (
         "from __future__ import annotations\nasync def solve(r: dict, g) -> Unknown: pass",

@@ -132,7 +132,7 @@ def test_a_killed_start_is_gone_on_with(tmp_path: Path, server: FakeSGLang) -> N
     run_job(job, tmp_path)
     assert stretches(first + sent_texts(server)) == 10
     assert sorted(first + sent_texts(server)) == sorted(texts)
-    assert log_of(job, "order")[1]["why"] == "sorted by an earlier attempt"
+    assert log_of(job, "order")[1]["why"] == "sorted by an earlier start of the run"
     assert copies_in(run) == []
 
 

@@ -51,6 +51,8 @@ class Server:
             "--port", "0", *map(str, options),
         ]  # fmt: skip
         self._key = key
+        self.log = directory.with_suffix(".log")
+        """What it writes to standard error."""
 
     def start(self) -> None:
         """Start it and wait until it serves."""
@@ -58,15 +60,17 @@ class Server:
         self.process = subprocess.Popen(
             self._command,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self.log.open("ab"),
             text=True,
             env={**os.environ, **environ},
         )
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()
-        self.client = openai.OpenAI(
-            base_url=self.url, api_key=self._key or "none", max_retries=0, timeout=PATIENCE_S
-        )
+        self.client = self.client_of(self._key or "none")
+
+    def client_of(self, key: str) -> openai.OpenAI:
+        """Return a client with a key."""
+        return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=PATIENCE_S)
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> int:
         """End it by a signal; return its exit code."""

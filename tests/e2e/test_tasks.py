@@ -441,7 +441,10 @@ def test_bad_documents_and_scores(tmp_path: Path, reranker: FakeSGLang) -> None:
     run_job(job, tmp_path)
     rows = results_of(job)
     assert rows[0]["scores"] == [pytest.approx(pair("row 0", "a"))]
-    assert rows[1]["error"] == "prompt.documents: column 'documents' is null or empty, or has such an item"
+    assert (
+        rows[1]["error"]
+        == "prompt.documents: column 'documents' is null or empty, or has a null or empty item"
+    )
     assert rows[2]["error"]
 
 
@@ -577,7 +580,7 @@ def test_lists_of_rows_and_bad_ones(tmp_path: Path, chooser: FakeSGLang) -> None
     run_job(job, tmp_path)
     rows = results_of(job)
     assert [row["scores"] and len(row["scores"]) for row in rows] == [1, 2, None, None, None]
-    why = "prompt.choices: column 'mine' is null or empty, or has such an item"
+    why = "prompt.choices: column 'mine' is null or empty, or has a null or empty item"
     assert [row["error"] for row in rows[2:]] == [why] * 3
 
 

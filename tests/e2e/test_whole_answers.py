@@ -178,7 +178,7 @@ def test_a_carried_column_of_that_name_stays(tmp_path: Path, server: FakeSGLang,
     (row,) = results_of(job)
     assert row[name] == "mine"
     assert row["output"] == ("<think>a</think>b" if name == "reasoning" else "b")
-    with pytest.raises(JobError, match=f"a result has a column '{name}' of its own"):
+    with pytest.raises(JobError, match=f"the results already have a column '{name}'"):
         batchrunner.run(job, overrides=[f"output.columns=[{name}]"])
 
 

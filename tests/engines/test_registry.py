@@ -27,7 +27,7 @@ from batchrunner.job.load import parse_engine
         ),
         (
             {"kind": "server", "model": "a", "args": {"--max_running_requests=4": True}},
-            "max-running-requests=4: write its value after a colon",
+            "max-running-requests=4: write the value after a colon",
         ),
         ({"kind": "server", "model": "a", "args": {"--api_key": "a"}}, "batchrunner sets --api-key itself"),
     ],

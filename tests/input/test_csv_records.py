@@ -13,7 +13,7 @@ RECORDS = [
     ('1,"a, b"', [(2, ["1", "a, b"], None)]),
     ('1,"two\nlines"\n2,c', [(2, ["1", "two\nlines"], None), (4, ["2", "c"], None)]),
     ("1,a\n\n2,b", [(2, ["1", "a"], None), (4, ["2", "b"], None)]),
-    ("1\n2,b", [(2, [], "1 value(s), but the header has 2"), (3, ["2", "b"], None)]),
+    ("1\n2,b", [(2, [], "has 1 value(s), but the header has 2"), (3, ["2", "b"], None)]),
     ('1,"a"b\n2,c', [(2, [], "has misplaced quotes"), (3, ["2", "c"], None)]),
     ('1,"open\n2,b', [(2, [], "has misplaced quotes"), (3, ["2", "b"], None)]),
 ]

@@ -113,7 +113,7 @@ def test_what_tells_rows_apart() -> None:
     [
         (["nothing.csv"], "no such file or directory: relative paths begin in /"),
         (["empty.parquet"], "no rows"),
-        (["d.parquet", "--engine", "gpu"], "--engine gpu: give server or simulated"),
+        (["d.parquet", "--engine", "gpu"], "--engine gpu: unknown kind of engine: give server or simulated"),
     ],
 )
 def test_what_is_refused(arguments: list[str], told: str) -> None:

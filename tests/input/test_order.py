@@ -63,7 +63,7 @@ def test_equal_rows_are_a_reason_to_sort(rows: int, each: int) -> None:
     texts = [f"{made.randrange(rows // each)} is one" for _ in range(STRETCHES * WINDOW_ROWS)]
     choice = decide(prompts(texts), rows, prompts(texts))
     assert choice.order == "prefix"
-    assert "of the rows equal an earlier one and share its answer" in choice.why
+    assert "of the rows equal an earlier row and share its answer" in choice.why
     assert choice.sorted_equal == pytest.approx(1 - (1 - exp(-each)) / each, rel=0.25)
     assert decide(prompts(texts), rows).order == "input"
 

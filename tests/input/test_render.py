@@ -201,10 +201,10 @@ BAD = [
     (said(("user", "a"), ("user", None)), "message 2 has content that is not text"),
     (said((None, "a")), "message 1 has no role"),  # type: ignore[arg-type]
     (said(("user", [{"text": "a"}])), "message 1 has a part without a type"),
-    (said(("assistant", "a")), "all its messages are from the assistant"),
+    (said(("assistant", "a")), "all messages are from the assistant"),
     ([None, "Hi"], "message 1 has no role"),
     ([], "is empty"),
-    ({"role": "user", "content": "a"}, "its JSON is not a list of messages"),
+    ({"role": "user", "content": "a"}, "the JSON is not a list of messages"),
 ]
 
 
@@ -231,7 +231,7 @@ def test_bad_conversations(tmp_path: Path, server: FakeSGLang, more: dict[str, A
         ({"messages": [{"role": "critic", "content": "a"}]}, "prompt.messages"),
         ({"messages": said(("user", "{{ txt }}"))}, "prompt.messages.0.content: unknown column 'txt'"),
         ({"user": "Row {id}."}, "prompt: {id} does not insert the column: write {{ id }}"),
-        ({"messages": said(("assistant", "a"))}, "no message that the assistant could answer"),
+        ({"messages": said(("assistant", "a"))}, "has only assistant messages: add a message"),
         ({"messages": said(("user", "a")), "continue": True}, "`continue` has no effect beside"),
         ({"messages": "id"}, "must hold lists of {role, content} or {from, value}"),
     ],

@@ -28,7 +28,7 @@ def test_a_template_of_a_text_that_was_meant_as_a_number(tmp_path: Path) -> None
     told(
         said,
         "template: TypeError: ",
-        "(text is in size, text: compare it with text, or convert it by NAME | float)",
+        "(columns with text: size, text; compare them with text, or convert them by NAME | float)",
     )
     job["prompt"]["text"] = "{% if size | float < 30 %}{{ text }}{% endif %}"
     assert batchrunner.run(job, fresh=True).rows_failed == 0
@@ -45,7 +45,7 @@ def test_a_filter_of_a_text_that_was_meant_as_a_number(tmp_path: Path, name: str
     told(
         said,
         f"fails on {fails}, and is true for 0: row 0: TypeError",
-        "text is in size: ",
+        "columns with text: size; ",
         "NAME | float",
     )
     assert ("other types in input.types" in said) == (name == "data.csv")
@@ -85,7 +85,7 @@ def test_a_hint_about_names_where_one_is_at_fault(tmp_path: Path) -> None:
     pq.write_table(pa.table({"my text": ["x"], "text": ["y"]}), tmp_path / "input.parquet")
     told(
         refusal(job, tmp_path),
-        "in '{{ my text }}': a column whose name is not an identifier is written row[\"my",
+        "in '{{ my text }}': the name of the column is not an identifier: write row[\"my",
     )
     job["prompt"]["user"] = "{% if text }"
     assert refusal(job, tmp_path).endswith("in '{% if text }'")
@@ -152,7 +152,7 @@ def test_row_is_a_mapping(tmp_path: Path, server: FakeSGLang, template: str, pro
     ("template", "hints"),
     [
         ("{{ max_tok }}", ['did you mean row["max tok"]?']),
-        ("{{ max tok }}", ["line 1: ", 'is written row["max tok"]']),
+        ("{{ max tok }}", ["line 1: ", 'not an identifier: write row["max tok"]']),
         ("{{ Description-en }}", ['did you mean row["Description-en"]?']),
         ('{{ row["max tk"] }}', ["unknown column 'max tk'", 'did you mean row["max tok"]?']),
         ("{{ row.rnge }}", ["unknown column 'rnge'", "did you mean 'range'?"]),

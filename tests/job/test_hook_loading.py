@@ -132,7 +132,7 @@ def test_values_that_do_not_fit(value: Any, says: str) -> None:
         ("", "a:prompt", "cannot be imported: .* has no attribute 'prompt'"),
         ("", "nowhere.at_all:prompt", "No module named 'refused_nowhere.at_all'"),
         ("import sys; sys.exit(4)", "c:prompt", "cannot be imported: refused_c.py:1: SystemExit: 4"),
-        ("def prompt(): pass", "d:prompt", r"takes \(\): it is called with one argument, the row"),
+        ("def prompt(): pass", "d:prompt", r"takes \(\): it must take one argument, the row"),
         ("async def prompt(row): pass", "e:prompt", "is asynchronous or a generator: give"),
         ("prompt = 3", "g:prompt", "is not a function"),
     ],

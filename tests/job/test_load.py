@@ -130,7 +130,7 @@ def test_overrides_that_are_no_yaml(text: str) -> None:
         ),
         ("labels=[]", "labels: list should have at least 1 item (got [])"),
         ("limits.max_failed_rows=1 percent", "such as 1%, or a number such as 0.01 (got '1 percent')"),
-        ("input.columns=[a, b, a]", "input.columns, as renamed, has 'a' twice"),
+        ("input.columns=[a, b, a]", "input.columns: has 'a' twice, after input.rename"),
         ("prompt.choices=[1]", "prompt.choices.0: should be a valid string (got 1)"),
         ("prompt.user=on", "YAML reads yes, no, on and off as true and false: put quotes around a text"),
         ("output={}", "output.path is missing"),
@@ -139,7 +139,7 @@ def test_overrides_that_are_no_yaml(text: str) -> None:
         ("engine=simulted", "engine: simulted: no model has this name: did you mean kind: simulated?"),
         ("engine.urls=[ftp://a]", "an address is http://HOST:PORT"),
         ("prompt={text: a, system: b}", "`system` has no effect beside `text`"),
-        ("limits.deadline=3 weeks", "limits.deadline: a duration is seconds"),
+        ("limits.deadline=3 weeks", "limits.deadline: a duration is a number of seconds"),
         ("sampling.json_schema={not json", "--set sampling.json_schema: line 1: not valid YAML"),
         ("sampling.json_schema='{not json'", "sampling.json_schema: not JSON:"),
         ("sampling.regex=(a", "sampling.regex: not a regular expression"),
@@ -147,7 +147,7 @@ def test_overrides_that_are_no_yaml(text: str) -> None:
         (f"sampling.sampling_seed={10**23}", "Integer exceeds 64-bit range (got 1"),
         ("engine=[]", "engine.urls: list should have at least 1 item"),
         ("output.path.deep=3", "--set output.path.deep: 'path' is '"),
-        ("output.path", "--set output.path: write it as a.b=value"),
+        ("output.path", "--set output.path: is not of the form a.b=value: write --set a.b=value"),
     ],
 )
 def test_wrong_jobs_are_explained(overrides: str, told: str) -> None:
@@ -214,15 +214,15 @@ def test_all_rules_in_one_go() -> None:
     lines = refusal("accept={feedback: true}", "input.columns=[error, row]", "sampling.n=2").splitlines()
     assert lines == [
         (
-            "job: input.columns: a result has a column 'row' of its own: carry yours under another name: "
+            "job: input.columns: the results already have a column 'row': carry yours under another name: "
             "input.rename: {row: input_row}"
         ),
         (
-            "job: input.columns: a result has a column 'error' of its own: carry yours under another name: "
+            "job: input.columns: the results already have a column 'error': carry yours under another name: "
             "input.rename: {error: input_error}"
         ),
-        "job: accept: nothing is checked: give json, regex, expression or python",
-        "job: accept.feedback goes with one output of a row, not with sampling.n",
+        "job: accept: has no condition on answers: give json, regex, expression or python",
+        "job: accept.feedback does not go with sampling.n above 1: leave one out",
     ]
 
 
@@ -272,7 +272,7 @@ def test_data_instead_of_a_job(tmp_path: Path, name: str, content: bytes) -> Non
     """Who gives a data file learns how to make a job for it."""
     told = file_refusal(tmp_path / name, content)
     assert (
-        f"is a data file, not a job: this writes a job for it: batchrun init {quote(str(tmp_path / name))}"
+        f"is a data file, not a job: write a job for these data: batchrun init {quote(str(tmp_path / name))}"
         in told
     )
 

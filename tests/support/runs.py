@@ -99,7 +99,12 @@ class Task:
         events = EventLog(self.run_dir.events)
         sleeper = Control()
         self.rows, _, _ = join(
-            self.prepared, StartOptions(join=True), sleeper, counts=self.counts, events=events
+            self.prepared,
+            StartOptions(join=True),
+            sleeper,
+            lock=self.lock,
+            counts=self.counts,
+            events=events,
         )
         self._batches = self.rows.batches()
         self._parts = 0

@@ -12,48 +12,51 @@ from urllib.parse import quote
 from batchrunner.core.media import BadFileError
 
 TIMEOUT_S = 20.0
-"""Longest wait for a connection, or for the next bytes, in seconds."""
+"""Maximum wait in seconds for a connection, and for the next bytes of a file."""
 PAUSES_S = (0.5, 2.0)
 """Pauses in seconds before the second and the third try, if the server is busy or unreachable."""
 _BUSY = {http.HTTPStatus.REQUEST_TIMEOUT, http.HTTPStatus.TOO_MANY_REQUESTS}
+"""Statuses below 500 after which the same request may succeed later."""
 _SAFE = "/?%:@!$&'()*+,;=~-._[]|#"
-"""Characters of a URL that are not percent-encoded."""
+"""Characters of a URL that are sent without percent-encoding."""
 _OF_IPV4 = (ip_network("::ffff:0:0/96"), ip_network("64:ff9b::/96"))
 """IPv6 networks whose addresses have an IPv4 address in their last 32 bits."""
 _TUNNEL = ip_network("2002::/16")
-"""The network of 6to4. Its addresses can lead to any IPv4 address, but Python calls all of them public."""
+"""Network of 6to4. Its addresses can lead to any IPv4 address, although Python calls all of them public."""
 _HEADERS = {"User-Agent": "batchrunner", "Accept": "image/*, audio/*, video/*, application/pdf, */*;q=0.5"}
 
 
 def is_public(text: str) -> bool:
-    """Tell whether an address is public."""
-    address = ip_address(text.partition("%")[0])
+    """Tell whether an IP address is public: not of this machine, of a private network, or link-local."""
+    address = ip_address(text.partition("%")[0])  # without the zone of an IPv6 address, as in fe80::1%eth0
     if any(address in network for network in _OF_IPV4):
         address = ip_address(int(address) & 0xFFFFFFFF)
     return address.is_global and not address.is_multicast and address not in _TUNNEL
 
 
 class _PublicConnection(http.client.HTTPConnection):
-    """A connection to a public address."""
+    """HTTP connection to a public address."""
 
     def connect(self) -> None:
-        """Connect; raises BadFileError, before anything is sent, for an address that is not public."""
+        """Connect; raise BadFileError if the address is not public, before anything is sent."""
         for *_, address in socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM):
             self._check(address[0])
         super().connect()
-        self._check(self.sock.getpeername()[0])  # connecting resolves the name again
+        # Connecting resolves the name again, and may get another address than the lookup above.
+        self._check(self.sock.getpeername()[0])
 
     def _check(self, address: str | int) -> None:
+        """Raise BadFileError if an address is not public."""
         if not is_public(str(address)):
             raise BadFileError(f"is a URL of {self.host}, whose address {address} is not public")
 
 
 class _PublicSecureConnection(http.client.HTTPSConnection, _PublicConnection):
-    """A connection with TLS to a public address. TLS begins after the address has been checked."""
+    """HTTPS connection to a public address. TLS begins after the address has been checked."""
 
 
 class _PublicHTTP(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
-    """Opens http(s) URLs of public addresses."""
+    """Handler that opens http(s) URLs of public addresses only."""
 
     def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
         """Send a request."""
@@ -66,7 +69,7 @@ class _PublicHTTP(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
 
 @cache
 def _opener() -> urllib.request.OpenerDirector:
-    """Return an opener that follows redirects to http(s) URLs only, and uses no proxy."""
+    """Return an opener of URLs that follows redirects only to http(s) URLs, and uses no proxy."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         _PublicHTTP, urllib.request.HTTPRedirectHandler, urllib.request.HTTPErrorProcessor,
@@ -77,9 +80,9 @@ def _opener() -> urllib.request.OpenerDirector:
 
 
 def download(url: str, most_bytes: int) -> bytes:
-    """Return the bytes at a URL; raises BadFileError, also if there are more than `most_bytes`.
+    """Return the bytes at a URL; raise BadFileError if they cannot be downloaded or exceed `most_bytes`.
 
-    Blocks, for about a minute if the server does not answer.
+    The call blocks, for about a minute if the server does not answer.
     """
     for pause_s in (*PAUSES_S, None):
         try:
@@ -88,17 +91,19 @@ def download(url: str, most_bytes: int) -> bytes:
                 content: bytes = reply.read(most_bytes + 1)
                 if len(content) > most_bytes:
                     raise BadFileError(f"has more than {most_bytes >> 20} MiB")
-                if not reply.length:
+                missing_bytes = reply.length  # of those that the server announced
+                if not missing_bytes:
                     return content
-                failure: Exception = http.client.IncompleteRead(content, reply.length)
-                is_busy = True
+                failure: Exception = http.client.IncompleteRead(content, missing_bytes)
+                may_succeed_later = True
         except urllib.error.HTTPError as refusal:
             refusal.close()
             failure = refusal
-            is_busy = refusal.code in _BUSY or refusal.code >= http.HTTPStatus.INTERNAL_SERVER_ERROR
-        except (OSError, http.client.HTTPException, ValueError) as caught:
-            failure, is_busy = caught, True
-        if pause_s is None or not is_busy:
+            is_server_error = refusal.code >= http.HTTPStatus.INTERNAL_SERVER_ERROR
+            may_succeed_later = refusal.code in _BUSY or is_server_error
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            failure, may_succeed_later = error, True
+        if pause_s is None or not may_succeed_later:
             raise BadFileError(f"cannot be downloaded: {' '.join(str(failure).split())}")
         time.sleep(pause_s)
     raise AssertionError("the last try returns or raises")

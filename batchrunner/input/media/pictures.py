@@ -1,4 +1,4 @@
-"""Images in a form that every model accepts: pictures decoded by Pillow, and pages drawn by PDFium."""
+"""Converts images to a form that every model accepts, with Pillow, and draws pages of PDFs, with PDFium."""
 
 import io
 import math
@@ -11,26 +11,39 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from batchrunner.core.media import BadFileError, page_ranges
 
 MOST_PIXELS = 89_478_485
-"""Maximum number of pixels in an image, against decompression bombs. A decoded image then takes 358 MB."""
-QUALITY = 95
-"""Quality, of at most 100, with which a changed picture is written as JPEG."""
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "ICO", "JPEG2000", "AVIF", "TGA")
-"""Formats that are read if this Pillow supports them. Others are rare, or need another program (EPS)."""
-_SENT_AS_IS = {"PNG", "JPEG", "WEBP"}
-_LOSSY = {"JPEG", "MPO", "WEBP", "AVIF", "JPEG2000"}
-_PLAIN_MODES = {"RGB", "L"}
-_ORIENTATION = 0x0112
-_WHITE = (255, 255, 255)
-_POINTS_AN_INCH = 72
+"""Maximum number of pixels in an image, as a defence against decompression bombs.
 
-Image.MAX_IMAGE_PIXELS = MOST_PIXELS // 2  # Pillow warns above this number, refuses above twice it
+A decoded image of this size takes 358 MB.
+"""
+QUALITY = 95
+"""JPEG quality, of at most 100, of an image that had to be changed."""
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "ICO", "JPEG2000", "AVIF", "TGA")
+"""Pillow's names of the formats that are read, if the installed Pillow supports them.
+
+Other formats are rare, or need another program, as EPS does.
+"""
+_SENT_UNCHANGED = {"PNG", "JPEG", "WEBP"}
+"""Formats of files that are sent unchanged if possible."""
+_LOSSY = {"JPEG", "MPO", "WEBP", "AVIF", "JPEG2000"}
+"""Formats with lossy compression."""
+_PLAIN_MODES = {"RGB", "L"}
+"""Pillow's modes of images in colour, or in 8-bit grey."""
+_ORIENTATION = 0x0112
+"""EXIF tag for the orientation of a photo."""
+_WHITE = (255, 255, 255)
+_POINTS_PER_INCH = 72
+"""Unit of the size of a PDF page."""
+
+# Pillow warns about an image with more pixels than this, and refuses an image with more than twice as many.
+Image.MAX_IMAGE_PIXELS = MOST_PIXELS // 2
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 def sendable(content: bytes, max_pixels: int | None) -> bytes:
-    """Return a picture's file in the form that is sent; raises BadFileError.
+    """Return the file of an image in the form that is sent; raise BadFileError if it cannot be read.
 
-    A file that needs no change stays as it is. An animated picture becomes its first frame.
+    A file that needs no change is returned unchanged. Of an animated image, the first frame is sent. An image
+    of more than `max_pixels` is scaled down.
     """
     Image.init()
     formats = [name for name in _FORMATS if name in Image.OPEN]
@@ -41,59 +54,70 @@ def sendable(content: bytes, max_pixels: int | None) -> bytes:
         raise
     except UnidentifiedImageError:
         raise BadFileError(f"cannot be read as an image ({len(content)} bytes)") from None
-    except Exception as failure:  # noqa: BLE001 - Pillow raises what its many decoders raise
-        why = " ".join(str(failure).split()) or type(failure).__name__
-        raise BadFileError(f"is a broken image: {why}") from None
+    except Exception as failure:  # noqa: BLE001 - Pillow's decoders may raise any error
+        reason = " ".join(str(failure).split()) or type(failure).__name__
+        raise BadFileError(f"is a broken image: {reason}") from None
 
 
 def _checked(image: Any, content: bytes, max_pixels: int | None) -> bytes:
-    kind, is_one = str(image.format), getattr(image, "n_frames", 1) == 1
+    """Return the file of an opened image in the form that is sent; `content` is its present file."""
     scale = _scale_to(image.width, image.height, max_pixels)
     if scale < 1:  # a JPEG file can be decoded at about the wanted size, which is faster
         image.draft(None, tuple(math.ceil(side * scale) for side in image.size))
     image.load()
-    upright = _is_upright(image)
-    is_plain = image.mode in _PLAIN_MODES and not image.has_transparency_data
-    if kind in _SENT_AS_IS and is_plain and upright and is_one and scale == 1:
+    is_upright = _is_upright(image)
+    needs_no_change = (
+        image.format in _SENT_UNCHANGED
+        and image.mode in _PLAIN_MODES
+        and not image.has_transparency_data
+        and is_upright
+        and getattr(image, "n_frames", 1) == 1
+        and scale == 1
+    )
+    if needs_no_change:
         return content
-    plain = _plain(image if upright else ImageOps.exif_transpose(image))
+    plain_image = _plain(image if is_upright else ImageOps.exif_transpose(image))
     if scale < 1:
-        again = _scale_to(plain.width, plain.height, max_pixels)
-        size = tuple(max(1, math.floor(side * again)) for side in plain.size)
-        plain = plain.resize(size, Image.Resampling.LANCZOS)
-    return _encoded(plain, lossy=kind in _LOSSY)
+        # The image may be smaller by now, if it was decoded at about the wanted size.
+        remaining_scale = _scale_to(plain_image.width, plain_image.height, max_pixels)
+        size = tuple(max(1, math.floor(side * remaining_scale)) for side in plain_image.size)
+        plain_image = plain_image.resize(size, Image.Resampling.LANCZOS)
+    return _encoded(plain_image, lossy=image.format in _LOSSY)
 
 
 def _scale_to(width: float, height: float, max_pixels: int | None) -> float:
-    """Return the factor by which a picture is scaled down; 1 if it is small enough."""
+    """Return the factor that scales the sides of an image down to `max_pixels`; 1 if it is small enough."""
     return 1.0 if max_pixels is None else min(1.0, math.sqrt(max_pixels / (width * height)))
 
 
 def _is_upright(image: Any) -> bool:
+    """Tell whether a photo's metadata do not ask for it to be rotated or mirrored."""
     try:
         return image.getexif().get(_ORIENTATION, 1) in {0, 1}
-    except Exception:  # noqa: BLE001 - broken metadata do not harm the picture
+    except Exception:  # noqa: BLE001 - broken metadata do not harm the pixels
         return True
 
 
 def _plain(image: Any) -> Any:
-    """Return a picture in RGB or 8-bit grey, with white in place of transparency."""
-    if image.mode.startswith("I"):  # 16 bits, or 32
+    """Return an image in RGB or 8-bit grey, with white in place of transparency; raise BadFileError."""
+    if image.mode.startswith("I"):  # grey of 16 or 32 bits
         image = image.convert("I")
-        _, most = image.getextrema()
-        return image.point(lambda value: value / 257).convert("L") if most > 255 else image.convert("L")  # noqa: PLR2004
+        _, largest_value = image.getextrema()
+        if largest_value > 255:  # noqa: PLR2004 - values of 16 bits; 65535 / 257 is 255
+            image = image.point(lambda value: value / 257)
+        return image.convert("L")
     if image.mode == "F":
         raise BadFileError("has 32-bit pixels: save it with 8 or 16 bits per channel")
     if image.has_transparency_data:
-        clear = image.convert("RGBA")
-        ground = Image.new("RGB", clear.size, _WHITE)
-        ground.paste(clear, mask=clear.getchannel("A"))
-        return ground
+        transparent_image = image.convert("RGBA")
+        plain_image = Image.new("RGB", transparent_image.size, _WHITE)
+        plain_image.paste(transparent_image, mask=transparent_image.getchannel("A"))
+        return plain_image
     return image if image.mode in _PLAIN_MODES else image.convert("RGB")
 
 
 def _encoded(image: Image.Image, *, lossy: bool = False) -> bytes:
-    """Return a picture as a file: JPEG if it was lossy before, else PNG."""
+    """Return an image as the bytes of a JPEG file if `lossy`, else of a PNG file."""
     stream = io.BytesIO()
     if lossy:
         image.save(stream, "JPEG", quality=QUALITY, subsampling=0)
@@ -103,9 +127,10 @@ def _encoded(image: Image.Image, *, lossy: bool = False) -> bytes:
 
 
 def page_images(content: bytes, pages: str, dpi: float, max_pixels: int | None) -> Iterator[bytes]:
-    """Yield pages of a document as PNG files; raises BadFileError.
+    """Yield pages of a PDF document as PNG files; raise BadFileError if the document cannot be read.
 
-    A range may go beyond the end of the document, but its first page must exist.
+    A range in `pages` may go beyond the end of the document, but its first page must exist. A page that would
+    have more than `max_pixels` at `dpi` dots per inch gets fewer dots.
     """
     import pypdfium2  # noqa: PLC0415 - only for documents
 
@@ -113,10 +138,10 @@ def page_images(content: bytes, pages: str, dpi: float, max_pixels: int | None) 
         with pypdfium2.PdfDocument(content) as document:
             for page_range in page_ranges(pages):
                 if page_range.start > len(document):
-                    raise BadFileError(f"has no page {page_range.start}: it has only {len(document)}")
+                    raise BadFileError(f"has no page {page_range.start}, but only {len(document)} pages")
                 for number in page_range[: len(document) + 1 - page_range.start]:
                     page = document[number - 1]
-                    scale = dpi / _POINTS_AN_INCH
+                    scale = dpi / _POINTS_PER_INCH
                     width, height = page.get_size()
                     scale *= _scale_to(width * scale, height * scale, max_pixels or MOST_PIXELS)
                     bitmap = page.render(scale=scale)

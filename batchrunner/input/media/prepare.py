@@ -1,7 +1,7 @@
-"""Reads and checks the files of a row, and converts images, before they are sent.
+"""Reads and checks the files of a row before they are sent, and converts images.
 
 This code runs in worker processes, like a job's Python functions, so that a broken file cannot kill the run.
-Audio and videos are sent as they are, because the server decodes them.
+Audio and videos are sent unchanged, because the server decodes them.
 """
 
 import io
@@ -16,42 +16,48 @@ from batchrunner.input.media.download import download
 
 MOST_FILE_BYTES = 256 << 20
 """Maximum size in bytes of a file that is read."""
-MOST_FILES, MOST_SENT_BYTES = 1000, 60 << 20
-"""Maximum number of files that are sent for one row, and maximum of their total size in bytes."""
+MOST_FILES = 1000
+"""Maximum number of files that are sent for one row. Each page of a PDF document counts as a file."""
+MOST_SENT_BYTES = 60 << 20
+"""Maximum total size in bytes of the files that are sent for one row."""
 PIXELS_PER_TOKEN = 28 * 28
-"""Pixels of an image that make one token in the Qwen-VL and InternVL families; other models are close."""
+"""Pixels of an image per prompt token in the Qwen-VL and InternVL families; other models are similar."""
 MOST_TOKENS = 16_384
 """Maximum of the estimated tokens of a file. The image processors of models allow fewer tokens."""
 FILE_BYTES_PER_TOKEN = {"audio": 640, "video": 500}
-"""Bytes of a file that count as one token. They assume 25 tokens and 128 kbit for a second of audio, and 250
-tokens and 1 Mbit for a second of video."""
+"""Estimated bytes of a file per prompt token, by kind of media.
+
+A second of audio is assumed to have 25 tokens and 128 kbit, a second of video 250 tokens and 1 Mbit.
+"""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def prepare(files: tuple[PromptFile, ...]) -> list[tuple[tuple[bytes, ...], int]] | str:
-    """Return for each file of a row the contents to send and their estimated tokens.
+    """Read the files of a row; return for each file the contents to send and their estimated prompt tokens.
 
-    Return the reason in words if the row cannot be sent.
+    If the row cannot be sent, return the reason as a text.
     """
     results: list[tuple[tuple[bytes, ...], int]] = []
-    count = size = 0
+    file_count = total_bytes = 0
     for file in files:
-        ready: list[bytes] = []
+        contents: list[bytes] = []
         try:
             for content in _contents(file):
-                ready.append(content)
-                count, size = count + 1, size + len(content)
-                if count > MOST_FILES or size > MOST_SENT_BYTES:
-                    most = f"{MOST_FILES} files or {MOST_SENT_BYTES >> 20} MiB of them"
-                    return f"{file.rules.field}: the row has more than {most}"
+                contents.append(content)
+                file_count += 1
+                total_bytes += len(content)
+                if file_count > MOST_FILES or total_bytes > MOST_SENT_BYTES:
+                    limits = f"{MOST_FILES} files or {MOST_SENT_BYTES >> 20} MiB of files"
+                    return f"{file.rules.field}: the row has more than {limits}"
         except BadFileError as failure:
             return f"{file.rules.field}: {file.label}: {failure}"
-        results.append((tuple(ready), sum(_tokens_of(content, file.kind.name) for content in ready)))
+        tokens = sum(_tokens_of(content, file.kind.name) for content in contents)
+        results.append((tuple(contents), tokens))
     return results
 
 
 def _tokens_of(content: bytes, kind: KindName) -> int:
-    """Return the estimated tokens of a file as it is sent."""
+    """Return the estimated number of prompt tokens of a file, whose `content` is what is sent."""
     if kind in FILE_BYTES_PER_TOKEN:
         tokens = len(content) / FILE_BYTES_PER_TOKEN[kind]
     else:
@@ -63,12 +69,12 @@ def _tokens_of(content: bytes, kind: KindName) -> int:
 
 
 def _contents(file: PromptFile) -> Iterator[bytes]:
-    """Yield the contents to send for a file: the file, an image that models accept, or the pages of a PDF."""
+    """Yield the contents to send for a file: audio or video, a converted image, or the pages of a PDF."""
     content, rules = file.content or _read(file.place, file.rules), file.rules
     if rules.kind != "image":
         yield content
         return
-    # an extra installs Pillow and PDFium; audio and videos do not need it
+    # An extra of the package installs Pillow and PDFium. Audio and videos do not need this extra.
     from batchrunner.input.media.pictures import page_images, sendable  # noqa: PLC0415
 
     if rules.dpi is None:
@@ -77,24 +83,25 @@ def _contents(file: PromptFile) -> Iterator[bytes]:
         yield from page_images(content, file.pages, rules.dpi, rules.max_pixels)
 
 
-def _read(place: str, rules: MediaRules) -> bytes:
-    """Return the bytes at a path in the allowed folder, or at a URL; raises BadFileError."""
-    match = _SCHEME.match(place)
+def _read(path_or_url: str, rules: MediaRules) -> bytes:
+    """Return the bytes at a path or URL; raise BadFileError if `rules` forbid it, or if reading fails."""
+    match = _SCHEME.match(path_or_url)
     scheme = match[1].lower() if match else "file"
     if scheme in {"http", "https"}:
         if not rules.allow_urls:
             raise BadFileError("is a URL: set allow_urls: true to download it")
-        return download(place, MOST_FILE_BYTES)
+        return download(path_or_url, MOST_FILE_BYTES)
     if scheme != "file":
         raise BadFileError(f"{scheme}:// is not supported: give a path, or an http(s) URL")
     try:
-        path = Path(rules.folder, unquote(urlsplit(place).path) if match else place).resolve()
+        local_path = unquote(urlsplit(path_or_url).path) if match else path_or_url
+        path = Path(rules.folder, local_path).resolve()
         if rules.confined and not path.is_relative_to(Path(rules.folder).resolve()):
             raise BadFileError(
-                f"leads out of {rules.folder}: name the folder of the files in `folder`, or set it to /"
+                f"leads out of {rules.folder}: name the folder of the files in `folder`, or set `folder` to /"
             )
         if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe could take forever
-            raise BadFileError("is not a file")
+            raise BadFileError("is not a regular file")
         if path.stat().st_size > MOST_FILE_BYTES:
             raise BadFileError(f"has more than {MOST_FILE_BYTES >> 20} MiB")
         return path.read_bytes()

@@ -1,4 +1,4 @@
-"""Finds the files that the columns of a row hold or name, and places them in the prompt."""
+"""Finds the images, audio, videos and documents in the columns of a row, and places them in the prompt."""
 
 import re
 import secrets
@@ -8,7 +8,7 @@ from functools import cache, partial
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.request import urlopen
 
 import pyarrow as pa
@@ -21,13 +21,14 @@ from batchrunner.job.arrow_types import is_text, type_name
 from batchrunner.job.prompt import ImagesSpec, MediaSpec, PdfSpec, PromptSpec
 
 USUAL_TOKENS = 1024
-"""Estimated tokens of a file that has not been opened yet."""
+"""Estimated number of prompt tokens of a file that has not been opened yet."""
 _LONGEST_NAME = 120
+"""Maximum number of characters of a path or URL in a message."""
 _USER = "user"
 
 
 class Marks(list[str]):
-    """Marks that stand for the files of a column while a template is rendered.
+    """Marks for the files of a column while a template is rendered: texts that files replace afterwards.
 
     A template can loop over the marks, or print all of them at once.
     """
@@ -37,15 +38,19 @@ class Marks(list[str]):
 
 
 class FileColumn:
-    """A column with images, audio, videos or PDF documents."""
+    """Column with images, audio, videos or PDF documents."""
 
     def __init__(self, name: str, field: str, spec: MediaSpec | PdfSpec, source: ColumnSource) -> None:
-        """Check the type of the column, which `prompt.FIELD` names; raises InputError."""
+        """Check the type of the column; raise InputError if the column cannot hold files.
+
+        `field` is the key below `prompt` that names the column, such as `images`.
+        """
         self.name, self.field = name, field
         self._spec, self._source = spec, source
         self._rules_in = cache(partial(_rules, spec, field))
         kind = source.field(name, where=f"prompt.{field}").type
         self.holds_lists = is_list(kind) and not isinstance(spec, PdfSpec)
+        """Whether a value of the column is a list of files."""
         if not _holds_files(kind.value_type if self.holds_lists else kind):
             raise InputError(
                 f"prompt.{field}: column {name!r} must hold bytes, structs {{bytes, path}}, paths or URLs "
@@ -53,9 +58,9 @@ class FileColumn:
             )
 
     def files(self, row: int, value: Any, pages: Any = None) -> list[PromptFile]:
-        """Return the files of a value in the row with this ordinal; raises RowRefusedError.
+        """Return the files in the column's value for a row, whose ordinal is `row`; raise RowRefusedError.
 
-        `pages` are the pages of a PDF document, if they come from a column.
+        `pages` is the value of the column with the pages of PDF documents, if the job has one.
         """
         folder = self._spec.folder
         if folder is None:
@@ -64,44 +69,53 @@ class FileColumn:
         label = f"column {self.name!r}"
         if not self.holds_lists or value is None:
             return [self._file(value, label, self._pages(pages), rules)]
-        items = enumerate(value, start=1)
-        return [self._file(item, f"{label}, item {number}", "", rules) for number, item in items]
+        return [
+            self._file(item, f"{label}, item {number}", pages="", rules=rules)
+            for number, item in enumerate(value, start=1)
+        ]
 
     def _file(self, value: Any, label: str, pages: str, rules: MediaRules) -> PromptFile:
+        """Return the file that a value holds or names; raise RowRefusedError if there is none."""
         if isinstance(value, Mapping):
             value = value.get("path") if value.get("bytes") is None else value["bytes"]
         if value is None:
             raise RowRefusedError(f"{rules.field}: {label} is null")
-        content, place = b"", ""
+        content, path_or_url = b"", ""
         if not isinstance(value, str):
             content = bytes(value)
         elif value[:5].lower() == "data:":
             content = _content_of_url(value, f"{rules.field}: {label}")
         else:
-            place = value
-            shown = place if len(place) <= _LONGEST_NAME else f"{place[:_LONGEST_NAME]}…"
+            path_or_url = value
+            is_long = len(path_or_url) > _LONGEST_NAME
+            shown = f"{path_or_url[:_LONGEST_NAME]}…" if is_long else path_or_url
             label += f" ({shown})"
-        if not content and not place:
+        if not content and not path_or_url:
             raise RowRefusedError(f"{rules.field}: {label} is empty")
-        key = blake2b(content or f"{rules.folder}\0{place}".encode("utf-8", "surrogatepass"), digest_size=16)
+        # A path is resolved in the folder, so the folder belongs to the identity of the file.
+        identity = content or f"{rules.folder}\0{path_or_url}".encode("utf-8", "surrogatepass")
+        key = blake2b(identity, digest_size=16)
         key.update(pages.encode())
         return PromptFile(
             key=key.digest(),
             tokens=USUAL_TOKENS,
             label=label,
             content=content,
-            place=place,
+            place=path_or_url,
             pages=pages,
             rules=rules,
         )
 
-    def _pages(self, of_row: Any) -> str:
-        """Return the pages of a document as a text; empty for other files."""
+    def _pages(self, row_pages: Any) -> str:
+        """Return the pages of a PDF document as a text; empty for other files.
+
+        `row_pages` is the value of the column with pages, if the job has such a column.
+        """
         if not isinstance(self._spec, PdfSpec):
             return ""
-        pages = self._spec.pages if self._spec.page_column is None else of_row
+        pages = self._spec.pages if self._spec.page_column is None else row_pages
         if isinstance(pages, float) and pages.is_integer():
-            pages = int(pages)  # pandas turns a column of whole numbers with a null into floats
+            pages = int(pages)  # pandas turns a column of integers with a null into floats
         try:
             page_ranges(str(pages))
         except ValueError as failure:
@@ -110,10 +124,10 @@ class FileColumn:
 
 
 def _rules(spec: MediaSpec | PdfSpec, field: str, folder: str | None) -> MediaRules:
-    """Return the rules for the files of this field.
+    """Return the rules for the files of `field`, a key below `prompt` such as `images`.
 
-    `folder` is the directory of relative paths; None, as for rows of a program, is the current directory.
-    With `/`, files may lie anywhere, and relative paths begin in the current directory.
+    `folder` is the directory of relative paths. None means the current directory. With `/`, files may be
+    anywhere on this machine, and relative paths begin in the current directory.
     """
     is_confined = folder is None or Path(folder) != Path("/")
     return MediaRules(
@@ -127,7 +141,7 @@ def _rules(spec: MediaSpec | PdfSpec, field: str, folder: str | None) -> MediaRu
 
 
 def _content_of_url(url: str, where: str) -> bytes:
-    """Return the bytes of a data URL; raises RowRefusedError."""
+    """Return the bytes of a data URL; raise RowRefusedError, which begins with `where`, if it is invalid."""
     try:
         with urlopen(url) as reply:  # noqa: S310 - a data URL
             return bytes(reply.read())
@@ -136,6 +150,7 @@ def _content_of_url(url: str, where: str) -> bytes:
 
 
 def _holds_files(kind: pa.DataType) -> bool:
+    """Tell whether a value of this type can hold or name a file."""
     if pt.is_struct(kind):
         types = [field.type for field in kind if field.name in {"bytes", "path"}]
         return bool(types) and all(map(_holds_files, types))
@@ -143,13 +158,24 @@ def _holds_files(kind: pa.DataType) -> bool:
 
 
 def _part(file: PromptFile, placed: list[PromptFile]) -> dict[str, Any]:
-    """Return the content part for a file, and append the file to `placed`."""
+    """Append a file to `placed`, and return the part of a message that refers to the file by its index."""
     placed.append(file)
     return {"type": file.kind.name, file.kind.name: len(placed) - 1}
 
 
+class _MarkedRow(NamedTuple):
+    """Row with marks in place of its files, so that a template can print the files."""
+
+    values: dict[str, Any]
+    """Values of the row by column."""
+    files: list[PromptFile]
+    """Files of the row; a mark has the index of its file in this list."""
+    unprinted: list[int]
+    """Indices of the files in columns that no template prints."""
+
+
 class MediaPrompts:
-    """Renders the prompts of rows with files."""
+    """Renders the prompts of rows with images, audio, videos or PDF documents."""
 
     def __init__(
         self,
@@ -158,7 +184,11 @@ class MediaPrompts:
         prompt_of: Callable[[dict[str, Any]], Any],
         printed: Collection[str],
     ) -> None:
-        """`prompt_of` renders templates, which print the columns `printed`. Raises JobError or InputError."""
+        """Check the columns with files; raise JobError or InputError.
+
+        `prompt_of` makes the prompt of a row, by templates that print the columns `printed` or from a column
+        of conversations.
+        """
         self._prompt_of = prompt_of
         self._printed = printed
         self._is_text = prompt.text is not None
@@ -173,8 +203,9 @@ class MediaPrompts:
             printed_columns = sorted({*spec.columns} & {*printed})
             if self._is_text and printed_columns and not spec.placeholder:
                 raise JobError(
-                    f"prompt.text: no placeholder is known for the {field} of {printed_columns[0]!r}",
-                    hint=f"give {field}.placeholder, the model's own token, or leave the column out",
+                    f"prompt.text: prints the {field} of column {printed_columns[0]!r}, "
+                    "but the job gives no placeholder for them",
+                    hint=f"set prompt.{field}.placeholder to the model's own token, or leave the column out",
                 )
         self._page_column = None if prompt.pdf is None else prompt.pdf.page_column
         self._secret = secrets.token_hex(8)  # no value of a row can contain it
@@ -184,10 +215,32 @@ class MediaPrompts:
             self.columns.append(self._page_column)
 
     def prompt(self, ordinal: int, row: dict[str, Any]) -> tuple[Any, tuple[PromptFile, ...]]:
-        """Return the prompt of a row and its files; raises RowRefusedError."""
+        """Return the prompt of a row, and its files in the order in which the prompt refers to them.
+
+        `ordinal` is the ordinal of the row in the input. Raises RowRefusedError.
+        """
+        marked_row = self._marked_row(ordinal, row)
+        files = marked_row.files
+        prompt = self._prompt_of(marked_row.values)
+        placed: list[PromptFile] = []
+        if self._is_column:
+            return _conversation(prompt, files, placed), tuple(placed)
+        texts = [prompt] if self._is_text else [message["content"] for message in prompt]
+        # A template may also print a file by a loop over all columns.
+        printed_files = {int(index) for index in chain.from_iterable(map(self._mark.findall, texts))}
+        leading = [files[index] for index in marked_row.unprinted if index not in printed_files]
+        if self._is_text:
+            parts = [_part(file, placed) for file in leading]
+            parts += self._parts_of(prompt, files, placed)
+            part_texts = [part.get("text") or self._placeholders[part["type"]] for part in parts]
+            return "".join(part_texts), tuple(placed)
+        return self._messages(prompt, files, leading, placed), tuple(placed)
+
+    def _marked_row(self, ordinal: int, row: dict[str, Any]) -> _MarkedRow:
+        """Return a row with marks in place of its files; raise RowRefusedError for a bad file column."""
         files: list[PromptFile] = []
-        unprinted: list[int] = []  # numbers of the files of columns that no template prints
-        marked_row = dict(row)
+        unprinted: list[int] = []
+        values = dict(row)
         pages = None if self._page_column is None else row[self._page_column]
         for column in self._columns:
             value = row[column.name]
@@ -196,25 +249,12 @@ class MediaPrompts:
                 continue  # the template decides what it prints for a null
             start = len(files)
             files += column.files(ordinal, value, pages)
-            numbers = range(start, len(files))
-            marks = Marks(f"\ue000{self._secret}:{number}\ue001" for number in numbers)
-            marked_row[column.name] = marks if column.holds_lists else str(marks)
+            indices = range(start, len(files))
+            marks = Marks(f"\ue000{self._secret}:{index}\ue001" for index in indices)
+            values[column.name] = marks if column.holds_lists else str(marks)
             if not is_printed:
-                unprinted += numbers
-        prompt = self._prompt_of(marked_row)
-        placed: list[PromptFile] = []
-        if self._is_column:
-            return _conversation(prompt, files, placed), tuple(placed)
-        texts = [prompt] if self._is_text else [message["content"] for message in prompt]
-        marked_numbers = chain.from_iterable(map(self._mark.findall, texts))
-        in_texts = {int(number) for number in marked_numbers}  # also those that a loop prints
-        leading = [files[number] for number in unprinted if number not in in_texts]
-        if self._is_text:
-            parts = [_part(file, placed) for file in leading]
-            parts += self._parts_of(prompt, files, placed)
-            pieces = [part.get("text") or self._placeholders[part["type"]] for part in parts]
-            return "".join(pieces), tuple(placed)
-        return self._messages(prompt, files, leading, placed), tuple(placed)
+                unprinted += indices
+        return _MarkedRow(values=values, files=files, unprinted=unprinted)
 
     def _messages(
         self,
@@ -223,37 +263,39 @@ class MediaPrompts:
         leading: list[PromptFile],
         placed: list[PromptFile],
     ) -> list[dict[str, Any]]:
-        """Put files in place of their marks, and the files `leading` first into the last user message."""
-        user_positions = [at for at, message in enumerate(messages) if message["role"] == _USER]
-        target = user_positions[-1] if user_positions else 0
-        filled = []
-        for at, message in enumerate(messages):
-            parts = [_part(file, placed) for file in leading] if at == target else []
+        """Put files in place of their marks, and `leading` at the start of the last user message."""
+        user_messages = [index for index, message in enumerate(messages) if message["role"] == _USER]
+        target = user_messages[-1] if user_messages else 0
+        messages_with_files = []
+        for index, message in enumerate(messages):
+            parts = [_part(file, placed) for file in leading] if index == target else []
             parts += self._parts_of(message["content"], files, placed)
             has_files = any(part["type"] != "text" for part in parts)
-            filled.append({**message, "content": parts} if has_files else message)
-        return filled
+            messages_with_files.append({**message, "content": parts} if has_files else message)
+        return messages_with_files
 
     def _parts_of(self, text: str, files: list[PromptFile], placed: list[PromptFile]) -> list[dict[str, Any]]:
-        """Return the parts of a text with marks, and append the files that they stand for to `placed`."""
+        """Return the parts of a text with marks, and append the files of the marks to `placed`."""
         parts: list[dict[str, Any]] = []
-        for at, piece in enumerate(self._mark.split(text)):  # text, number of a file, text, …
-            is_number = at % 2 == 1
-            if is_number:
-                parts.append(_part(files[int(piece)], placed))
-            elif piece:
-                parts.append({"type": "text", "text": piece})
+        # Splitting yields in turn a text and the index of a file.
+        for number, text_or_index in enumerate(self._mark.split(text)):
+            is_index = number % 2 == 1
+            if is_index:
+                parts.append(_part(files[int(text_or_index)], placed))
+            elif text_or_index:
+                parts.append({"type": "text", "text": text_or_index})
         return parts
 
 
 def _conversation(
     messages: list[dict[str, Any]], files: Sequence[PromptFile], placed: list[PromptFile]
 ) -> list[dict[str, Any]]:
-    """Put files into a conversation, and append them to `placed`.
+    """Put files into a conversation from a column, and append the files to `placed`.
 
-    Files replace the conversation's empty parts of their kind, or else its marks (`<image>`) if there is one
-    for each file. Otherwise they go before the first user message's text. Raises RowRefusedError if the
-    number of empty parts is not the number of files.
+    Files replace the conversation's empty parts of their kind (`{"type": "image"}`). Without empty parts,
+    they replace the marks in user messages (`<image>`) if there is a mark for each file. Otherwise the files
+    go to the start of the first user message. Raises RowRefusedError if the number of empty parts is not the
+    number of files.
     """
     contents = [message.get("content") for message in messages]
     parts = chain.from_iterable(content for content in contents if isinstance(content, list))
@@ -268,10 +310,10 @@ def _conversation(
         if empty_parts[name] not in {0, len(kind_files)}:
             raise RowRefusedError(
                 f"prompt.{kind.field}: the messages have {empty_parts[name]} parts of type {name}, "
-                f"and the row has {len(kind_files)} {kind.field}"
+                f"but the row has {len(kind_files)} {kind.field}"
             )
         if not kind_files or empty_parts[name]:
-            continue
+            continue  # nothing to place, or the files replace the empty parts
         marks_in_texts = sum(text.count(kind.mark) for text in user_texts)
         if marks_in_texts == len(kind_files):
             marks.append(kind.mark)
@@ -284,44 +326,49 @@ def _conversation(
         if isinstance(content, list):
             message["content"] = _filled(content, files_to_place, placed)
     if leading:
-        target = next((message for message in messages if message["role"] == _USER), messages[0])
-        content = target.get("content") or []
-        if isinstance(content, str):
-            content = [{"type": "text", "text": content}]
-        target["content"] = [*(_part(file, placed) for file in leading), *content]
+        _put_first(messages, leading, placed)
     return messages
 
 
+def _put_first(messages: list[dict[str, Any]], files: Sequence[PromptFile], placed: list[PromptFile]) -> None:
+    """Put files at the start of the first user message, or of the first message if the user has none."""
+    target = next((message for message in messages if message["role"] == _USER), messages[0])
+    content = target.get("content") or []
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    target["content"] = [*(_part(file, placed) for file in files), *content]
+
+
 def _with_empty_parts(text: str, marks: list[str]) -> str | list[dict[str, Any]]:
-    """Return the parts of a text, with an empty part for each mark; a text without marks stays a text."""
-    pieces = re.split(f"({'|'.join(marks)})", text)
-    if len(pieces) == 1:
+    """Return the parts of a text, with an empty part for each mark; return a text without marks unchanged."""
+    texts_and_marks = re.split(f"({'|'.join(marks)})", text)
+    if len(texts_and_marks) == 1:
         return text
     parts: list[dict[str, Any]] = []
-    for piece in pieces:
-        if piece in marks:
-            parts.append({"type": piece[1:-1]})  # <image> stands for a part of type image
-        elif piece.strip():
-            parts.append({"type": "text", "text": piece.strip("\n")})
+    for text_or_mark in texts_and_marks:
+        if text_or_mark in marks:
+            parts.append({"type": text_or_mark[1:-1]})  # the mark <image> becomes a part of type image
+        elif text_or_mark.strip():
+            parts.append({"type": "text", "text": text_or_mark.strip("\n")})
     return parts
 
 
 def _filled(
     parts: list[Any], files_to_place: Mapping[str, Iterator[PromptFile]], placed: list[PromptFile]
 ) -> list[Any]:
-    """Return the parts, with the next file of its kind in place of each empty part."""
-    filled = []
+    """Return the parts of a message, with the next file of its kind in place of each empty part."""
+    parts_with_files = []
     for part in parts:
         kind_name = _kind_of_empty_part(part)
         if kind_name is None:
-            filled.append(part)
+            parts_with_files.append(part)
         else:
-            filled.append(_part(next(files_to_place[kind_name]), placed))
-    return filled
+            parts_with_files.append(_part(next(files_to_place[kind_name]), placed))
+    return parts_with_files
 
 
 def _kind_of_empty_part(part: Any) -> str | None:
-    """Return the kind of file that an empty part (`{"type": "image"}`) stands for; None for other parts."""
+    """Return the kind of file of an empty part, such as `{"type": "image"}`; None for any other part."""
     values = [name for name, value in part.items() if name != "type" and value]
     return part["type"] if part["type"] in KINDS and not values else None
 

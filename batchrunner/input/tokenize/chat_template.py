@@ -1,6 +1,7 @@
 """Reads the tokenizer files of a model, and renders its chat template like SGLang 0.5.23, in a sandbox.
 
-A template is code of whoever published the model. The sandbox lets this code produce text and nothing else.
+A chat template is code that the publisher of the model wrote. The sandbox lets this code produce text and
+nothing else.
 """
 
 import json
@@ -24,8 +25,10 @@ RESERVED_ARGUMENTS = frozenset(
     | {"tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
     | {"return_assistant_tokens_mask", "tokenizer_kwargs", "messages", "spaces_between_special_tokens"}
 )
-"""Keys of `chat_template_kwargs` that do not reach the template, because they are arguments of transformers'
-apply_chat_template or of SGLang's chat endpoint."""
+"""Keys of `chat_template_kwargs` that do not reach the template.
+
+They are arguments of transformers' `apply_chat_template` or of SGLang's chat endpoint.
+"""
 
 
 _BEGINNING = 64
@@ -34,12 +37,12 @@ _CONFIG = "tokenizer_config.json"
 
 
 class ChatTemplate:
-    """A compiled chat template, which renders messages as the text of a prompt."""
+    """Compiled chat template of a model, which renders messages as the text of a prompt."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Compile the template; raises CannotTokenizeError.
+        """Compile the template; raise CannotTokenizeError if this fails.
 
-        `special_tokens` maps `bos_token`, `eos_token` and so on to their texts.
+        `special_tokens` has the texts of special tokens by name, such as `bos_token`.
         """
         try:
             self._template = _environment().from_string(source)
@@ -53,7 +56,10 @@ class ChatTemplate:
         arguments: Mapping[str, Any] | None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Return the prompt's text up to the assistant's answer; raises RowRefusedError if that fails."""
+        """Return the text of the prompt up to the assistant's answer; raise RowRefusedError on failure.
+
+        `arguments` are the job's `chat_template_kwargs`.
+        """
         values = {**self._special_tokens, **(arguments or {})}
         try:
             return self._template.render(
@@ -64,17 +70,15 @@ class ChatTemplate:
             raise RowRefusedError(f"chat template: {' '.join(reason.split())}") from None
 
     def refuse_failing(self, body: Mapping[str, Any]) -> None:
-        """Raise RowRefusedError for the body of a chat that the template fails to render in SGLang.
+        """Raise RowRefusedError if SGLang would fail to render the template for the body of a chat.
 
-        A chat passes without a test if its prompt depends on more than this template and the body. If the
-        template fails with tools in OpenAI's form, it is rendered again with their functions alone, as in
-        SGLang.
+        A chat passes without a test if its prompt depends on more than this template and the body.
         """
         arguments = dict(body.get("chat_template_kwargs") or {})
-        arguments.pop("spaces_between_special_tokens", None)
+        arguments.pop("spaces_between_special_tokens", None)  # SGLang keeps this one from the template
         if body.get("reasoning_effort") is not None:
             arguments.setdefault("reasoning_effort", body["reasoning_effort"])
-        messages, tools = _messages_shown(body), _tools_shown(body)
+        messages, tools = _messages_for_template(body), _tools_for_template(body)
         if messages is None or not RESERVED_ARGUMENTS.isdisjoint(arguments):
             return
         try:
@@ -82,11 +86,12 @@ class ChatTemplate:
         except RowRefusedError:
             if tools is None:
                 raise
+            # SGLang also tries again with the functions alone, because some templates expect this form.
             self.render(messages, arguments, [tool["function"] for tool in tools])
 
 
-def _messages_shown(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the messages of a chat as SGLang passes them to a template; None for contents in parts."""
+def _messages_for_template(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the messages of a chat as SGLang passes them to a template; None if a content has parts."""
     messages: list[dict[str, Any]] = []
     for message in body["messages"]:
         fields = {name: value for name, value in message.items() if value is not None}
@@ -95,22 +100,24 @@ def _messages_shown(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         if "tool_calls" in fields:
             fields["tool_calls"] = [_with_parsed_arguments(call) for call in fields["tool_calls"]]
         messages.append(fields)
+    # SGLang renders an assistant message at the end as a user message, or leaves it out to continue it.
     if messages[-1]["role"] == "assistant":
-        last = messages.pop()
+        assistant_message = messages.pop()
         if not body.get("continue_final_message"):
-            messages.append({"role": "user", "content": last["content"]})
+            messages.append({"role": "user", "content": assistant_message["content"]})
     return messages
 
 
 def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool call with its arguments as an object instead of JSON text."""
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
         function["arguments"] = json.loads(function["arguments"])
     return {**call, "function": function}
 
 
-def _tools_shown(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the tools of a chat as SGLang passes them to a template."""
+def _tools_for_template(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the tools of a chat as SGLang passes them to a template; None if there are none."""
     tools = body.get("tools") or []
     choice = body.get("tool_choice")
     if isinstance(choice, Mapping):
@@ -118,12 +125,12 @@ def _tools_shown(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         tools = [tool for tool in tools if tool["function"]["name"] == chosen_name]
     if not tools or choice == "none":
         return None
-    unset = {"description": None, "parameters": None, "strict": None}
-    shown = []
+    defaults = {"description": None, "parameters": None, "strict": None}
+    tools_with_defaults = []
     for tool in tools:
-        function = {**unset, **tool["function"]}
-        shown.append({"type": "function", **tool, "function": function})
-    return shown
+        function = {**defaults, **tool["function"]}
+        tools_with_defaults.append({"type": "function", **tool, "function": function})
+    return tools_with_defaults
 
 
 def has_chat_template(directory: Path) -> bool:
@@ -132,18 +139,20 @@ def has_chat_template(directory: Path) -> bool:
 
 
 def load_chat_template(directory: Path) -> ChatTemplate:
-    """Load the chat template of a model directory, the first one if it has several.
+    """Load the chat template of a model directory; of several templates, the first one.
 
-    `chat_template.jinja` wins over `chat_template` in tokenizer_config.json. Raises CannotTokenizeError.
+    The file `chat_template.jinja` takes precedence over `chat_template` in tokenizer_config.json. Raises
+    CannotTokenizeError if there is no usable template.
     """
     source = _source_in(directory)
     if not source:
-        raise CannotTokenizeError(f"{directory}: no chat template")
+        raise CannotTokenizeError(f"{directory}: the directory has no chat template")
     tokens = {**read_json(directory / "special_tokens_map.json"), **read_json(directory / _CONFIG)}
     return ChatTemplate(source, _special_tokens(tokens))
 
 
 def _source_in(directory: Path) -> Any:
+    """Return the source of the chat template in a model directory; None or "" if there is none."""
     try:
         return (directory / "chat_template.jinja").read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -152,9 +161,9 @@ def _source_in(directory: Path) -> Any:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of the special tokens in a configuration, by name.
+    """Return the texts of the special tokens in a tokenizer's configuration, by name such as `bos_token`.
 
-    The configuration writes them as texts or as `{"content": …}`.
+    The configuration has a special token as a text or as `{"content": …}`.
     """
     texts = {}
     for name, value in config.items():
@@ -165,12 +174,15 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}`, which marks text for training and prints its content unchanged."""
+    """Jinja2 extension for the tag `{% generation %}`, which marks text for training.
 
-    tags = {"generation"}  # noqa: RUF012 - jinja2's own way
+    The tag prints its content unchanged.
+    """
+
+    tags = {"generation"}  # noqa: RUF012 - as in jinja2's own extensions
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return the content as a scope of its own: variables set in it are unknown outside."""
+        """Return the content of the tag as a scope, whose variables are not visible outside."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
@@ -178,13 +190,14 @@ class _Generation(Extension):
 
 @cache
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Return an environment like `_compile_jinja_template` in transformers' chat_template_utils."""
+    """Return the environment in which `_compile_jinja_template` of transformers compiles chat templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # noqa: DTZ005 - as they
+    # As in transformers, the time is local.
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)  # noqa: DTZ005
     return environment
 
 
@@ -199,26 +212,26 @@ def _raise(message: str) -> None:
 def added_twice(tokenizer: Any, text: str) -> str | None:
     """Return the special token that a tokenizer adds before a text that already begins with this token.
 
-    Return None if it adds no token twice.
+    Return None if the tokenizer adds no token before the text, or another token.
     """
-    added = tokenizer.encode("", add_special_tokens=True).ids[:1]
-    begin = tokenizer.encode(text[:_BEGINNING], add_special_tokens=False).ids[:1]
-    return str(tokenizer.id_to_token(added[0])) if added and added == begin else None
+    added_ids = tokenizer.encode("", add_special_tokens=True).ids[:1]
+    first_ids = tokenizer.encode(text[:_BEGINNING], add_special_tokens=False).ids[:1]
+    return str(tokenizer.id_to_token(added_ids[0])) if added_ids and added_ids == first_ids else None
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Return the `tokenizers.Tokenizer` of tokenizer.json, which neither truncates nor pads.
+    """Return the `tokenizers.Tokenizer` of a model directory, which neither truncates nor pads.
 
-    Raises CannotTokenizeError where the file is missing or broken.
+    Raises CannotTokenizeError if the file tokenizer.json is missing or broken.
     """
     from tokenizers import Tokenizer  # noqa: PLC0415 - few processes need it
 
     path = directory / "tokenizer.json"
     if not path.is_file():
-        raise CannotTokenizeError(f"{directory}: no tokenizer.json")
+        raise CannotTokenizeError(f"{directory}: the directory has no tokenizer.json")
     try:
         tokenizer: Any = Tokenizer.from_file(str(path))
-    except Exception as failure:  # noqa: BLE001 - the library raises Exception itself
+    except Exception as failure:  # noqa: BLE001 - the library raises plain Exception
         raise CannotTokenizeError(f"{path}: {failure}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -1,4 +1,4 @@
-"""Tokenizes prompts as SGLang does, and truncates those that are too long."""
+"""Tokenizes prompts as SGLang does, and truncates prompts that are too long."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,29 +9,36 @@ from batchrunner.core.types import Outcome, PromptKind, Request
 from batchrunner.input.tokenize.chat_template import load_chat_template, load_tokenizer
 
 Truncation = Literal["head", "tail", "middle"]
-"""The part of a prompt that is truncated (`prompt.truncate`)."""
+"""Part of a prompt that is removed if the prompt is too long (`prompt.truncate`)."""
 Ids = list[int] | RowRefusedError
-"""Token ids of a prompt, or the error that says why there are none."""
+"""Token ids of a prompt, or the error of a prompt that cannot be tokenized."""
 Offsets = list[tuple[int, int]]
 """Start and end of each token in a text, in characters."""
-_BEGIN: Mapping[Truncation, Callable[[int], int]] = {
+_TOKENS_FROM_BEGINNING: Mapping[Truncation, Callable[[int], int]] = {
     "head": lambda _keep: 0, "tail": lambda keep: keep, "middle": lambda keep: keep // 2,
 }  # fmt: skip
-"""How many of the tokens to keep come from the beginning of the prompt. The rest come from its end."""
+"""Functions that return how many of `keep` tokens come from the beginning of a truncated prompt.
+
+The other tokens come from its end.
+"""
 _ROLES = {"system", "user", "assistant"}
+"""Roles that every chat template supports."""
 
 
 class TokenBudget(NamedTuple):
-    """The engine's limits, in tokens; None where it reports none."""
+    """Limits of the engine for a request, in tokens. A limit is None if the engine does not report it."""
 
     context: int | None
     """Maximum number of tokens of prompt and output together (context length)."""
     longest_prompt: int | None = None
-    """A prompt must have fewer tokens than this number."""
+    """Number of tokens that a prompt must stay below."""
 
 
 class Encoder:
-    """Tokenizes prompts of one kind in batches, and checks or truncates their lengths. Thread-safe."""
+    """Tokenizer of prompts of one kind, in batches, which also checks or truncates their lengths.
+
+    Thread-safe.
+    """
 
     def __init__(
         self,
@@ -42,10 +49,10 @@ class Encoder:
         *,
         chat_sampling: Mapping[str, Any] | None = None,
     ) -> None:
-        """Load the tokenizer of a model directory; without one, prompts are token ids already.
+        """Load the tokenizer of a model directory; None if prompts are token ids already.
 
-        `chat_sampling` are the sampling parameters that SGLang's chat endpoint would add to a request. Raises
-        CannotTokenizeError if a file cannot be used.
+        `chat_sampling` has the sampling parameters that SGLang's chat endpoint would add to a request. Raises
+        CannotTokenizeError if a file of the model cannot be used.
         """
         self._kind = kind
         self._backend: Any = None if directory is None else load_tokenizer(directory)
@@ -55,25 +62,29 @@ class Encoder:
         self._chat_sampling = chat_sampling or {}
 
     def can_encode(self, request: Request) -> bool:
-        """Tell whether `encode` tokenizes this request; the engine tokenizes the others."""
+        """Tell whether `encode` tokenizes a request; the engine tokenizes all other requests."""
         if request.kind != self._kind or request.media or request.tools:
             return False
         if self._kind != "messages":
             return bool(request.prompt)
-        plain = all(map(_is_plain, request.prompt)) and "structural_tag" not in request.sampling
-        return plain and request.prompt[-1]["role"] != "assistant"
+        is_plain_chat = all(map(_is_plain, request.prompt)) and "structural_tag" not in request.sampling
+        return is_plain_chat and request.prompt[-1]["role"] != "assistant"
 
     def encode(self, requests: Sequence[Request]) -> list[Request | Outcome]:
-        """Return the requests with token ids as prompts, or an Outcome for a row that cannot be sent."""
-        done: list[Request | Outcome] = [*requests]
-        encodable = [n for n, request in enumerate(requests) if self.can_encode(request)]
-        for n, ids in zip(encodable, self.token_ids([requests[n] for n in encodable]), strict=True):
-            request = requests[n]
+        """Return the requests with token ids as prompts, or an Outcome for a row that cannot be sent.
+
+        A request that fails `can_encode` is returned unchanged.
+        """
+        items: list[Request | Outcome] = [*requests]
+        indices = [index for index, request in enumerate(requests) if self.can_encode(request)]
+        ids_of_requests = self.token_ids([requests[index] for index in indices])
+        for index, ids in zip(indices, ids_of_requests, strict=True):
+            request = requests[index]
             try:
-                done[n] = self._as_ids(request, self._fitted(request, ids))
+                items[index] = self._as_ids(request, self._fitted(request, ids))
             except Exception as failure:  # noqa: BLE001 - one row must not end the run
-                done[n] = Outcome.unsent(request.ref, str(_refusal(failure)))
-        return done
+                items[index] = Outcome.unsent(request.ref, str(_refusal(failure)))
+        return items
 
     def token_ids(self, requests: Sequence[Request]) -> list[Ids]:
         """Return the token ids of each prompt, not truncated, or the error of its row.
@@ -83,15 +94,16 @@ class Encoder:
         if self._backend is None:
             return [list(request.prompt) for request in requests]
         results: list[Any] = [self.prompt_text(request) for request in requests]
-        encodable = [n for n, text in enumerate(results) if isinstance(text, str)]
-        texts = [results[n] for n in encodable]
-        # A chat template writes the tokens that begin and end a prompt itself.
-        for n, ids in zip(encodable, self._encoded(texts, special=self._chat is None), strict=True):
-            results[n] = ids
+        indices = [index for index, text in enumerate(results) if isinstance(text, str)]
+        texts = [results[index] for index in indices]
+        # A chat template writes the special tokens at the beginning and the end of a prompt itself.
+        ids_of_texts = self._encoded(texts, special=self._chat is None)
+        for index, ids in zip(indices, ids_of_texts, strict=True):
+            results[index] = ids
         return results
 
     def prompt_text(self, request: Request) -> str | RowRefusedError:
-        """Return the text to tokenize, or the error of the chat template."""
+        """Return the text of a prompt before tokenization, or the error of the chat template."""
         if self._chat is None:
             return str(request.prompt)
         try:
@@ -101,16 +113,20 @@ class Encoder:
             return _refusal(failure)
 
     def _encoded(self, texts: Sequence[str], *, special: bool) -> list[Ids]:
-        """Return the token ids of each text, or an error if it cannot be encoded (unpaired surrogate)."""
+        """Return the token ids of each text, or an error for a text with an unpaired surrogate.
+
+        With `special`, the tokenizer adds its special tokens.
+        """
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=special)
-        except Exception as failure:  # noqa: BLE001 - TypeError, or Exception itself
-            if len(texts) > 1:
+        except Exception as failure:  # noqa: BLE001 - the library raises TypeError or plain Exception
+            if len(texts) > 1:  # encode each text alone, so that only the bad ones fail
                 return [self._encoded([text], special=special)[0] for text in texts]
             return [_refusal(failure, text) for text in texts]
         return [encoding.ids for encoding in encodings]
 
     def _as_ids(self, request: Request, ids: list[int]) -> Request:
+        """Return a request with token ids in place of its prompt."""
         sampling = request.sampling
         if request.kind == "messages":
             sampling = {**self._chat_sampling, **sampling}
@@ -119,21 +135,25 @@ class Encoder:
         )
 
     def _fitted(self, request: Request, ids: Ids) -> list[int]:
-        """Return token ids that fit the budget; raises RowRefusedError if that is impossible."""
+        """Return the token ids of a prompt, truncated to the budget if the job allows that.
+
+        Raises RowRefusedError if the prompt cannot be tokenized, or does not fit.
+        """
         if isinstance(ids, RowRefusedError):
             raise ids
-        context, longest = self._budget
+        context, longest_prompt = self._budget
         if context is None:
             return ids
         if self._truncation is None:
-            if len(ids) >= context:  # the message is SGLang's own
+            if len(ids) >= context:  # SGLang would refuse the row with the same message
                 raise RowRefusedError(
                     f"The input ({len(ids)} tokens) is longer than the model's context length "
                     f"({context} tokens)."
                 )
             return ids
         limit = context - int(request.sampling.get("max_new_tokens") or 1)
-        limit = limit if longest is None else min(limit, longest - 1)
+        if longest_prompt is not None:
+            limit = min(limit, longest_prompt - 1)
         if len(ids) <= limit:
             return ids
         if limit > 0 and self._backend is None:
@@ -141,20 +161,22 @@ class Encoder:
         return self._truncated(request, len(ids), limit, self._truncation)
 
     def _truncated(self, request: Request, length: int, limit: int, truncation: Truncation) -> list[int]:
-        """Truncate the text and tokenize it again, because a shorter text may have other tokens.
+        """Truncate a prompt of `length` tokens to `limit` tokens, and return its token ids.
 
-        The prompt has `length` tokens and may have `limit`. Raises RowRefusedError if that is impossible.
+        The text is truncated and tokenized again, because a shorter text may have other tokens. Raises
+        RowRefusedError if the parts that must stay have too many tokens.
         """
         text = _truncatable(request)
         offsets = self._backend.encode(text, add_special_tokens=False).offsets if limit > 0 else []
         keep = len(offsets) - (length - limit)
         while keep > 0:
-            (ids,) = self.token_ids([_with_text(request, truncate_text(text, offsets, keep, truncation))])
+            shorter_text = truncate_text(text, offsets, keep, truncation)
+            (ids,) = self.token_ids([_with_text(request, shorter_text)])
             if isinstance(ids, RowRefusedError):
                 raise ids
             if len(ids) <= limit:
                 return ids
-            keep -= len(ids) - limit
+            keep -= len(ids) - limit  # the shorter text had more tokens than expected
         raise RowRefusedError(
             f"prompt.truncate: the prompt has {length} tokens, and more than the allowed {limit} "
             "even without all text that may be truncated"
@@ -162,11 +184,12 @@ class Encoder:
 
 
 def truncate_tokens(tokens: Sequence[int], keep: int, truncation: Truncation) -> list[int]:
-    """Return `keep` of the tokens, truncated at the head, the tail or in the middle."""
+    """Return `keep` of the tokens; the others are removed at the head, at the tail or in the middle."""
     if keep >= len(tokens):
         return [*tokens]
-    begin = _BEGIN[truncation](keep)
-    return [*tokens[:begin], *tokens[len(tokens) - (keep - begin) :]]
+    from_beginning = _TOKENS_FROM_BEGINNING[truncation](keep)
+    from_end = keep - from_beginning
+    return [*tokens[:from_beginning], *tokens[len(tokens) - from_end :]]
 
 
 def truncate_text(text: str, offsets: Offsets, keep: int, truncation: Truncation) -> str:
@@ -174,44 +197,45 @@ def truncate_text(text: str, offsets: Offsets, keep: int, truncation: Truncation
 
     `offsets` are the offsets of all tokens of the text.
     """
-    begin = _BEGIN[truncation](keep)
-    end = keep - begin
-    head = text[: offsets[begin - 1][1]] if begin else ""
-    tail = text[offsets[-end][0] :] if end else ""
+    from_beginning = _TOKENS_FROM_BEGINNING[truncation](keep)
+    from_end = keep - from_beginning
+    head = text[: offsets[from_beginning - 1][1]] if from_beginning else ""
+    tail = text[offsets[-from_end][0] :] if from_end else ""
     return head + tail
 
 
 def _truncatable(request: Request) -> str:
-    """Return the text that may be truncated: the last user message, or the whole prompt."""
+    """Return the text that may be truncated: the last user message, or a prompt that is a text."""
     if request.kind == "text":
         return str(request.prompt)
-    users = [message["content"] for message in request.prompt if message["role"] == "user"]
-    return str(users[-1]) if users else ""
+    user_texts = [message["content"] for message in request.prompt if message["role"] == "user"]
+    return str(user_texts[-1]) if user_texts else ""
 
 
 def _with_text(request: Request, text: str) -> Request:
+    """Return a request in which `text` replaces the text that `_truncatable` returns."""
     if request.kind == "text":
         return request._replace(prompt=text)
     messages = [*request.prompt]
-    last_user = max(n for n, message in enumerate(messages) if message["role"] == "user")
+    last_user = max(index for index, message in enumerate(messages) if message["role"] == "user")
     messages[last_user] = {"role": "user", "content": text}
     return request._replace(prompt=messages)
 
 
 def _refusal(failure: Exception, text: str = "") -> RowRefusedError:
-    """Return a failure as the error that refuses its row."""
+    """Return the error that refuses a row whose prompt, or whose `text`, could not be tokenized."""
     if isinstance(failure, RowRefusedError):
         return failure
     try:
         text.encode()
-    except UnicodeEncodeError as bad:  # the library's own message is about types
-        failure = bad
+    except UnicodeEncodeError as error:  # says more than the library's own error, which is about types
+        failure = error
     return RowRefusedError(f"the prompt cannot be tokenized: {type(failure).__name__}: {failure}")
 
 
 def _is_plain(message: Any) -> bool:
-    """Tell whether a message has a role that every chat template knows, a text, and nothing else."""
-    if not isinstance(message, dict):  # a null
+    """Tell whether a message has a role that every chat template supports, a text, and nothing else."""
+    if not isinstance(message, dict):  # a null in the list of messages
         return False
     fields = {name: value for name, value in message.items() if value is not None}
     is_text = all(isinstance(value, str) for value in fields.values())

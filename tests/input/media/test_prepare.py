@@ -32,7 +32,7 @@ def test_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_FILES", 3)
     assert "more than 3 files" in prepare((_file(document(4), dpi=72),))
     monkeypatch.setattr(module, "MOST_SENT_BYTES", 100)
-    assert "MiB of them" in prepare((_file(picture()),))
+    assert "MiB of files" in prepare((_file(picture()),))
 
 
 def test_a_broken_file() -> None:
@@ -164,7 +164,7 @@ ENCRYPTED = (
         (picture(), "1", "cannot be read as a PDF document"),
         (document(2)[:200], "1", "cannot be read as a PDF document"),
         (ENCRYPTED, "all", "Incorrect password"),
-        (document(2), "1,5-9", "has no page 5: it has only 2"),
+        (document(2), "1,5-9", "has no page 5, but only 2 pages"),
     ],
     ids=["picture", "cut", "encrypted", "range"],
 )

@@ -1,0 +1,163 @@
+"""Division of an engine's slots among the accounts whose runs use the engine at the same time. Pure.
+
+Weighted fair queueing: each account has a virtual time, which is the cost of its rows divided by its share.
+Slots go to the accounts whose virtual times are behind, so the costs of accounts that always have rows to
+send grow in proportion to their shares, whatever the lengths of their prompts and answers. Equal numbers of
+slots would not do: a scheduler prefills before it decodes, so an account with long prompts and short answers
+would stop all others with the slots that it has.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from batchrunner.core.types import Completion
+
+OUTPUT_COST = 2.0
+"""Cost of an output token without its context, in prompt tokens. By the estimate `H100_8B` (in
+engines/simulation/replica.py), a prompt token takes 29 µs. An output token takes 39 µs when 256 requests run,
+and 110 µs when 64 run."""
+CONTEXT_COST = 1 / 600
+"""Cost of reading one token of the context for one output token, in prompt tokens. It takes 49 ns by the same
+estimate."""
+ROW_COST = 16
+"""Cost of a row besides its tokens, in prompt tokens: half a millisecond of the engine. A refused row has
+only this cost."""
+FIRST_ROW_COST = 1000.0
+"""Assumed cost of an account's rows until one has ended, in prompt tokens."""
+ROWS_AVERAGED = 32
+"""Number of recent rows over which the cost of a row is averaged."""
+BISECTIONS = 50
+"""Number of halvings in the search for the virtual time up to which accounts get slots."""
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """An owner of runs, with the cost of its rows. The runs of an account share its slots, oldest first."""
+
+    share: float = 1.0
+    """Weight of the account. Accounts with rows to send share the engine in proportion to their weights."""
+    most_tokens: int | None = None
+    """Value of `tokens` from which on no row is sent; None if there is no limit."""
+    tokens: int = 0
+    """Prompt and output tokens of the ended rows. Whoever sets the limit may set this number back."""
+    cost: float = 0.0
+    """Cost of the ended rows, in prompt tokens. It also grows while the account needs less than its share, so
+    that an account cannot save up time of the engine."""
+    row_cost: float = FIRST_ROW_COST
+    """Mean cost of a recent row, in prompt tokens."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the account has used all of its tokens."""
+        return self.most_tokens is not None and self.tokens >= self.most_tokens
+
+    @property
+    def time(self) -> float:
+        """Virtual time: the cost of the ended rows for each unit of the share."""
+        return self.cost / self.share
+
+    def add(self, answer: Completion | None) -> None:
+        """Count a row that has ended; `answer` is None if the server refused the row."""
+        cost: float = ROW_COST
+        if answer is not None:
+            prompt, output = answer.prompt_tokens or 0, answer.output_tokens
+            mean_context = prompt + output / 2
+            cost += (
+                prompt - (answer.cached_tokens or 0) + output * (OUTPUT_COST + CONTEXT_COST * mean_context)
+            )
+            self.tokens += prompt + output
+        self.cost += cost
+        self.row_cost += (cost - self.row_cost) / ROWS_AVERAGED
+
+    def expect_prompts(self, tokens: float) -> None:
+        """Raise the mean cost of a row for a new run, whose prompts have a mean number of `tokens`."""
+        self.row_cost = max(self.row_cost, tokens)
+
+    def change_share(self, share: float) -> None:
+        """Set the share; the virtual time stays as it is."""
+        self.cost *= share / self.share
+        self.share = share
+
+    def advance_to(self, time: float) -> None:
+        """Raise the virtual time to at least `time`."""
+        self.cost = max(self.cost, time * self.share)
+
+    def slots_until(self, time: float) -> float:
+        """Return the number of rows whose end would bring the account to a virtual time."""
+        return max(0.0, (time * self.share - self.cost) / self.row_cost)
+
+
+class Claim(NamedTuple):
+    """The need of one run for slots on a route."""
+
+    account: Account
+    in_flight: int
+    """Number of slots that the run has now."""
+    ready: int
+    """Number of further slots that the run could use now."""
+    unsent: int
+    """Number of rows that the run has still to send."""
+
+    @property
+    def wanted(self) -> int:
+        """Number of slots that the run could use; 0 if its account has used all of its tokens."""
+        return 0 if self.account.is_paused else self.in_flight + self.ready
+
+
+def divide(slots: int, claims: Sequence[Claim]) -> list[int]:
+    """Divide slots among runs; the claim of the oldest run comes first.
+
+    Each account gets slots up to a common virtual time, but no more than its runs want, and the runs of an
+    account get them in order of age. Slots that no run wants go to the oldest run that may send rows.
+    """
+    wanted, backlog = defaultdict[Account, int](int), defaultdict[Account, int](int)
+    for claim in claims:
+        wanted[claim.account] += claim.wanted
+        backlog[claim.account] += claim.in_flight + claim.unsent
+    remaining = _slots_of_accounts(slots, wanted)
+    limited = [account for account in wanted if remaining[account] < wanted[account]]
+    if limited:
+        earliest = min(account.time for account in limited)
+        for account in wanted:
+            if remaining[account] >= backlog[account]:
+                account.advance_to(earliest)
+    unused = slots - sum(remaining.values())
+    parts = []
+    for claim in claims:
+        part = min(claim.wanted, remaining[claim.account])
+        remaining[claim.account] -= part
+        if unused and not claim.account.is_paused:
+            part, unused = part + unused, 0
+        parts.append(part)
+    return parts
+
+
+def _slots_of_accounts(slots: int, wanted: dict[Account, int]) -> dict[Account, int]:
+    """Return the number of slots of each account: all that it wants, if there are enough for all."""
+    if sum(wanted.values()) <= slots:
+        return {**wanted}
+
+    def slots_until(time: float) -> dict[Account, float]:
+        return {account: min(most, account.slots_until(time)) for account, most in wanted.items()}
+
+    too_early = min(account.time for account in wanted)
+    too_late = max(account.time + slots * account.row_cost / account.share for account in wanted)
+    for _ in range(BISECTIONS):
+        middle = (too_early + too_late) / 2
+        if sum(slots_until(middle).values()) < slots:
+            too_early = middle
+        else:
+            too_late = middle
+    exact = slots_until(too_late)
+    whole = {account: math.floor(number) for account, number in exact.items()}
+    # The slots that rounding leaves go to the accounts that lost most by it.
+    by_loss = sorted(exact, key=lambda account: whole[account] - exact[account])
+    unused = slots - sum(whole.values())
+    for account in by_loss:
+        extra = min(unused, 1, wanted[account] - whole[account])
+        whole[account] += extra
+        unused -= extra
+    return whole

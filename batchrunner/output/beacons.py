@@ -1,0 +1,184 @@
+"""Beacons: empty files in the directory of leases that show which workers hold leases, and that they run.
+
+    alive.NAME.TOKEN.000012
+
+A worker has a beacon while it holds leases, and renames it at each heartbeat. So one listing of the directory
+shows the heartbeats of all workers. Watching a thousand workers costs a file server as much as watching two.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchrunner.output.holder import LockHolder, parse_holder, this_process
+from batchrunner.output.liveness import (
+    DEAD_AFTER_S,
+    FRESH_S,
+    STORE_FRESH_S,
+    UNNAMED_AFTER_S,
+    LivenessMonitor,
+    monitor_of,
+    read_owner,
+)
+from batchrunner.output.run_dir import RunDir
+from batchrunner.output.store import Store
+
+_NAME = re.compile(r"alive\.(.+)\.([0-9a-f]+)\.(\d{6,})")
+OWNERS_READ = 8
+"""Maximum number of workers whose `owner` is read after a listing. This finds a worker of the same machine
+that was killed, without waiting for its heartbeats."""
+
+
+class Beacon:
+    """The beacon of this worker. Its methods may be called from several threads."""
+
+    def __init__(self, directory: Path, task: str, token: str, store: Store) -> None:
+        """`directory` is that of the leases, and `token` names the worker's lock (`TaskLock.token`)."""
+        self._directory = directory
+        self._prefix = f"alive.{task}.{token}"
+        self._store = store
+        self._beats = 0
+        self._path: Path | None = None
+        """Current path of the beacon; None while there is none."""
+        self._turn = threading.Lock()
+
+    def light(self) -> None:
+        """Create the beacon, unless there is one. Raises OSError."""
+        with self._turn:
+            if self._path is None:
+                path = self._next_path()
+                self._store.mark(path)
+                self._path = path
+
+    def beat(self) -> None:
+        """Rename the beacon if there is one. Raises OSError, also if another worker has removed it."""
+        with self._turn:
+            if self._path is not None:
+                path = self._next_path()
+                self._store.move(self._path, path)
+                self._path = path
+
+    def put_out(self) -> None:
+        """Delete the beacon if there is one. Raises OSError."""
+        with self._turn:
+            if self._path is not None:
+                self._store.remove(self._path)
+                self._path = None
+
+    def _next_path(self) -> Path:
+        self._beats += 1
+        return self._directory / f"{self._prefix}.{self._beats:06d}"
+
+
+@dataclass(slots=True)
+class _Sighting:
+    """A beacon as it was last seen."""
+
+    name: str
+    token: str
+    since: float
+    """Time at which a listing first had this name."""
+    has_moved: bool
+    """Whether the worker was seen to rename its beacon."""
+
+
+class BeaconWatch:
+    """Observes the beacons of the other workers; judges from listings which of these workers are dead.
+
+    A worker on another machine is dead if its beacon has had the same name for DEAD_AFTER_S by this machine's
+    clock. A worker on this machine is looked up in /proc.
+    """
+
+    def __init__(self, run_dir: RunDir) -> None:
+        """`run_dir` is the run as this worker sees it."""
+        self._run_dir = run_dir
+        self._me: LockHolder = this_process()
+        self._fresh_s = FRESH_S if run_dir.store.objects is None else STORE_FRESH_S
+        self._sightings: dict[str, _Sighting] = {}
+        self._monitors: dict[str, LivenessMonitor] = {}
+        """Monitors of workers without a beacon, and of processes that take over from a worker."""
+        self._runs: dict[str, bool | None] = {}
+        """Whether each worker runs; None if that is not clear yet."""
+        self._owners: dict[str, bytes] = {}
+        """Contents of `owner` of the dead workers."""
+
+    def __len__(self) -> int:
+        """Return the number of workers that hold leases."""
+        return len(self._runs)
+
+    @property
+    def dead(self) -> list[str]:
+        """Names of the workers that are dead for sure."""
+        return sorted(task for task, runs in self._runs.items() if runs is False)
+
+    @property
+    def all_run(self) -> bool:
+        """Whether all workers are known to run."""
+        return all(self._runs.values())
+
+    def owner_content(self, task: str) -> bytes:
+        """Return the content of `owner` from which a worker was judged to be dead."""
+        return self._owners[task]
+
+    def look(self, names: Iterable[str]) -> None:
+        """Judge the workers from the names in a new listing of the directory. Raises OSError."""
+        now = time.monotonic()
+        before, self._sightings = self._sightings, {}
+        for match in filter(None, map(_NAME.fullmatch, names)):
+            task, token, _ = match.groups()
+            if task == self._run_dir.task:
+                continue
+            known = before.get(task)
+            if known is not None and known.name == match[0]:
+                # A listing during a rename may have both names; the new one counts.
+                self._sightings.setdefault(task, known)
+            else:
+                has_moved = known is not None and known.token == token
+                self._sightings[task] = _Sighting(match[0], token, now, has_moved)
+        self._runs = {
+            task: True if sighting.has_moved and now - sighting.since <= self._fresh_s else None
+            for task, sighting in self._sightings.items()
+        }
+        by_silence = sorted(self._sightings, key=lambda task: self._sightings[task].since)
+        for task in by_silence[:OWNERS_READ]:
+            self._runs[task] = self._judge(task, self._sightings[task], now)
+
+    def look_without_beacons(self, tasks: Iterable[str]) -> None:
+        """Judge workers that hold leases without a beacon, as after a power failure. Raises OSError."""
+        for task in tasks:
+            self._runs[task] = self._poll_owner(task)
+
+    def remove(self, task: str) -> None:
+        """Delete the beacon of a dead worker, whose leases have ended. Raises OSError."""
+        del self._runs[task]
+        if sighting := self._sightings.pop(task, None):
+            self._run_dir.store.remove(self._run_dir.leases / sighting.name)
+
+    def _judge(self, task: str, sighting: _Sighting, now: float) -> bool | None:
+        """Return whether a worker runs; None if that is not clear yet. Raises OSError."""
+        content = read_owner(self._run_dir.of_task(task))
+        self._owners[task] = content
+        silent_s = now - sighting.since
+        holder = parse_holder(content)
+        if holder is None:  # it was released or is being written
+            return False if silent_s > UNNAMED_AFTER_S else None
+        is_dead = holder.is_dead(self._me)
+        if is_dead is not None:
+            return not is_dead
+        if holder.token != sighting.token:  # another worker takes over, and may die, too
+            return self._poll_owner(task)
+        if silent_s > DEAD_AFTER_S:
+            return False
+        return self._runs[task]
+
+    def _poll_owner(self, task: str) -> bool | None:
+        """Return whether the process that holds a worker's lock runs; None if that is not clear yet."""
+        monitor = self._monitors.setdefault(task, monitor_of(self._run_dir.of_task(task)))
+        runs = monitor.poll()
+        self._owners[task] = monitor.owner_content
+        return runs

@@ -1,0 +1,58 @@
+"""Errors of the HTTP API, with the bodies of OpenAI's API."""
+
+import json
+from http import HTTPStatus
+
+from aiohttp import web
+from pydantic import ValidationError
+
+_PARAMETER_ERRORS = {
+    "missing": ("Missing required parameter: '{}'.", "missing_required_parameter"),
+    "extra_forbidden": ("Unknown parameter: '{}'.", "unknown_parameter"),
+}
+"""Message and code of a wrong parameter, by the type of pydantic's error."""
+RATE_LIMIT, QUOTA = "rate_limit_exceeded", "insufficient_quota"
+"""OpenAI's codes of a call that exceeds a limit: RATE_LIMIT if the call may succeed soon, QUOTA if the tokens
+of the day are used up."""
+
+
+class ApiError(web.HTTPException):
+    """A refused call, with the error object of OpenAI's API."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        *,
+        retry_after_s: int | None = None,
+    ) -> None:
+        """Take the HTTP status, the message, the wrong parameter and OpenAI's code.
+
+        `retry_after_s` is the number of seconds after which the client may repeat the call.
+        """
+        self.status_code = status
+        kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+        if status == HTTPStatus.TOO_MANY_REQUESTS:
+            kind = QUOTA if code == QUOTA else "requests"
+        error = {"message": message, "type": kind, "param": param, "code": code}
+        super().__init__(
+            headers=None if retry_after_s is None else {"Retry-After": str(retry_after_s)},
+            text=json.dumps({"error": error}),
+            content_type="application/json",
+        )
+
+
+def invalid(name: str, problem: str) -> ApiError:
+    """Return the error of a call whose parameter `name` has a wrong value."""
+    return ApiError(400, f"Invalid '{name}': {problem}.", name, "invalid_value")
+
+
+def parameter_error(failure: ValidationError) -> ApiError:
+    """Return the error of OpenAI's API for the first parameter that pydantic refuses."""
+    error = failure.errors()[0]
+    name = ".".join(map(str, error["loc"])) or "body"
+    template, code = _PARAMETER_ERRORS.get(error["type"], ("Invalid '{}': {}.", "invalid_value"))
+    message = template.format(name, error["msg"].removeprefix("Value error, "))
+    return ApiError(400, message, name, code)

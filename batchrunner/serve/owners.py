@@ -1,0 +1,242 @@
+"""Owners of files and batches: their API keys, their shares of the engine, and their limits.
+
+An owner is an entry of the file of `--keys`. A server without this file has one owner, who sees everything.
+No key is logged, written or returned: only its SHA-256 is kept.
+"""
+
+import hashlib
+import hmac
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, TypeAdapter, ValidationError, model_validator
+
+from batchrunner.core.errors import JobError
+from batchrunner.dispatch.sharing import Account
+from batchrunner.output.files import using_run, write_json
+from batchrunner.serve.api_errors import QUOTA, RATE_LIMIT, ApiError
+from batchrunner.serve.state import OWNER, Record
+
+log = logging.getLogger(__name__)
+
+DAY_S = 86_400
+RETRY_AFTER_S = 60
+"""Seconds after which a client may repeat a call that exceeds the owner's limit of batches or requests."""
+CALLS_A_SECOND, MOST_CALLS_AT_ONCE = 50.0, 200.0
+"""Number of calls a second that each owner of a server with several owners may make, and the number of calls
+that an owner may make at once after a pause. An admin has no such limit."""
+
+
+class Owner(BaseModel):
+    """An entry of the file of `--keys`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+    key: SecretStr | None = None
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """SHA-256 of the key as hexadecimal digits, in place of the key."""
+    share: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """Weight of the owner when the engine is shared."""
+    max_batches: Annotated[int, Field(ge=0)] | None = None
+    """Maximum number of unfinished batches."""
+    max_queued_requests: Annotated[int, Field(ge=0)] | None = None
+    """Maximum number of requests of unfinished batches that have no result yet."""
+    max_tokens_per_day: Annotated[int, Field(ge=0)] | None = None
+    """Maximum number of prompt and output tokens a day (UTC). Batches pause once they are used up."""
+    admin: bool = False
+    """Whether the owner sees the files and batches of all owners, and the metrics."""
+
+    @model_validator(mode="after")
+    def _one_key(self) -> Self:
+        if (self.key is None) == (self.sha256 is None):
+            raise ValueError("give either `key` or `sha256`")
+        if self.key is not None and not self.key.get_secret_value():
+            raise ValueError("`key` is empty")
+        return self
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the key, as hexadecimal digits."""
+        return self.sha256 or digest_of(self.key.get_secret_value() if self.key else "")
+
+    def may_see(self, record: Record) -> bool:
+        """Tell whether a file or batch exists for this owner."""
+        return self.admin or record.get(OWNER) == self.name
+
+    def view(self, record: Record) -> Record:
+        """Return a file or batch as the API shows it. Only admins of several owners see its owner."""
+        if self.admin and record.get(OWNER):
+            return record
+        return {key: value for key, value in record.items() if key != OWNER}
+
+
+ONLY_OWNER = Owner.model_construct(name="", admin=True)
+"""The owner of everything on a server without `--keys`."""
+_read_owners = TypeAdapter(list[Owner])
+
+
+def digest_of(key: str) -> str:
+    """Return the SHA-256 of a key as hexadecimal digits."""
+    return hashlib.sha256(key.encode(errors="replace")).hexdigest()
+
+
+def read_owners(path: Path) -> list[Owner]:
+    """Return the owners in a file of keys; raises JobError, whose text repeats nothing of the file."""
+    try:
+        tree = yaml.safe_load(path.read_text("utf-8-sig"))
+        owners = _read_owners.validate_python(tree, strict=True)
+    except OSError as failure:
+        raise JobError(f"--keys {path}: cannot be read: {failure.strerror}") from None
+    except ValidationError as failure:
+        error = failure.errors(include_input=False, include_url=False)[0]
+        # A key that stands in a wrong place may be the name of a field, so only known names are repeated.
+        place = [part for part in error["loc"] if isinstance(part, int) or part in Owner.model_fields]
+        where = f"entry {place[0] + 1}" if place and isinstance(place[0], int) else "the file"
+        field = f", {place[1]}" if len(place) > 1 else ""
+        raise JobError(f"--keys {path}: {where}{field}: {error['msg']}") from None
+    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as failure:
+        mark = getattr(failure, "problem_mark", None)
+        line = f" (line {mark.line + 1})" if mark else ""
+        raise JobError(f"--keys {path}: is not valid YAML{line}") from None
+    for field, what in (("name", "names"), ("digest", "keys")):
+        if len({getattr(owner, field) for owner in owners}) < len(owners):
+            raise JobError(f"--keys {path}: two entries have equal {what}", hint="give different ones")
+    if not owners:
+        raise JobError(f"--keys {path}: has no entry", hint="give each owner a `name` and a `key`")
+    return owners
+
+
+class Owners:
+    """The owners of a server, and what each of them has used."""
+
+    def __init__(self, keys: Path | None, only_key: str, *, usage: Path) -> None:
+        """Read the file `keys`, and the tokens of this day in the file `usage`. Raises JobError.
+
+        Without `keys`, there is one owner. Its API key is `only_key`, which is empty if it needs none.
+        """
+        self._keys, self._usage = keys, usage
+        self.need_key = keys is not None or bool(only_key)
+        """Whether each call needs an API key."""
+        if keys is None:
+            self._owners = [ONLY_OWNER.model_copy(update={"sha256": digest_of(only_key)})]
+        else:
+            self._owners = read_owners(keys)
+        self._accounts: dict[str, Account] = {}
+        self._calls: dict[str, tuple[float, float]] = {}
+        """Calls that an owner may make at once, and when that number was computed, by name of the owner."""
+        self._day = _today()
+        with using_run(str(usage)):
+            stored = json.loads(usage.read_bytes()) if keys is not None and usage.exists() else {}
+        self._tokens: dict[str, int] = stored["tokens"] if stored.get("day") == self._day else {}
+        """Tokens of this day that owners had used before the server started, by name of the owner."""
+
+    @property
+    def are_several(self) -> bool:
+        """Whether the server has a file of keys."""
+        return self._keys is not None
+
+    @property
+    def count(self) -> int:
+        """Number of owners."""
+        return len(self._owners)
+
+    def read_again(self) -> None:
+        """Read the file of keys again. If it is wrong, log one line and keep the old keys."""
+        assert self._keys is not None
+        try:
+            self._owners = read_owners(self._keys)
+        except JobError as failure:
+            log.warning("%s; the old keys stay in force", failure)
+            return
+        log.warning("--keys %s: read again, %d owners", self._keys, self.count)
+        for owner in self._owners:
+            if owner.name in self._accounts:
+                account = self._accounts[owner.name]
+                account.change_share(owner.share)
+                account.most_tokens = owner.max_tokens_per_day
+
+    def owner_of(self, key: str) -> Owner | None:
+        """Return the owner of an API key; None if nobody has this key. All keys are compared in any case."""
+        digest = digest_of(key)
+        matching = [owner for owner in self._owners if hmac.compare_digest(owner.digest, digest)]
+        return matching[0] if matching else None
+
+    def part_of(self, owner: Owner) -> float:
+        """Return the part of disk and files that an owner may fill, from 0 to 1."""
+        return owner.share / sum(each.share for each in self._owners) if self.are_several else 1.0
+
+    def account_of(self, name: str) -> Account:
+        """Return the account that pays for the batches of an owner.
+
+        Without several owners, each batch has an account of its own, so that batches have equal shares.
+        """
+        if not self.are_several:
+            return Account()
+        if name not in self._accounts:
+            account = self._accounts[name] = Account(tokens=self._tokens.get(name, 0))
+            for owner in self._owners:
+                if owner.name == name:
+                    account.share, account.most_tokens = owner.share, owner.max_tokens_per_day
+        return self._accounts[name]
+
+    def count_call(self, owner: Owner, calls: float = 1.0) -> None:
+        """Count calls of an owner; raises ApiError if there are too many a second."""
+        if owner.admin:
+            return
+        now = time.monotonic()
+        available, computed_at = self._calls.get(owner.name, (MOST_CALLS_AT_ONCE, now))
+        available = min(MOST_CALLS_AT_ONCE, available + (now - computed_at) * CALLS_A_SECOND)
+        if available < 0:
+            raise ApiError(429, "Too many calls a second.", code=RATE_LIMIT, retry_after_s=1)
+        self._calls[owner.name] = available - calls, now
+
+    def check_limits(self, owner: Owner, batches: list[Record]) -> None:
+        """Raise ApiError if an owner, who has these unfinished batches, may not create a further batch."""
+        if self.are_several and self.account_of(owner.name).is_paused:
+            raise ApiError(
+                429,
+                f"You used all of your {owner.max_tokens_per_day} tokens of this day (UTC).",
+                code=QUOTA,
+                retry_after_s=DAY_S - int(time.time()) % DAY_S,
+            )
+        limits = (
+            (owner.max_batches, len(batches), "unfinished batches"),
+            (owner.max_queued_requests, sum(map(queued_requests, batches)), "queued requests"),
+        )
+        for limit, count, what in limits:
+            if limit is not None and count >= limit:
+                message = f"You have {count} {what}, and your limit is {limit}."
+                raise ApiError(429, message, code=RATE_LIMIT, retry_after_s=RETRY_AFTER_S)
+
+    def may_queue(self, name: str, requests: int) -> int | None:
+        """Return the owner's limit of queued requests if `requests` exceed it, else None."""
+        limits = (owner.max_queued_requests for owner in self._owners if owner.name == name)
+        limit = next(limits, None)
+        return limit if limit is not None and requests > limit else None
+
+    def save_usage(self) -> None:
+        """Write the tokens of this day; on a new day, start from 0. Raises StorageError."""
+        if not self.are_several:
+            return
+        today = _today()
+        if today != self._day:
+            self._day, self._tokens = today, {}
+            for account in self._accounts.values():
+                account.tokens = 0
+        self._tokens |= {name: account.tokens for name, account in self._accounts.items()}
+        write_json(self._usage, {"day": self._day, "tokens": self._tokens})
+
+
+def queued_requests(batch: Record) -> int:
+    """Return the number of requests of a batch that have no result yet."""
+    counts: dict[str, Any] = batch["request_counts"]
+    return int(counts["total"] - counts["completed"] - counts["failed"])
+
+
+def _today() -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime())

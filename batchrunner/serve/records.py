@@ -1,0 +1,79 @@
+"""Look-ups of files, batches and models: one by its ID, and pages of a list. Each owner sees its own."""
+
+from typing import Any, Literal
+
+from aiohttp import web
+from pydantic import BaseModel, Field
+
+from batchrunner.serve.api_errors import ApiError, invalid
+from batchrunner.serve.owners import Owner, Owners
+from batchrunner.serve.state import BATCHES, Record, State, now
+
+OWNER_OF_CALL: web.RequestKey[Owner] = web.RequestKey("owner", Owner)
+"""Key of a request with the owner of its API key."""
+MODELS = "models"
+LARGEST_PAGE = 10_000
+"""Maximum number of records in a page. It is also the default for the kinds that DEFAULT_PAGE lacks."""
+DEFAULT_PAGE = {BATCHES: 20}
+"""Number of records in a page if the call sets no `limit`, by kind of record."""
+RECORDS_A_CALL = 100
+"""Number of listed records that count as one call of the owner."""
+
+
+class Page(BaseModel):
+    """Query parameters of a list."""
+
+    limit: int = Field(ge=1, le=LARGEST_PAGE)
+    after: str | None = None
+    order: Literal["asc", "desc"] = "desc"
+    purpose: str | None = None
+
+
+class Records:
+    """Files and batches of a server, and its model."""
+
+    def __init__(self, state: State, owners: Owners, model: str) -> None:
+        """Look up records in `state`. `model` is the name of the engine's model."""
+        self._owners = owners
+        model_record = {"id": model, "object": "model", "created": now(), "owned_by": "batchrunner"}
+        self._records: dict[str, dict[str, Record]] = {**state.records, MODELS: {model: model_record}}
+
+    def find(self, kind: str, name: str, owner: Owner) -> Record | None:
+        """Return a record; None if it does not exist for this owner."""
+        record = self._records[kind].get(name)
+        return record if record is not None and (kind == MODELS or owner.may_see(record)) else None
+
+    def one(self, request: web.Request) -> Record:
+        """Return the record that a call names; raises ApiError if it does not exist for the owner."""
+        kind, name = request.match_info["kind"], request.match_info["id"]
+        record = self.find(kind, name, request[OWNER_OF_CALL])
+        if record is None:
+            raise ApiError(404, f"No such id in {kind}: '{name}'.", "id")
+        return record
+
+    async def get(self, request: web.Request) -> Record:
+        """Return the record that a call names."""
+        return request[OWNER_OF_CALL].view(self.one(request))
+
+    async def page(self, request: web.Request) -> Record:
+        """Return a page of the owner's records of a kind, by default the newest first."""
+        kind, owner = request.match_info["kind"], request[OWNER_OF_CALL]
+        page = Page.model_validate({"limit": DEFAULT_PAGE.get(kind, LARGEST_PAGE), **request.query})
+        visible = [name for name in self._records[kind] if self.find(kind, name, owner)]
+        if page.order == "desc":
+            visible.reverse()
+        if page.after:
+            if page.after not in visible:
+                raise invalid("after", "no such ID")
+            visible = visible[visible.index(page.after) + 1 :]
+        records: list[dict[str, Any]] = [self._records[kind][name] for name in visible]
+        matching = [record for record in records if page.purpose in {None, record.get("purpose")}]
+        data = [owner.view(record) for record in matching[: page.limit]]
+        self._owners.count_call(owner, len(data) / RECORDS_A_CALL)
+        return {
+            "object": "list",
+            "data": data,
+            "first_id": data[0]["id"] if data else None,
+            "last_id": data[-1]["id"] if data else None,
+            "has_more": len(data) < len(matching),
+        }

@@ -1,0 +1,161 @@
+"""Beacons: workers of a shared run watch each other through one listing, whatever their number."""
+
+import dataclasses
+import time
+from pathlib import Path
+
+import pytest
+
+from batchrunner.output.beacons import OWNERS_READ, Beacon, BeaconWatch
+from batchrunner.output.holder import this_process
+from batchrunner.output.liveness import DEAD_AFTER_S, FRESH_S
+from batchrunner.output.run_dir import RunDir
+from batchrunner.output.store import LOCAL
+from batchrunner.output.task_lock import FileTaskLock
+from benchmarks.measure import in_fresh_process
+from tests.conftest import eventually, job_of, rows_in, started, write_job
+from tests.support.fake_sglang import FakeSGLang
+from tests.support.runs import Task, status_of
+
+
+class Clock:
+    """Time that passes only when a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Make the watch's time stand still."""
+    return Clock(monkeypatch)
+
+
+class OtherWorker:
+    """A worker of a run on another machine, which holds leases."""
+
+    def __init__(self, run: RunDir, name: str) -> None:
+        holder = dataclasses.replace(this_process(), host=name, machine=f"machine of {name}")
+        self.lock = FileTaskLock(run.of_task(name).task_directory, holder)
+        self.lock.acquire()
+        self.beacon = self.lock.beacon = Beacon(run.leases, name, holder.token, LOCAL)
+        self.beacon.light()
+
+
+def run_at(directory: Path) -> RunDir:
+    """Return the run in a directory as the worker "me" sees it."""
+    run = RunDir(directory / "run", "me")
+    run.leases.mkdir(parents=True)
+    return run
+
+
+def look(watch: BeaconWatch, run: RunDir) -> None:
+    """Give the watch a new listing of the leases."""
+    watch.look(LOCAL.names(run.leases))
+
+
+def test_a_worker_that_beats_is_alive(tmp_path: Path, clock: Clock) -> None:
+    """A worker is unclear at first sight, runs once its beacon has moved, and is gone with its beacon."""
+    run = run_at(tmp_path)
+    other, watch = OtherWorker(run, "other"), BeaconWatch(run)
+    look(watch, run)
+    assert (len(watch), watch.all_run, watch.dead) == (1, False, [])
+    clock.now += 5
+    other.lock.beat()
+    look(watch, run)
+    assert (watch.all_run, watch.dead) == (True, [])
+    clock.now += FRESH_S + 1
+    look(watch, run)
+    assert (watch.all_run, watch.dead) == (False, [])
+    other.beacon.put_out()
+    look(watch, run)
+    assert (len(watch), watch.all_run) == (0, True)
+
+
+def test_a_silent_worker_is_dead(tmp_path: Path, clock: Clock) -> None:
+    """A worker on another machine is dead once its beacon has stood still for `DEAD_AFTER_S`, not before."""
+    run = run_at(tmp_path)
+    OtherWorker(run, "other")
+    watch = BeaconWatch(run)
+    look(watch, run)
+    clock.now += DEAD_AFTER_S
+    look(watch, run)
+    assert watch.dead == []
+    clock.now += 1
+    look(watch, run)
+    assert watch.dead == ["other"]
+    watch.remove("other")
+    assert LOCAL.names(run.leases) == []
+
+
+def test_a_worker_that_is_being_taken_over_is_not_dead(tmp_path: Path, clock: Clock) -> None:
+    """While another worker holds the lock of a dead one, to take over, nobody else judges it dead."""
+    run = run_at(tmp_path)
+    dead, watch = OtherWorker(run, "dead"), BeaconWatch(run)
+    look(watch, run)
+    clock.now += DEAD_AFTER_S + 1
+    successor = dataclasses.replace(this_process(), host="third", machine="machine of third")
+    lock = FileTaskLock(run.of_task("dead").task_directory, successor)
+    (run.of_task("dead").task_directory / "owner").unlink()
+    lock.acquire()
+    look(watch, run)
+    assert watch.dead == []
+    dead.beacon.put_out()
+
+
+def test_all_dead_workers_are_found_in_turn(tmp_path: Path, clock: Clock) -> None:
+    """A listing leads to few reads, however many workers are silent; all dead ones are found."""
+    run = run_at(tmp_path)
+    for number in range(3 * OWNERS_READ):
+        OtherWorker(run, f"w{number}")
+    watch = BeaconWatch(run)
+    look(watch, run)
+    clock.now += DEAD_AFTER_S + 1
+    rounds = 0
+    while len(watch):
+        look(watch, run)
+        assert len(watch.dead) <= OWNERS_READ
+        for task in watch.dead:
+            watch.remove(task)
+        rounds += 1
+    assert rounds == 3
+
+
+def test_leases_of_a_worker_without_a_beacon(tmp_path: Path) -> None:
+    """A dead worker whose beacon was lost, as after a power failure, is found by the leases that it holds."""
+    job = job_of(tmp_path, rows=300)
+    dead = Task(job, "dead")
+    dead.work(1)
+    dead.die()
+    run = RunDir(tmp_path / "run")
+    for beacon in run.leases.glob("alive.*"):
+        beacon.unlink()
+    last = Task(job, "last")
+    last.work(10_000)
+    assert rows_in(job) == list(range(300))
+    last.end()
+
+
+def test_beacons_come_and_go_with_leases(tmp_path: Path, server: FakeSGLang) -> None:
+    """A worker that has rows has one beacon, and none is left at the end of a run."""
+    server.script = lambda _: "hold"
+    job = job_of(tmp_path, server, rows=100, window=8)
+    leases = tmp_path / "run" / "leases"
+    with started(write_job(job, tmp_path), "--join") as worker:
+        eventually(lambda: len(server.sent) == 8)
+        assert len(list(leases.glob("alive.*"))) == 1
+        server.script = lambda _: "answer"
+        server.answer_held()
+        assert worker.end() == 0
+    assert list(leases.glob("alive.*")) == []
+    assert status_of(tmp_path / "run")["finished"]
+
+
+def test_many_workers_cost_the_shared_directory_little() -> None:
+    """Of 12 workers in virtual time two die: each row is stored once, with few operations a worker."""
+    figures = in_fresh_process("benchmarks.many_workers", "--one", "--workers", "12")
+    assert (figures["rows_missing"], figures["rows_twice"]) == (0, 0)
+    assert figures["taken_over"] == figures["killed"] == 2
+    assert figures["takeover_s_worst"] <= DEAD_AFTER_S + 5
+    assert figures["operations_a_second_mean"] <= 2
