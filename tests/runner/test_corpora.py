@@ -142,7 +142,10 @@ def test_a_refusal_ends_the_corpora_of_a_server(tmp_path: Path, caplog: pytest.L
     rows_once(job, ROWS)
     assert report_of(job)["rows_ok"] == ROWS
     lines = [record.getMessage() for record in caplog.records if "speculation" in record.getMessage()]
-    assert lines == [f"{server.url}: no answers are loaded for n-gram speculation: External corpus is empty."]
+    assert lines == [
+        f"{server.url} refused a corpus for n-gram speculation, and gets no more answers: External corpus is "
+        "empty."
+    ]
 
 
 def test_the_corpora_of_others_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -155,7 +158,7 @@ def test_the_corpora_of_others_are_left_alone(tmp_path: Path, caplog: pytest.Log
             run(job)
         assert server.corpora == {"theirs": ["text"]}
         assert ADD not in server.corpus_calls
-    assert "it has other corpora, which would have to share their budget" in caplog.text
+    assert "it has other corpora, with which the answers would share the budget" in caplog.text
 
 
 @pytest.mark.parametrize(
