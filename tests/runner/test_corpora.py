@@ -142,10 +142,8 @@ def test_a_refusal_ends_the_corpora_of_a_server(tmp_path: Path, caplog: pytest.L
     rows_once(job, ROWS)
     assert report_of(job)["rows_ok"] == ROWS
     lines = [record.getMessage() for record in caplog.records if "speculation" in record.getMessage()]
-    assert lines == [
-        f"{server.url} refused a corpus for n-gram speculation, and gets no more answers: External corpus is "
-        "empty."
-    ]
+    refused = f"{server.url} refused a corpus for n-gram speculation, and gets no more answers"
+    assert lines == [f"{refused}: External corpus is empty."]
 
 
 def test_the_corpora_of_others_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
