@@ -22,6 +22,7 @@ from batchrunner.sglang.flags import number, of_arguments
 from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import LogReader
 from batchrunner.sglang.logs.series import Prefills, Series, sample_of_load
+from batchrunner.sglang.model_files import read_config
 from batchrunner.tuning.flags import NGRAM, next_setting
 from batchrunner.tuning.ngrams import CHECKED, MOST_ANSWERS, is_exact, words_a_step
 from batchrunner.tuning.signals import has_enough
@@ -211,7 +212,9 @@ class ServerWatch:
         there is enough work to judge.
         """
         if self._reader is None:  # run.json is written shortly before the first load sample
-            client = _client(require_run_json(self._run_dir))
+            facts = require_run_json(self._run_dir)
+            client = _client(facts)
+            self._log.facts.card = facts["engine"].get("card")  # the log does not name the GPU
             self._reader = _WorkerReader("", self._load, client)
         self._reader.add(sample, now, self._url)
         if self._first is None or not self._load.counted:  # Steady work has not begun yet.
@@ -290,7 +293,12 @@ def _read_lengths(run_dir: RunDir, client: ClientActivity) -> None:
 
 def _replay(run_dir: RunDir, situation: Situation) -> None:
     """Set the tokens per decode step that n-gram speculation would yield, if it may gain anything here."""
-    client, flags = situation.client, of_arguments(situation.facts.version, situation.facts.arguments)
+    client, facts = situation.client, situation.facts
+    if facts.architecture is None or facts.on_cpu:
+        return
+    model, revision = facts.arguments.get("model_path"), facts.arguments.get("revision")
+    facts.config = facts.config or (read_config(str(model), revision) if model else {})
+    flags = of_arguments(facts.version, facts.arguments)
     best_case = replace(situation.server, repeated=float(CHECKED))
     if client is None or not next_setting("repeated", NGRAM, best_case, flags):
         return
