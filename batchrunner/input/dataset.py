@@ -173,6 +173,7 @@ class Dataset:
     def _open_files(
         self, source: InputSpec, copies: Path | None, *, batch_rules: BatchRules | None
     ) -> list[SourceFile]:
+        """Open all files in parallel; raise InputError if a file is missing or unreadable."""
         fs, paths = self._find()
         if batch_rules and len(paths) > 1:
             raise InputError(
