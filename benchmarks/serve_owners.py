@@ -6,8 +6,9 @@ nobody else. Each batch that was accepted must complete with each of its owner's
 
 Hostile: two owners have work for the whole time. A third asks for the files and batches of the others, calls
 as often as it can, uploads huge files and broken forms, and creates as many batches as it may, with long
-prompts. It must see nothing. Each of the others must get at least 0.9 of its share of the engine's time. The
-time of a row is that of the simulated engine: its output tokens, and a little for its prompt.
+prompts or long answers. It must see nothing. Each of the others must get at least 0.9 of its share of the
+engine's time. The time of a row is that of the simulated engine: its output tokens, and a little for its
+prompt.
 
 The engine is simulated, the client is that of OpenAI.
 """
@@ -93,10 +94,12 @@ class Service:
         return openai.OpenAI(base_url=self.url, api_key=f"sk-{name}", max_retries=0, timeout=600)
 
 
-def begin(client: openai.OpenAI, content: bytes) -> Any:
-    """Upload a file and create a batch of it."""
+def begin(client: openai.OpenAI, content: bytes, row_s: float) -> Any:
+    """Upload a file and create a batch of it, whose rows each take `row_s` seconds of the engine."""
     file = client.files.create(file=("requests.jsonl", content), purpose="batch").id
-    return client.batches.create(input_file_id=file, endpoint=CHAT, completion_window="24h")
+    return client.batches.create(
+        input_file_id=file, endpoint=CHAT, completion_window="24h", metadata={"row_s": str(row_s)}
+    )
 
 
 def ended(client: openai.OpenAI, batch: str) -> Any:
@@ -242,7 +245,11 @@ class Attack:
                 self.counts["probes"] += 1
 
     def create(self) -> None:
-        begin(self.client, requests_of(HOSTILE, 500, output_tokens=1, prompt="word " * 4000))
+        if self.counts["batches"] % 2:
+            begin(self.client, requests_of(HOSTILE, 500, output_tokens=200), engine_s(20, 200))
+        else:
+            content = requests_of(HOSTILE, 500, output_tokens=1, prompt="word " * 4000)
+            begin(self.client, content, engine_s(20_000, 1))
         self.counts["batches"] += 1
 
     def flood(self) -> None:
@@ -291,31 +298,26 @@ def hostile(seconds: float, state: Path) -> dict[str, Any]:
     with Service(state, limits=limits).running() as service:
         clients = {name: service.client(name) for name in OWNERS}
         rows = int(3 * seconds * MOST_RUNNING / STEP_S / 20)
-        first = {name: begin(clients[name], requests_of(name, rows)) for name in OWNERS[:2]}
+        first = {name: begin(clients[name], requests_of(name, rows), engine_s(20, 20)) for name in OWNERS[:2]}
         victims = [(batch.input_file_id, batch.id) for batch in first.values()]
         attack = Attack(clients[HOSTILE], victims)
         attacking = threading.Thread(target=attack.run)
         attacking.start()
 
-        def done() -> dict[str, int]:
-            totals = dict.fromkeys(OWNERS, 0)
+        def served_s() -> dict[str, float]:
+            totals = dict.fromkeys(OWNERS, 0.0)
             for name in OWNERS:
-                with contextlib.suppress(openai.RateLimitError):
-                    for batch in clients[name].batches.list(limit=10_000):
-                        totals[name] += batch.request_counts.completed if batch.request_counts else 0
+                for batch in patiently(clients[name].batches.list, limit=10_000):
+                    totals[name] += batch.request_counts.completed * float(batch.metadata["row_s"])
             return totals
 
         time.sleep(WARM_UP_S)
-        before = done()
+        before = served_s()
         time.sleep(seconds)
-        after = done()
+        after = served_s()
         attack.stop.set()
         attacking.join()
-        served = {
-            name: (after[name] - before[name])
-            * (engine_s(20_000, 1) if name == HOSTILE else engine_s(20, 20))
-            for name in OWNERS
-        }
+        served = {name: after[name] - before[name] for name in OWNERS}
         for name in OWNERS[:2]:
             clients[name].batches.cancel(first[name].id)
         lines = Counter[str]()
