@@ -40,7 +40,7 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.server_replies import error_of, known_status
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Completion, Request
+from batchrunner.core.types import RESPONSES_PATH, Completion, Request
 from batchrunner.engines.base import Engine, RowEnded
 from batchrunner.engines.hang_detector import Hang, HangDetector, progress_of
 from batchrunner.engines.http import replies, wire
@@ -522,6 +522,9 @@ class HttpEngine(Engine):
         rid_field = wire.RID_FIELDS.get(path)
         if rid_field is None:
             return {}
+        if path == RESPONSES_PATH:
+            # The answer shows this id, and whoever guesses an id could continue a response of somebody else.
+            return {rid_field: f"resp_{secrets.token_hex(16)}"}
         return {rid_field: f"{self._rid_prefix}-{next(self._rid_numbers):010}"}
 
     def _addressed(self, body: dict[str, Any]) -> dict[str, Any]:
