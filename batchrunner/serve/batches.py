@@ -44,9 +44,11 @@ from batchrunner.serve.state import BATCHES, FILES, OWNER, Record, State, now
 
 log = logging.getLogger(__name__)
 
-MOST_RUNNING, MOST_RUNNING_OF_OWNER = 10, 2
-"""Number of batches that run on the engine at once, and the number that each of several owners may always
-run. Further batches of an owner wait until one of them ends."""
+MOST_RUNNING = 10
+"""Maximum number of batches that run on the engine at once. Several owners divide this number among them."""
+MOST_RUNNING_OF_OWNER = 2
+"""Number of batches that an owner may run at once, even if there are more owners than MOST_RUNNING allows.
+Further batches of the owner wait until one of them ends."""
 RETRY_S = 5.0
 """Seconds before an interrupted run resumes."""
 EARLY_STATUS = {EXPIRED: "expired", CANCELLED: "cancelled"}
