@@ -244,7 +244,7 @@ def _values_of(body: RequestBody, fields: dict[str, Any]) -> tuple[Any, int]:
         return {"object": "scoring", "scores": [[number] * labels for number in numbers], **head}, sum(tokens)
     if body.path == CLASSIFY_PATH:
         data = [
-            {"index": index, "label": "LABEL_0", "probs": [number, 1 - number], "num_classes": 2}
+            {"index": index, "label": "made up", "probs": [number, 1 - number], "num_classes": 2}
             for index, number in enumerate(numbers)
         ]
         name = f"classify-{crc32(body.content):08x}"
