@@ -46,7 +46,8 @@ PREFILL_TOKENS = 16_384
 LINES, MOST_BATCHES = 40, 15
 ENDED = {"completed", "failed", "expired", "cancelled"}
 GOAL = 0.9
-WARM_UP_S = 15.0
+WARM_UP_S = 40.0
+"""Seconds until all owners have batches that run, and what the first of them got before is made up for."""
 
 
 def requests_of(name: str, count: int, *, output_tokens: int = 20, prompt: str = "question") -> bytes:
