@@ -517,16 +517,18 @@ class ThroughGateway(HttpEngine):
         return round(worker.load * self._rows_per_request())
 
     def _load_of_halves(self, workers: Sequence[GatewayWorker], now: float) -> SchedulerLoad:
-        """Return one load for all prefill and decode workers: rows wait for the former, run on the latter.
+        """Return one load for all prefill and decode workers, because each row needs one of both.
 
-        Running requests and token usage are those of the decode workers. All other requests in flight count
-        as waiting for a prefill.
+        Rows wait at the prefill workers first. Running requests and token usage are those of the decode
+        workers.
         """
         decoding = [worker for worker in workers if worker.worker_type == "decode"]
         counts = [worker.load for worker in decoding if worker.load is not None]
         counted = sum(counts) if len(counts) == len(decoding) else 0
         in_flight = max(counted, sum(map(_rows_of, self.serving)))
-        self._halves_load.observe(sum_of([worker.report for worker in decoding]), in_flight)
+        report, all_reports = (sum_of([worker.report for worker in part]) for part in (decoding, workers))
+        report.num_waiting_reqs, report.reported_at = all_reports.num_waiting_reqs, all_reports.reported_at
+        self._halves_load.observe(report, in_flight)
         return self._halves_load.now(in_flight, scheduler=self.url, route=self.url, now=now)
 
     def _rows_per_request(self) -> float:
