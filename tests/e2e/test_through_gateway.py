@@ -1,6 +1,5 @@
 """Rows that go through a real Model Gateway, `smg`, whose workers are stand-ins for SGLang."""
 
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,17 +14,12 @@ from batchrunner.core.timing import TIMING
 from tests.conftest import eventually, job_of, log_of, results_of, rows_in, run_job, write_rows
 from tests.support.answers import Said
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
-from tests.support.real_gateway import RealGateway
+from tests.support.real_gateway import KEY_VARIABLE, RealGateway, two_workers
 
-KEY_VARIABLE = "SGLANG_API_KEY"
-
-pytestmark = [pytest.mark.gateway, pytest.mark.filterwarnings("default")]
-
-
-@pytest.fixture(autouse=True)
-def _quiet_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gateway asks every worker by HTTP/2 too, which the fake's library logs as an error."""
-    monkeypatch.setattr(logging.getLogger("aiohttp.server"), "disabled", True)
+pytestmark = [
+    *(pytest.mark.gateway, pytest.mark.filterwarnings("default")),
+    pytest.mark.usefixtures("quiet_fakes"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +44,8 @@ def workers(
 ) -> Iterator[tuple[RealGateway, FakeSGLang, FakeSGLang]]:
     """The gateway that the test names, and two workers on its list."""
     gateway: RealGateway = request.getfixturevalue(getattr(request, "param", "keyed"))
-    monkeypatch.setenv(KEY_VARIABLE, gateway.key)
-    with FakeSGLang(api_key=gateway.key) as one, FakeSGLang(api_key=gateway.key) as two:
-        gateway.use(one.url, two.url)
-        yield gateway, one, two
-    gateway.use()
+    with two_workers(gateway, monkeypatch) as workers:
+        yield gateway, *workers
 
 
 Workers = tuple[RealGateway, FakeSGLang, FakeSGLang]
