@@ -302,8 +302,8 @@ def _relieve(busiest: Route, route: Route) -> PendingRow:
     """Move half of the rows that are kept for one route to another; return the first of these rows.
 
     Groups move whole, except the last one. Groups of which no row was sent yet move first, then large groups.
-    The rows keep their order, in which groups alternate, because two rows of one group in the same pass would
-    both compute the prefix.
+    Groups alternate among the moved rows, because two rows of one group in the same pass would both compute
+    the prefix, which the other route does not have in its cache yet.
     """
     rows_to_move, remaining = deque[PendingRow](), deque[PendingRow]()
     rows_of = Counter[PrefixGroup](row.group for row in busiest.kept)
@@ -320,8 +320,14 @@ def _relieve(busiest: Route, route: Route) -> PendingRow:
         (rows_to_move if is_moved else remaining).appendleft(row)
     busiest.kept = remaining
     busiest.promised -= len(rows_to_move)
-    first = rows_to_move.popleft()
-    for row in rows_to_move:
+    turns = Counter[PrefixGroup | None]()
+
+    def turn_of(row: PendingRow) -> int:
+        turns[row.group] += 1
+        return turns[row.group]
+
+    first, *others = sorted(rows_to_move, key=turn_of)
+    for row in others:
         _keep(row, route)
     return first
 
