@@ -88,9 +88,9 @@ class Timing:
     adapt: float = 30.0
     """Minimum length of the steady period from which flag tuning judges SGLang's flags during a run."""
     corpus: float = 30.0
-    """Shortest pause between two looks at the corpora of a server with n-gram speculation."""
+    """Shortest pause between two looks at the corpora of the servers with n-gram speculation."""
     corpus_load: float = 60.0
-    """Timeout of a request that loads a corpus, which takes about 2 s for a million tokens."""
+    """Timeout of a request that loads a corpus. A corpus of a million tokens takes about 2 s."""
     trial_steady: float = 10.0
     """Minimum length of the steady period that a trial of `batchrun tune` measures, so that the trial has
     many polls."""

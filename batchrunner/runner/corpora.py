@@ -78,8 +78,8 @@ class CorpusFeeder:
         self._prefix = f"batchrunner-{secrets.token_hex(4)}-"
         """Beginning of the names of this run's corpora."""
         self._names = itertools.count()
-        self._judged_tokens = 0
-        """Tokens of the answers on which the last replay promised too little; 0 if none did."""
+        self._judged_tokens, self._is_worth_it = 0, False
+        """Tokens of the answers of the last replay; whether the replay promised a gain by a corpus."""
 
     async def take(self, sample: RunSample, now: float) -> None:
         """Look at the servers' corpora, if the last look was long enough before `now`.
@@ -95,10 +95,12 @@ class CorpusFeeder:
         answers = await asyncio.to_thread(newest_answers, self._run_dir, MOST_CORPUS * BYTES_PER_TOKEN)
         for url in urls:
             try:
-                await self._look_at(url, answers, sample.output_tokens)
+                await self._look_at(url, answers, sample)
             except CorpusRefusedError as refusal:
                 self._servers[url].is_refused = True
-                log.warning("%s: no answers are loaded for n-gram speculation: %s", url, refusal)
+                log.warning(
+                    "%s refused a corpus for n-gram speculation, and gets no more answers: %s", url, refusal
+                )
             except NOT_REACHED as failure:  # the next look tries again
                 log.debug("%s: its corpora could not be changed: %r", url, failure)
 
@@ -117,19 +119,18 @@ class CorpusFeeder:
             server = self._servers[url] = ServerCorpus(start, output_tokens)
         return takes_corpus(arguments) and not server.is_refused
 
-    async def _look_at(self, url: str, answers: Sequence[str], output_tokens: int) -> None:
-        """Add, replace or remove a server's corpus if that helps. Raises CorpusRefusedError or NOT_REACHED.
-
-        `output_tokens` is the number of tokens that the run has generated.
-        """
+    async def _look_at(self, url: str, answers: Sequence[str], sample: RunSample) -> None:
+        """Add, replace or remove a server's corpus. Raises CorpusRefusedError or an error of NOT_REACHED."""
         status, server = self._engine.status_of(url), self._servers[url]
         corpora = await _corpora_of(status)
         own = [name for name in corpora if name.startswith(self._prefix)]
         if len(own) < len(corpora):
-            raise CorpusRefusedError("it has other corpora, which would have to share their budget")
+            raise CorpusRefusedError("it has other corpora, with which the answers would share the budget")
         if server.is_loaded and not own:  # somebody has started the server again
-            server.is_loaded, server.tokens_at_start = False, output_tokens
-        generated = (output_tokens - server.tokens_at_start) // len(self._engine.replicas)
+            server.is_loaded, server.tokens_at_start = False, sample.output_tokens
+        # Each scheduler drafts from its own outputs, also those of one server.
+        schedulers = max(len(sample.signals), len(self._engine.replicas))
+        generated = (sample.output_tokens - server.tokens_at_start) // schedulers
         available = sum(map(len, answers)) // BYTES_PER_TOKEN
         step = corpus_step(available, generated, loaded=sum(corpora[name] for name in own))
         if step == "add" and not await self._promises_gain(answers, available):
@@ -138,19 +139,21 @@ class CorpusFeeder:
             name = f"{self._prefix}{next(self._names)}"
             server.is_loaded = True  # before the request, so that `close` removes what a cancelled one loads
             await _change(status, ADD, {"corpus_id": name, "documents": answers}, TIMING.corpus_load)
-            log.info("%s: about %s tokens of finished answers help n-gram speculation", url, f"{available:,}")
+            log.info(
+                "%s: about %s tokens of finished answers were loaded as a corpus for n-gram speculation",
+                url, f"{available:,}",
+            )  # fmt: skip
         if step != "keep":
             await _remove(status, own)
         if step == "remove":
             server.is_loaded = False
 
     async def _promises_gain(self, answers: Sequence[str], tokens: int) -> bool:
-        """Tell whether a replay promises a gain by a corpus. After a no, twice as many answers are needed."""
-        if tokens < 2 * self._judged_tokens:
-            return False
-        gain = await asyncio.to_thread(corpus_gain, answers[:MOST_ANSWERS])
-        self._judged_tokens = tokens if gain < LEAST_CORPUS_GAIN else 0
-        return gain >= LEAST_CORPUS_GAIN
+        """Tell whether a replay promises a gain by a corpus. Twice as many answers are replayed anew."""
+        if not self._judged_tokens or tokens >= 2 * self._judged_tokens:
+            gain = await asyncio.to_thread(corpus_gain, answers[:MOST_ANSWERS])
+            self._judged_tokens, self._is_worth_it = tokens, gain >= LEAST_CORPUS_GAIN
+        return self._is_worth_it
 
     async def close(self) -> None:
         """Remove the corpora from servers that go on running after the run."""
@@ -184,16 +187,20 @@ def newest_answers(run_dir: RunDir, most_characters: int) -> list[str]:
 async def _corpora_of(status: ServerStatus) -> dict[str, int]:
     """Return the number of tokens of each corpus of a server, by name."""
     reply = _accepted(*await status.get(LIST, TIMING.status_timeout))
-    tokens = reply.get("corpus_token_counts")
-    return tokens if isinstance(tokens, dict) else {}
+    corpora = reply.get("corpus_token_counts")
+    if not isinstance(corpora, dict):
+        return {}
+    return {name: tokens if isinstance(tokens, int) else 0 for name, tokens in corpora.items()}
 
 
 async def _remove(status: ServerStatus, names: Sequence[str]) -> None:
+    """Remove corpora from a server."""
     for name in names:
         await _change(status, REMOVE, {"corpus_id": name}, TIMING.status_timeout)
 
 
 async def _change(status: ServerStatus, path: str, fields: Mapping[str, Any], timeout_s: float) -> None:
+    """Post a change of corpora. Raises CorpusRefusedError if the server does not accept it."""
     _accepted(*await status.post(path, fields, timeout_s))
 
 

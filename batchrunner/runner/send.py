@@ -342,7 +342,8 @@ class Sending:
             is_adapting = self._adapting is not None and not self._adapting.done()
             if self._adaptation is not None and not is_adapting:
                 self._adapting = asyncio.create_task(self._adapt(self._adaptation, sample, now))
-            if self._corpora is not None and (self._feeding is None or self._feeding.done()):
+            is_feeding = self._feeding is not None and not self._feeding.done()
+            if self._corpora is not None and not is_feeding:
                 self._feeding = asyncio.create_task(self._feed(self._corpora, sample, now))
         self._outlet.check()
         deadline_s = self._job.limits.deadline

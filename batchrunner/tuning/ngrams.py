@@ -9,29 +9,31 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-MOST_ANSWERS, MOST_WORDS = 400, 1000
-"""Maximum number of answers on which n-gram speculation is replayed, and of words of each."""
+MOST_ANSWERS = 400
+"""Maximum number of answers on which n-gram speculation is replayed."""
+MOST_WORDS = 1000
+"""Maximum number of words of an answer on which n-gram speculation is replayed."""
 MOST_WORDS_IN_ALL = 100_000
-"""Maximum number of words of a replay, which takes about a second."""
+"""Number of words after which a replay ends. So many words take about a second."""
 CONTEXTS = (8, 4, 3, 2, 1)
-"""Lengths in words of the n-grams that are looked up, the longest first."""
+"""Lengths in words of the n-grams by which the speculation finds a draft, the longest first."""
 CHECKED = 12
 """Number of tokens that a decode step checks for each request: SGLang's default of
 `--speculative-num-draft-tokens`. The first of them is the last token of the answer so far."""
 DRAFT = CHECKED - 1
 """Maximum number of tokens that a decode step drafts."""
 WORD = re.compile(r"\s?\w+|\s?[^\w\s]|\s")
-"""A word or sign with the space before it, which is about one token."""
+"""Matches a word or a punctuation mark with the space before it, which is about one token."""
 
 
 def words_a_step(answers: Iterable[str], earlier: Iterable[str] = ()) -> float:
-    """Simulate SGLang's n-gram speculation; return the words per decode step, 1 if no draft is ever right.
+    """Simulate SGLang's n-gram speculation on answers; return the mean number of words per decode step.
 
-    The speculation looks up the last words of an answer, and drafts the words that followed them when they
-    last occurred in any answer. It does not learn from prompts, except for their last words (0.5.23,
-    ngram_worker). It knows the `earlier` answers from the beginning.
+    The result is 1 if no draft is ever right. The speculation looks up the last words of an answer, and
+    drafts the words that followed them when they last occurred in any answer. It does not learn from prompts,
+    except for their last words (0.5.23, ngram_worker). The server has generated the `earlier` answers before.
     """
-    next_word: dict[tuple[str, ...], str] = {}  # by the words before it
+    next_word: dict[tuple[str, ...], str] = {}  # The last word that followed an n-gram.
     for answer in earlier:
         words = WORD.findall(answer)[:MOST_WORDS]
         _learn(next_word, words, range(len(words)))
@@ -42,7 +44,8 @@ def words_a_step(answers: Iterable[str], earlier: Iterable[str] = ()) -> float:
         begin = 0
         while begin < len(words):
             steps += 1
-            end = min(len(words), begin + _drafted(next_word, words, begin) + 1)  # and a word without a draft
+            # A step yields the drafted words that are right, and one word that the model itself generates.
+            end = min(len(words), begin + _drafted(next_word, words, begin) + 1)
             _learn(next_word, words, range(begin, end))
             begin = end
         if all_words >= MOST_WORDS_IN_ALL:
@@ -51,13 +54,13 @@ def words_a_step(answers: Iterable[str], earlier: Iterable[str] = ()) -> float:
 
 
 def _learn(next_word: dict[tuple[str, ...], str], words: Sequence[str], places: Iterable[int]) -> None:
-    """Remember the words at some places of an answer, by the words before them."""
+    """Remember the words at some places of an answer, by the n-grams before them."""
     for place in places:
         next_word |= dict.fromkeys(_contexts(words, place), words[place])
 
 
 def _drafted(next_word: Mapping[tuple[str, ...], str], words: Sequence[str], begin: int) -> int:
-    """Return how many words from `begin` on a draft would guess."""
+    """Return the number of words from `begin` on that a draft would predict."""
     end = begin
     while end < min(len(words), begin + DRAFT) and words[end] == _expected(next_word, words, end):
         end += 1
@@ -65,10 +68,12 @@ def _drafted(next_word: Mapping[tuple[str, ...], str], words: Sequence[str], beg
 
 
 def _contexts(words: Sequence[str], place: int) -> list[tuple[str, ...]]:
+    """Return the n-grams before a word, the longest first."""
     return [tuple(words[place - size : place]) for size in CONTEXTS if size <= place]
 
 
 def _expected(next_word: Mapping[tuple[str, ...], str], words: Sequence[str], place: int) -> str | None:
+    """Return the word that last followed the longest known n-gram before `place`; None without one."""
     contexts = _contexts(words, place)
     return next((next_word[context] for context in contexts if context in next_word), None)
 

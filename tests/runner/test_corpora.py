@@ -16,6 +16,7 @@ from batchrunner.tuning import ngrams
 from tests.conftest import job_of, report_of
 from tests.support.answers import Said
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.launchable import launchable
 from tests.support.runs import rows_once
 
 ROWS, FIRST = 90, 60
@@ -141,7 +142,8 @@ def test_a_refusal_ends_the_corpora_of_a_server(tmp_path: Path, caplog: pytest.L
     rows_once(job, ROWS)
     assert report_of(job)["rows_ok"] == ROWS
     lines = [record.getMessage() for record in caplog.records if "speculation" in record.getMessage()]
-    assert lines == [f"{server.url}: no answers are loaded for n-gram speculation: External corpus is empty."]
+    refused = f"{server.url} refused a corpus for n-gram speculation, and gets no more answers"
+    assert lines == [f"{refused}: External corpus is empty."]
 
 
 def test_the_corpora_of_others_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -154,7 +156,7 @@ def test_the_corpora_of_others_are_left_alone(tmp_path: Path, caplog: pytest.Log
             run(job)
         assert server.corpora == {"theirs": ["text"]}
         assert ADD not in server.corpus_calls
-    assert "it has other corpora, which would have to share their budget" in caplog.text
+    assert "it has other corpora, with which the answers would share the budget" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -174,3 +176,47 @@ def test_servers_that_take_no_corpus_are_not_asked(arguments: dict[str, Any], tm
         run(job)
         assert server.corpus_calls == []
     rows_once(job, ROWS)
+
+
+LAUNCHED = """
+import pathlib, re
+FOLDER = pathlib.Path(os.environ["FOLDER"])
+SENTENCES = [" ".join(f"expression{13 * n + word}" for word in range(11)) + "." for n in range(20)]
+
+def starts():
+    return sorted(FOLDER.glob("corpus-*"))
+
+class Handler(Server):
+    known = {
+        "/ready": {}, "/health": {}, "/model_info": {"model_path": "m"},
+        "/server_info": {
+            "version": "0.5.23", "max_running_requests": 64, "speculative_algorithm": "NGRAM",
+            "speculative_ngram_external_sam_budget": 8,
+        },
+        "/list_external_corpora": {"success": True, "corpus_token_counts": {}},
+    }
+    def asked(self, body):
+        if self.path == "/add_external_corpus":
+            (FOLDER / f"corpus-{os.getpid()}").touch()
+            if len(starts()) == 1:
+                os._exit(1)
+            return self.reply(200, {"success": True, "message": "Loaded."})
+        row = int(re.findall("[0-9]+", body["text"])[0])
+        while row >= 60 and len(starts()) < 2:
+            time.sleep(0.02)
+        self.answer(" ".join(SENTENCES[(3 * row + 7 * part) % 20] for part in range(3)))
+"""
+
+
+def test_a_server_that_the_run_starts_again_gets_a_new_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    """A launched server that dies with its corpus gets one in its next start too; no row is lost."""
+    for name, value in {"launch_poll": 0.02, "first_restart": 0.01, "first_retry": 0.01}.items():
+        monkeypatch.setattr(TIMING, name, value)
+    job = job_of(
+        tmp_path, launchable(tmp_path, LAUNCHED, FOLDER=str(tmp_path)), rows=ROWS, window=ROWS, bundle="off"
+    )
+    run(job)
+    rows_once(job, ROWS)
+    assert len([*tmp_path.glob("corpus-*")]) == 2

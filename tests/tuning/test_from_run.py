@@ -370,3 +370,19 @@ def test_answers_that_repeat_each_other_can_be_drafted(
     tell(own / "events.jsonl", queue=120, running=running, max_running=256, token_usage=0.95)
     found = changes(advise(str(own))).get("answers-repeat", "")
     assert found.startswith("--speculative-algorithm NGRAM --max-running-requests 16") == advised
+
+
+def test_a_watch_replays_the_answers_of_its_run(tmp_path: Path) -> None:
+    """Flag tuning learns the card from the run, and what n-gram speculation would gain from its answers."""
+    with FakeSGLang(lambda sent: Said(TEMPLATES[sent.row])) as server:
+        own = a_run(tmp_path, rows=len(TEMPLATES), engine={"kind": "attach", "urls": [server.url]})
+    change_facts(own, "engine", card="NVIDIA H100 80GB HBM3")
+    log = LogWriter().started(most=256, speculative_algorithm=None).decode(30, r=16).write(own, "engine.log")
+    tell(own / "events.jsonl", samples=40, running=16)
+    watch = ServerWatch(look_at_run(own), "engine", log, since=0)
+    for number, event in enumerate(read_events(own / "events.jsonl")):
+        if (sample := sample_of(event)) is not None:
+            log.write_text(log.read_text() + LogWriter().decode(1, r=16).text())
+            sample.output_tokens = 100 * number
+            watch.take(sample, float(number))
+    assert watch.situation.server.ngram_speedup > 2
