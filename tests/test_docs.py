@@ -153,9 +153,9 @@ def test_supported_versions_are_those_of_the_tests() -> None:
     extras = PROJECT["optional-dependencies"]
     ray = extras["ray"][0].removeprefix("ray[data]")
     assert f"- Python: {PROJECT['requires-python'].removeprefix('>=')} or newer" in page
-    assert f"- SGLang: {PINNED['sglang']}: the version of the extra `engine`" in page
+    assert f"- SGLang: {PINNED['sglang']}. This is the version of the extra `engine`" in page
     assert extras["engine"] == [f"sglang=={PINNED['sglang']}"]
-    assert f"- Model Gateway (`smg`): {PINNED['smg']} is the one" in page
+    assert f"- Model Gateway (`smg`): {PINNED['smg']}, the version in the tests" in page
     assert re.findall(r"\bRay (\d\S*)", page) == [PINNED["ray"]]
     assert f"the extra `ray` takes `{ray}`" in page
 
@@ -195,7 +195,7 @@ def test_the_client_figures_of_the_comparison() -> None:
 def test_exit_codes_after_which_a_run_resumes(page: Path) -> None:
     """Pages that say "run it again" of exit codes agree with the page on resuming."""
     resume = re.search(
-        r"\[Exit codes\]\(\S+\) ([\d, and]+) mean: run it again",
+        r"\[exit codes\]\(\S+\) ([\d, and]+) run the command again",
         (ROOT / "docs" / "how-to" / "resume.md").read_text(),
     )
     assert resume

@@ -1,4 +1,4 @@
-"""Errors, records and small tools for all other folders. This folder imports no other one of the package.
+"""Errors, records and small tools for all other folders. This folder imports from no other folder.
 
 The records are in types (Request, Outcome, sets of row ordinals, endpoints), engine_info (EngineInfo,
 SchedulerLoad, QueueBand), media, and errors (all exceptions and exit codes). The tools are in timing

@@ -79,8 +79,8 @@ def cache_directory() -> Path:
 
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""Beginning of a URI. The pattern requires only one slash, because a `Path` made from a URI keeps only
-one."""
+"""Matches the beginning of a URI. One slash is enough, because a `Path` that is made from a URI keeps only
+one slash of the two."""
 
 
 def is_uri(text: str) -> bool:

@@ -137,7 +137,7 @@ def failure_text(place: str, failure: BaseException, limit_s: float = 0.0) -> st
     if isinstance(failure, UnusableValueError):
         return f"{place}: {failure}"
     frames = traceback.extract_tb(failure.__traceback__)
-    while isinstance(failure, BaseExceptionGroup):  # asyncio.TaskGroup raises one; its first member says why
+    while isinstance(failure, BaseExceptionGroup):  # asyncio.TaskGroup raises a group of the real errors.
         failure = failure.exceptions[0]
         frames += traceback.extract_tb(failure.__traceback__)
     file = ""

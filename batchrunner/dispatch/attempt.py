@@ -119,8 +119,8 @@ class FailedAttempt(NamedTuple):
     has_other_route: bool = False
     """Whether there is a route, not suspended, on which the row has not yet had a failure of this kind."""
     is_confirmed: bool = False
-    """Whether the row had a failure of this kind before, and at least one route where it had one is in
-    order (answers other rows)."""
+    """Whether the row had a failure of this kind before, and at least one of the routes on which it failed is
+    in order, so that the row itself is at fault."""
     was_refused: bool = False
     """Whether a route that is in order refused the row in an earlier attempt."""
     failures: int = 1
@@ -290,7 +290,7 @@ class FailureHistory(msgspec.Struct):
 
     @property
     def avoided(self) -> tuple[Route, ...]:
-        """Routes that get the row only if no other route is open."""
+        """Routes that get the row only if all other routes are suspended."""
         return (*self.refused_by, *self.failed_on)
 
     @property
@@ -299,7 +299,7 @@ class FailureHistory(msgspec.Struct):
         return any(route.is_in_order for route in self.refused_by)
 
     def failed_routes(self, kind: FailureKind) -> tuple[Route, ...]:
-        """Return the routes on which the row had failures like this one: FAILED, or refusals as faulty."""
+        """Return the routes on which the row failed (for the kinds FAILED), or was refused as faulty."""
         return self.failed_on if kind in FAILED else self.refused_by
 
     def failed_routes_with(self, kind: FailureKind, route: Route) -> tuple[Route, ...]:

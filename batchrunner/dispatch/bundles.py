@@ -36,7 +36,7 @@ class BundleTotals:
     requests: int = 0
     """Number of requests, including those with one row."""
     rows: int = 0
-    """Number of rows in these requests."""
+    """Number of rows in all requests."""
     bundles: int = 0
     """Number of requests with several rows."""
     most_rows: int = 0
@@ -83,8 +83,8 @@ MEMORY_ROWS = 2000
 DEEPEST = 8
 """Longest useful queue of a scheduler, in forward passes. More rows would only wait."""
 FIRST_PASSES = 4
-"""First window of a scheduler, in forward passes: the rows of one pass are computed, those of one wait, and
-those of one are on their way in each direction."""
+"""First window of a scheduler, in forward passes. While the rows of one pass are computed, the rows of a
+second pass wait, and the rows of a third and a fourth travel to the server and back."""
 
 
 class ForwardPasses:
@@ -196,7 +196,10 @@ class BundleSize:
         self._burst += 1
 
     def rows(self, outstanding: int) -> int:
-        """Return the bundle size; `outstanding` rows are in flight or wait in a bundle. 0 means 1 as well."""
+        """Return the bundle size in rows; 0, like 1, means no bundle.
+
+        `outstanding` is the number of rows that are in flight or wait in a bundle.
+        """
         if self._fixed is not None:
             return self._fixed
         return min(self._rows, outstanding // SHARE)
@@ -256,7 +259,7 @@ class Bundle:
 
 @dataclass(slots=True, kw_only=True)
 class BundleSender:
-    """Sends the rows of one route, several in a request where that is faster."""
+    """Sends the rows of one route, several rows in a request if that is faster."""
 
     engine: Engine
     url: str

@@ -12,6 +12,7 @@ from msgspec import UNSET
 
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.dispatch.concurrency.background import BackgroundController
+from batchrunner.dispatch.concurrency.law import Controller
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.queue import Backlog, RowSource
 from batchrunner.dispatch.route import Routes
@@ -26,22 +27,28 @@ if TYPE_CHECKING:
     from batchrunner.dispatch.rollouts import Rollouts
 
 REPORTED = frozenset({"recalled", "died", "hangs", "healed", "lost", "adapts", "adapted"})
-"""Kinds of incidents that report.json lists; changes of a gateway's workers are in the event log only."""
+"""Kinds of incidents that report.json lists. Changes of a gateway's workers are only in the event log."""
 SPAN_S = 30.0
 """Seconds over which a rate is averaged."""
-PACE_ROWS, PACE_ROUNDS, PACE_SHARE = 32, 4, 0.25
-"""The pace is an average in which recent rows count more: after as many further rows as the half-life, a row
-counts half. The half-life is the largest of PACE_ROWS rows, PACE_ROUNDS times the rows in flight, and
-PACE_SHARE of the rows that have ended before. The last makes the pace smooth in long runs."""
+PACE_ROWS = 32
+"""Minimum half-life of the pace in rows. The pace is the mean time of a row, and after this many further rows
+a row counts half."""
+PACE_ROUNDS = 4
+"""Minimum half-life of the pace (the mean time of a row), as a multiple of the rows in flight."""
+PACE_SHARE = 0.25
+"""Minimum half-life of the pace (the mean time of a row), as a fraction of the rows that have ended. It makes
+the pace smooth in long runs."""
 
 
-CONTRADICTION, LATE_SHARE = 0.5, 0.05
-"""An estimate is dropped if two things hold. The mean time of a row differs from the estimate by at least the
-fraction CONTRADICTION, and the run is late or early by more than the fraction LATE_SHARE of its estimate. One
-of these alone is normal, since a run begins slowly."""
+CONTRADICTION = 0.5
+"""Minimum relative difference, between the mean time of a row and its estimate, at which the estimate of the
+run may be dropped. The run must also be late or early, see LATE_SHARE."""
+LATE_SHARE = 0.05
+"""Minimum fraction of the estimated run time by which a run is late or early when its estimate is dropped.
+This alone is normal, since a run begins slowly."""
 CHANCE = 3.0
-"""A deviation of the mean row time by up to this many standard errors counts as chance. The standard
-deviation of a single row's time is assumed to equal the mean."""
+"""Maximum deviation of the mean row time, in standard errors, that counts as chance. The standard deviation
+of a single row's time is assumed to equal the mean."""
 
 
 class Rates:
@@ -70,9 +77,12 @@ class TimeLeft:
 
     def __init__(self, now: float, row_s: float | None = None) -> None:
         """Start without ended rows; `row_s` is the estimated time of a row in seconds."""
-        self._rows = self._seconds = 0.0  # the older a row, the less it counts
-        self._done, self._began, self._ended = 0, now, now
-        self._expected_s, self._trust = row_s or 0.0, 1.0 if row_s else 0.0
+        self._rows = self._seconds = 0.0  # ended rows, and their time; the older a row, the less it counts
+        self._done = 0  # rows that have ended
+        self._began = now
+        self._ended = now  # when the last row ended
+        self._expected_s = row_s or 0.0
+        self._trust = 1.0 if row_s else 0.0  # weight of the estimate against the pace
 
     def update(self, now: float, done: int, in_flight: int, remaining: int) -> float | None:
         """Record the rows that ended so far; return the seconds until the remaining rows have ended.
@@ -83,35 +93,41 @@ class TimeLeft:
         """
         if not done and not in_flight:  # the input is still being read or sorted
             self._began = self._ended = now
-        if ended := done - self._done:
-            half_life = max(PACE_ROWS, PACE_ROUNDS * in_flight, PACE_SHARE * self._done)
-            weight = 0.5 ** (ended / half_life)
-            self._rows = self._rows * weight + ended
-            self._seconds = self._seconds * weight + now - self._ended
-            self._done, self._ended = done, now
-            self._trust *= weight
-        if self._trust and self._contradicts_estimate(now - self._began, done, in_flight, done + remaining):
+        if done > self._done:
+            self._update_pace(now, done, in_flight)
+        total = done + remaining
+        if self._trust and self._contradicts_estimate(now - self._began, done, in_flight, total):
             self._trust = 0.0
         if done >= max(1, in_flight):
-            row_s = self._trust * self._expected_s + (1 - self._trust) * self._seconds / self._rows
+            pace_s = self._seconds / self._rows
+            row_s = self._trust * self._expected_s + (1 - self._trust) * pace_s
             left_s = remaining * row_s - (now - self._ended)
         elif self._trust:
-            left_s = (done + remaining) * self._expected_s - (now - self._began)
+            left_s = total * self._expected_s - (now - self._began)
         else:
             return None
         return round(left_s, 1) if left_s >= 0 else None
 
+    def _update_pace(self, now: float, done: int, in_flight: int) -> None:
+        """Add the rows that ended since the last call to the pace, in which older rows count less."""
+        ended = done - self._done
+        half_life = max(PACE_ROWS, PACE_ROUNDS * in_flight, PACE_SHARE * self._done)
+        weight = 0.5 ** (ended / half_life)
+        self._rows = self._rows * weight + ended
+        self._seconds = self._seconds * weight + now - self._ended
+        self._done, self._ended = done, now
+        self._trust *= weight  # The estimate gives way to the rows that have ended.
+
     def _contradicts_estimate(self, elapsed_s: float, done: int, in_flight: int, total: int) -> bool:
         """Tell whether rows are much slower or quicker than estimated, and by more than chance explains."""
         material_s = LATE_SHARE * total * self._expected_s
-        # By the estimate, all ended rows and all rows in flight would have ended by this time.
+        # By the estimate, all rows that ended, and all rows in flight, take this long.
         latest_s = (done + in_flight) * self._expected_s
         is_late = elapsed_s > max(latest_s * _tolerance(done + in_flight), latest_s + material_s)
-        if done < max(1, in_flight):  # the first rows to end are the quick ones
-            return is_late
+        if is_late or done < max(1, in_flight):
+            return is_late  # The first rows to end are the quick ones, so the run cannot count as early yet.
         expected_s = done * self._expected_s
-        is_early = elapsed_s < min(expected_s / _tolerance(done, in_flight), expected_s - material_s)
-        return is_late or is_early
+        return elapsed_s < min(expected_s / _tolerance(done, in_flight), expected_s - material_s)
 
 
 def _tolerance(done: int, in_flight: int = 0) -> float:
@@ -124,7 +140,7 @@ def _tolerance(done: int, in_flight: int = 0) -> float:
 
 
 class LoadSummary:
-    """How healthy the queues were during the run.
+    """Summary of the load of the run's schedulers, such as the share of time with a healthy queue.
 
     A scheduler's steady time begins when its window leaves the state `start`, and ends with the state `tail`.
     """
@@ -135,58 +151,66 @@ class LoadSummary:
         self._sums: defaultdict[str, float] = defaultdict(float)  # sums of values times seconds
 
     def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
-        """Add a load sample, weighted by the time since the last one."""
-        span = 0.0 if self._last is None else now - self._last
+        """Add a load sample, weighted by the seconds since the last sample."""
+        span_s = 0.0 if self._last is None else now - self._last
         self._last = now
-        sums, schedulers = self._sums, self._concurrency.schedulers
-        sums["all"] += span
-        sums["tail"] += span * any(scheduler.controller.state == "tail" for scheduler in schedulers.values())
+        schedulers = self._concurrency.schedulers
+        is_tail = any(scheduler.controller.state == "tail" for scheduler in schedulers.values())
+        self._sums["all"] += span_s
+        self._sums["tail"] += span_s * is_tail
         for load in loads:
             controller = schedulers[load.scheduler].controller
             if isinstance(controller, BackgroundController):
-                total = load.running + load.queue
-                users = min(1.0, controller.users / max(1, total))
-                sums["users"] += span * users
-                sums["ours"] += span * (1 - users) * bool(total)
-                sums["served"] += span
-                continue
-            if controller.state in {"start", "tail"}:
-                continue
-            band = controller.band
-            sums["steady"] += span
-            sums["in_band"] += span * (band.low <= load.queue <= band.high)
-            sums["empty"] += span * (load.queue == 0)
-            sums["usage"] += span * load.token_usage
-            sums["queue"] += span * load.queue
-            if controller.corner is not None:
-                sums[controller.corner] += span
+                self._add_background(load, controller, span_s)
+            elif controller.state not in {"start", "tail"}:
+                self._add_steady(load, controller, span_s)
+
+    def _add_background(self, load: SchedulerLoad, controller: BackgroundController, span_s: float) -> None:
+        """Divide a span of a live server's time between its users and this run, by their requests."""
+        requests = load.running + load.queue
+        users_share = min(1.0, controller.users / max(1, requests))
+        self._sums["users"] += span_s * users_share
+        if requests:
+            self._sums["ours"] += span_s * (1 - users_share)
+        self._sums["served"] += span_s
+
+    def _add_steady(self, load: SchedulerLoad, controller: Controller, span_s: float) -> None:
+        """Add a span of a scheduler's steady time with this load."""
+        sums, band = self._sums, controller.band
+        sums["steady"] += span_s
+        sums["in_band"] += span_s * (band.low <= load.queue <= band.high)
+        sums["empty"] += span_s * (load.queue == 0)
+        sums["usage"] += span_s * load.token_usage
+        sums["queue"] += span_s * load.queue
+        if controller.corner is not None:
+            sums[controller.corner] += span_s
 
     @property
     def background(self) -> dict[str, Any]:
-        """Our share and the users' share of a live server's time, and the preempted rows.
+        """Shares of this run and of the users in a live server's time, and the preempted rows.
 
         Empty if the run is not a background run.
         """
-        whole = self._sums["served"]
-        if not whole:
+        served_s = self._sums["served"]
+        if not served_s:
             return {}
         return {
-            "our_share": round(self._sums["ours"] / whole, 4),
-            "users_share": round(self._sums["users"] / whole, 4),
+            "our_share": round(self._sums["ours"] / served_s, 4),
+            "users_share": round(self._sums["users"] / served_s, 4),
             "rows_given_back": self._concurrency.returned_rows,
             "tokens_lost": self._concurrency.tokens_lost,
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Return report.json's `load`; shares are of steady time, None if there was none."""
-        steady = self._sums["steady"]
+        """Return report.json's `load`. Shares are fractions of the steady time, None if there was none."""
+        steady_s = self._sums["steady"]
 
-        def share(name: str, whole: float = steady) -> float | None:
-            return round(self._sums[name] / whole, 4) if whole else None
+        def share(name: str, whole_s: float = steady_s) -> float | None:
+            return round(self._sums[name] / whole_s, 4) if whole_s else None
 
         return {
             "background": self.background or None,
-            "steady_s": round(steady, 1),
+            "steady_s": round(steady_s, 1),
             "in_band_share": share("in_band"),
             "empty_queue_share": share("empty"),
             "corner_shares": {str(corner): share(corner) for corner in Corner},
@@ -295,9 +319,9 @@ class AttemptProgress:
         for name, scheduler in concurrency.schedulers.items():
             sample, route = samples.get(name), scheduler.route
             is_alone = route.only_scheduler is scheduler
-            tokens_s = (
-                self._token_rates[name].update(now, (route.ended.output_tokens,))[0] if is_alone else 0.0
-            )
+            tokens_per_s = 0.0
+            if is_alone:  # The rate is updated even if this sample lacks the scheduler.
+                (tokens_per_s,) = self._token_rates[name].update(now, (route.ended.output_tokens,))
             if sample is None:
                 continue
             if concurrency.fixed is None:
@@ -305,6 +329,6 @@ class AttemptProgress:
             if scheduler.controller.corner is not None:
                 sample.corner = str(scheduler.controller.corner)
             if is_alone:
-                sample.output_tokens_per_s = round(tokens_s, 1)
+                sample.output_tokens_per_s = round(tokens_per_s, 1)
                 sample.retractions = route.ended.retractions
         return [*samples.values()]

@@ -19,11 +19,11 @@ class AnswerHistory(msgspec.Struct):
     """The earlier answers of a row whose answers are checked, and what its next request needs."""
 
     first: Request
-    """Its first request, as it was sent."""
+    """The row's first request, as it was sent."""
     unencoded: Request | None = None
-    """The first request before it was tokenized, if later requests may add a complaint to its chat."""
+    """The first request before tokenization, if later requests may add a complaint to its chat; else None."""
     rejected: list[Rejected] = []
-    """Answers that failed the checks."""
+    """Answers that failed the checks, the oldest first."""
     lengthened: int = 0
     """Number of rejected answers that were truncated and requested again with more tokens."""
     last: Completion | None = None
@@ -34,19 +34,20 @@ class PrefixGroup(msgspec.Struct, eq=False):
     """Rows with a common prefix. They all go to one route, whose prefix cache holds the prefix."""
 
     first: PendingRow
+    """The first row of the group; if it was sent, its route becomes the route of the group."""
     home: Route | None = None
     """The route of the group; None until it is chosen."""
     to_come: int = 0
-    """Number of rows of the group that are known and not in the queue yet."""
+    """Number of rows of the group that were read but are not in the queue yet."""
 
 
 class Turn(msgspec.Struct, eq=False):
     """A request of a multi-turn rollout."""
 
     outcome: asyncio.Future[Outcome]
-    """Future that receives the outcome. It is done before that if the rollout no longer waits for it."""
+    """Future of the request's outcome. It is cancelled if the rollout no longer waits for the outcome."""
     is_first: bool
-    """Whether it is the first request of its rollout; later turns are sent before new rows."""
+    """Whether the request is the first of its rollout; later requests are sent before new rows."""
 
 
 class PendingRow(msgspec.Struct, eq=False):
@@ -66,8 +67,9 @@ class PendingRow(msgspec.Struct, eq=False):
     sent_at: float = 0.0
     """Time of the last attempt, in seconds of the monotonic clock."""
     prefix_ready_at: float = float("inf")
-    """Time from which on the row's prompt is known to be computed, in seconds of the same clock."""
+    """Time from which on the row's prompt is surely computed, in seconds of the monotonic clock."""
     attempts: int = 0
+    """Number of times that the row was sent."""
     failures: FailureHistory | None = None
     """The row's failed attempts; None if no attempt failed."""
     answers: AnswerHistory | None = None
@@ -87,7 +89,7 @@ class PendingRow(msgspec.Struct, eq=False):
 
     @property
     def avoided(self) -> tuple[Route, ...]:
-        """Routes that get the row only if no other route is open."""
+        """Routes that get the row only if all other routes are suspended."""
         return () if self.failures is None else self.failures.avoided
 
     @property
@@ -98,7 +100,7 @@ class PendingRow(msgspec.Struct, eq=False):
 
 
 class RowSource(Protocol):
-    """Where the rows of an attempt come from: files, leases, or a program."""
+    """Source of the rows of an attempt: files, leases of a joined run, or a program."""
 
     @property
     def total(self) -> int:
@@ -106,7 +108,7 @@ class RowSource(Protocol):
 
     @property
     def unread(self) -> int:
-        """Number of rows still to be read; with leases an estimate."""
+        """Number of rows still to be read; an estimate with leases of a joined run."""
 
     @property
     def is_shared(self) -> bool:
@@ -124,18 +126,18 @@ class RowSource(Protocol):
 
 
 class ResultSink(Protocol):
-    """Where the outcomes of rows go: to the disk, or to a program."""
+    """Sink of the outcomes of rows: the disk, or a program."""
 
     async def put(self, outcome: Outcome) -> None:
         """Count and store an outcome; waits while the disk or the program is behind. Raises StorageError."""
 
 
 FEWER = 16
-"""Each further death divides the number of suspects that may be in flight at once by this."""
+"""Divisor, for each engine death, of the number of suspected rows that may be in flight at once."""
 
 
 class PoisonRows:
-    """Suspects: rows that were in flight when the engine died or hung, and wait for a retry. Pure.
+    """Suspects: rows that were in flight when the engine died or hung, and that wait for a retry. Pure.
 
     Thousands of rows are in flight at a death, and nearly all are harmless. They are sent again a few at a
     time, beside rows that are not suspected, so that the next death leaves fewer suspects. Rows that have
@@ -154,7 +156,7 @@ class PoisonRows:
         self._waiting[row.deaths].append(row)
 
     def next(self, route: Route) -> deque[PendingRow] | None:
-        """Return suspects whose first one may be sent to a route now; None if none may."""
+        """Return suspects of which the first may be sent to a route now; None if no suspect may be sent."""
         if not self._waiting:  # the usual case, decided quickly because every row asks
             return None
         for deaths, rows in sorted(self._waiting.items(), reverse=True):
@@ -164,7 +166,7 @@ class PoisonRows:
         return None
 
     def take(self, suspects: deque[PendingRow]) -> PendingRow:
-        """Take the first of these suspects. It counts as in flight from now on."""
+        """Take the first of these suspected rows. The row counts as in flight from now on."""
         row = suspects.popleft()
         self._in_flight[row.deaths] += 1
         return row
@@ -174,14 +176,16 @@ class PoisonRows:
         self._in_flight[row.deaths] -= 1
 
 
-READ_AHEAD_ROWS, READ_AHEAD_BYTES = 512, 64 << 20
-"""The feeder pauses while the dispatch queue has at least this many rows, or this many bytes of their
-prompts. From this number of rows on, any route may take rows that are kept for another route."""
+READ_AHEAD_ROWS = 512
+"""Number of rows in the dispatch queue at which the feeder pauses. From this number on, any route may take
+rows that are kept for another route."""
+READ_AHEAD_BYTES = 64 << 20
+"""Bytes of the prompts in the dispatch queue at which the feeder pauses."""
 
 
 MOST_MEDIA_BYTES = 128 << 20
-"""No more rows are sent while the files of the rows in flight have at least this many bytes in all. A request
-body holds each file once more, and a third larger (base64)."""
+"""Total bytes of the files of the rows in flight at which no more rows are sent. A request body holds each
+file once more, and a third larger (base64)."""
 
 
 class DispatchQueue:
@@ -211,16 +215,19 @@ class DispatchQueue:
 
     @property
     def is_full(self) -> bool:
-        """Whether it has so many rows, or bytes of their prompts, that no more should be read."""
+        """Whether the queue has so many rows, or bytes of prompts, that no more rows should be read."""
         return self._count >= READ_AHEAD_ROWS or self._bytes >= READ_AHEAD_BYTES
 
     def add(self, row: PendingRow, *, first: bool = False) -> None:
-        """Add a row behind all others, or before them."""
+        """Add a row behind all other rows, or before them if `first` is true."""
         is_later_turn = row.turn is not None and not row.turn.is_first
         rows = self._turns if is_later_turn else self._for_any_route
         if avoided := row.avoided:
             rows = self._avoiding[avoided]
-        (rows.appendleft if first else rows.append)(row)
+        if first:
+            rows.appendleft(row)
+        else:
+            rows.append(row)
         self._count += 1
         self._bytes += row.memory_bytes
 
@@ -247,6 +254,10 @@ class DispatchQueue:
         return row
 
     def _next(self, route: Route) -> PendingRow | None:
+        """Return the next row for a route, or None: a kept row, one that avoids other routes, or any row.
+
+        Rows whose prefix group belongs to another route are kept for that route.
+        """
         if route.kept:
             route.promised -= 1
             row: PendingRow = route.kept.popleft()
@@ -258,18 +269,19 @@ class DispatchQueue:
             if row.group is None:
                 return row
             home = self.home_of(row.group)
-            if row.group.to_come:
+            if row.group.to_come:  # The row has come, so it is no longer promised to its route.
                 row.group.to_come -= 1
                 home.promised -= 1
             if home is route:
                 return row
             _keep(row, home)
-        busiest = self._route_to_relieve(route.in_flight - 1)
+        busiest = self._route_to_relieve(route.in_flight - 1)  # without the slot of the row that is asked for
         return _relieve(busiest, route) if busiest else None
 
     def home_of(self, group: PrefixGroup) -> Route:
         """Return the route of a prefix group; the first call chooses it."""
         if group.home is None:
+            # If the first row of the group was sent already, its route has the prefix in its cache.
             group.home = group.first.route or self._routes.least_used()
             group.home.promised += group.to_come
         return group.home
@@ -282,11 +294,14 @@ class DispatchQueue:
             return None
         if self._count >= READ_AHEAD_ROWS or busiest.is_suspended:
             return busiest
-        is_far_ahead = 2 * in_flight < busiest.in_flight + waiting and 4 * waiting >= busiest.in_flight
-        return busiest if is_far_ahead else None
+        if 2 * in_flight >= busiest.in_flight + waiting:  # The route has enough to do itself.
+            return None
+        if 4 * waiting < busiest.in_flight:  # The busiest route will need its kept rows soon.
+            return None
+        return busiest
 
     def _avoiding_others(self, route: Route) -> deque[PendingRow]:
-        """Return rows that avoid some routes and that this route may take; empty if there are none."""
+        """Return pending rows that avoid other routes and may go to this route; empty if there are none."""
         for avoided, rows in self._avoiding.items():
             if rows and self._routes.may_get(route, avoided):
                 return rows
@@ -294,6 +309,7 @@ class DispatchQueue:
 
 
 def _keep(row: PendingRow, route: Route) -> None:
+    """Keep a row for a route, behind the rows that are kept already."""
     route.kept.append(row)
     route.promised += 1
 
@@ -305,23 +321,26 @@ def _relieve(busiest: Route, route: Route) -> PendingRow:
     The rows keep their order, in which groups alternate, because two rows of one group in the same pass would
     both compute the prefix.
     """
-    rows_to_move, remaining = deque[PendingRow](), deque[PendingRow]()
     rows_of = Counter[PrefixGroup](row.group for row in busiest.kept)
-    moving = Counter[PrefixGroup]()
+    rows_to_move = Counter[PrefixGroup]()  # number of rows, by group
+    half = (len(busiest.kept) + 1) // 2
     for group in sorted(rows_of, key=lambda group: (group.first.route is not None, -rows_of[group])):
-        moving[group] = min(rows_of[group], (len(busiest.kept) + 1) // 2 - moving.total())
-        if moving[group] == rows_of[group]:
+        rows_to_move[group] = min(rows_of[group], half - rows_to_move.total())
+        if rows_to_move[group] == rows_of[group]:
             group.home = route
             busiest.promised -= group.to_come
             route.promised += group.to_come
-    for row in reversed(busiest.kept):
-        is_moved = moving[row.group] > 0
-        moving[row.group] -= is_moved
-        (rows_to_move if is_moved else remaining).appendleft(row)
+    moved, remaining = deque[PendingRow](), deque[PendingRow]()
+    for row in reversed(busiest.kept):  # Of a group that is divided, the last rows move.
+        if rows_to_move[row.group] > 0:
+            rows_to_move[row.group] -= 1
+            moved.appendleft(row)
+        else:
+            remaining.appendleft(row)
     busiest.kept = remaining
-    busiest.promised -= len(rows_to_move)
-    first = rows_to_move.popleft()
-    for row in rows_to_move:
+    busiest.promised -= len(moved)
+    first = moved.popleft()
+    for row in moved:
         _keep(row, route)
     return first
 
@@ -333,7 +352,7 @@ class Backlog:
     """
 
     def __init__(self, routes: Routes, results: ResultSink, to_come: Callable[[], int]) -> None:
-        """Build an empty backlog; `to_come` estimates how many rows have not been added yet."""
+        """Build an empty backlog; `to_come` estimates the number of rows that have not been added yet."""
         self._routes = routes
         self._results = results
         self._to_come = to_come
@@ -342,7 +361,7 @@ class Backlog:
         self._media_bytes = 0  # of rows in flight
         self.waiting = 0
         """Number of rows that wait for another attempt and hold no slot."""
-        self._unended = 0
+        self._unended = 0  # rows that were read and have no outcome yet
         self._all_read = False
         self.is_stopping = False
         """Whether no row is sent any more."""
@@ -351,9 +370,9 @@ class Backlog:
 
     @property
     def unsent(self) -> int:
-        """Number of remaining rows that are not in flight; an estimate with leases.
+        """Number of remaining rows that are not in flight; an estimate with leases of a joined run.
 
-        It is at least the number of rows in the queue, since a rollout may send many requests at once.
+        The number is at least that of the rows in the queue, since a rollout may send many requests at once.
         """
         if self.is_stopping:
             return 0
@@ -381,7 +400,7 @@ class Backlog:
         self.wake()
 
     def expect(self, rows: int) -> None:
-        """Count rows that will soon be added to the backlog, or ended."""
+        """Count rows that will soon be added to the backlog, or end without being sent."""
         self._unended += rows
 
     def add(self, row: PendingRow) -> None:
@@ -413,6 +432,7 @@ class Backlog:
             row = self._queue.take(route) if suspects is None else self._poison.take(suspects)
             if row is None or row.is_wanted:
                 break
+            # The row's rollout has ended, so the row is dropped. A suspect was counted as in flight above.
             if row.deaths:
                 self._poison.leave_flight(row)
         if not self._queue.is_full:
@@ -470,6 +490,7 @@ class Backlog:
             await self._room.wait()
 
     def _retry(self, row: PendingRow) -> None:
+        """Put a row back into the queue, before all other rows; a suspect of engine deaths waits apart."""
         self.waiting -= 1
         if row.deaths:
             self._poison.add(row)

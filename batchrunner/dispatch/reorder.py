@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
 
 import msgspec
@@ -30,20 +30,23 @@ more bytes by chance."""
 
 
 class TreePlace(NamedTuple):
-    """The leader of a row, and the prefix that they share."""
+    """The leader of a row, and the prefix that row and leader share."""
 
     leader: int
-    """Index of the row that goes first."""
+    """Index of the leader, which is sent before the row."""
     shared_bytes: int
+    """Length of the shared prefix in bytes."""
     group_rows: int
-    """Number of rows that begin with this prefix."""
+    """Number of rows that begin with the shared prefix."""
 
 
 class _Branch(NamedTuple):
-    """Rows with a common prefix; `leader` is the index of the one that goes first."""
+    """Rows with a common prefix."""
 
     leader: int
+    """Index of the row that is sent first."""
     rows: int
+    """Number of rows, including the leader."""
 
 
 def find_leaders(prefixes: Sequence[bytes], sent: int = 0) -> dict[int, TreePlace]:
@@ -51,17 +54,20 @@ def find_leaders(prefixes: Sequence[bytes], sent: int = 0) -> dict[int, TreePlac
 
     The first `sent` of the prefixes belong to rows that were sent before.
     """
+    # In sorted order, all rows with a common prefix stand together. So each row need only be compared with
+    # the next one.
     order = sorted(range(len(prefixes)), key=prefixes.__getitem__)
-    depths = [_depth(prefixes[first], prefixes[second]) for first, second in pairwise(order)]
-    if not any(depths):
+    shared_with_next = [_shared_bytes(prefixes[first], prefixes[second]) for first, second in pairwise(order)]
+    if not any(shared_with_next):
         return {}
     tree = _Tree(prefixes, sent)
-    for index, depth in zip(order, [*depths, 0], strict=True):
-        tree.add(index, depth)
+    for index, shared_bytes in zip(order, [*shared_with_next, 0], strict=True):
+        tree.add(index, shared_bytes)
     return tree.places
 
 
-def _depth(first: bytes, second: bytes) -> int:
+def _shared_bytes(first: bytes, second: bytes) -> int:
+    """Return the length of the common prefix of two prompts in bytes; 0 if it is too short to matter."""
     if first[:LEAST_SHARED_BYTES] != second[:LEAST_SHARED_BYTES]:  # true for most rows
         return 0
     shared = common_length(first, second)
@@ -69,9 +75,11 @@ def _depth(first: bytes, second: bytes) -> int:
 
 
 class _Tree:
-    """A prefix tree, to which rows are added in sorted order.
+    """A prefix tree of prompts, to which rows are added in sorted order.
 
-    Only the nodes on the path from the root to the last row are open. All other nodes are closed.
+    A node stands for a prefix, and its depth is the length of the prefix in bytes. Only the nodes on the path
+    from the root to the row that was added last are open for more rows. All other nodes are closed, because
+    no later row in sorted order begins with their prefixes.
     """
 
     def __init__(self, prefixes: Sequence[bytes], sent: int) -> None:
@@ -79,33 +87,38 @@ class _Tree:
         self._sent = sent
         self._open: list[tuple[int, list[_Branch]]] = [(0, [])]  # depth in bytes, and the branches below
         self.places: dict[int, TreePlace] = {}
+        """Leader and shared prefix of each row that follows another one, by the row's index."""
 
     def add(self, index: int, depth: int) -> None:
         """Add the next row in sorted order, which shares `depth` bytes with the one after it."""
-        below = [_Branch(index, 1)]
+        branches = [_Branch(index, 1)]
+        # The next row does not begin with the prefixes of the deeper nodes, so these nodes are closed.
         while self._open[-1][0] > depth:
-            node_depth, branches = self._open.pop()
-            below = [*branches, *below]
+            node_depth, node_branches = self._open.pop()
+            branches = [*node_branches, *branches]
+            # A node whose prefix is hardly longer than its parent's gets no leader of its own.
             if node_depth - max(depth, self._open[-1][0]) >= LEAST_NODE_BYTES:
-                below = [self._close(node_depth, below)]
+                branches = [self._close(node_depth, branches)]
         if self._open[-1][0] < depth:
             self._open.append((depth, []))
-        self._open[-1][1].extend(below)
+        self._open[-1][1].extend(branches)
 
     def _close(self, depth: int, branches: list[_Branch]) -> _Branch:
+        """Choose the leader of a node, let those of its other branches follow it, and join the branches."""
         leader = max(branches, key=self._rank).leader
         rows = sum(branch.rows for branch in branches)
         for branch in branches:
             if branch.leader != leader:
-                self.places[branch.leader] = TreePlace(leader, depth, rows)
+                self.places[branch.leader] = TreePlace(leader, shared_bytes=depth, group_rows=rows)
         return _Branch(leader, rows)
 
     def _rank(self, branch: _Branch) -> tuple[bool, int, int]:
+        """Return the sort key of a leader: a sent row leads, then that of most rows, then the longest."""
         return branch.leader < self._sent, branch.rows, len(self._prefixes[branch.leader])
 
 
 class OrderedRow(PendingRow, eq=False):
-    """A pending row, and its place in the order.
+    """A pending row, and its place in the order of sending.
 
     A row *follows* another one, its `leader`, if both begin with the same bytes. The engine computes the
     shared prefix for the leader, and finds it in the prefix cache for the follower.
@@ -116,40 +129,46 @@ class OrderedRow(PendingRow, eq=False):
     template: int = 0
     """CRC-32 of the prompt's first 256 bytes: rows with the same template or system prompt share it."""
     leader: OrderedRow | None = None
+    """The row that is sent first, with the same prefix; None if the row follows no other row."""
     shared_bytes: int = 0
-    """Length of the prefix that the row shares with its leader."""
+    """Length, in bytes, of the prefix that the row shares with its leader."""
     followers: list[OrderedRow] = msgspec.field(default_factory=list)
+    """Rows that follow the row and are not held back for it yet."""
     new_tokens: float = 0.0
     """Estimated prompt tokens that the engine computes for the row if the shared prefix is cached."""
     sent_clock: float = 0.0
-    """Sum of `new_tokens` over all rows sent so far, this one included."""
+    """Sum of `new_tokens` over all rows that were sent up to and including the row: a clock in prefill
+    tokens."""
     used_clock: float = 0.0
-    """Value of the sum in `sent_clock` when the row or one of its followers was last sent."""
+    """Clock in prefill tokens (see `sent_clock`) when the row or one of its followers was last sent."""
     longest_output: float = 0.0
-    """Expected output tokens of the row or of its longest follower; 0 where lengths do not matter."""
+    """Expected output tokens of the row or of its longest follower; 0 if the order ignores lengths."""
 
 
 PASS_TOKENS = 8192
 """Assumed tokens of a prefill pass if the engine does not report them: SGLang's chunk on GPUs of 80 GB."""
 PASSES = 1.1
 """Initial reuse distance in prefill passes: above 1 because token counts are estimated."""
-POOL_SHARE, MOST_POOL_SHARE = 0.15, 0.3
-"""Maximum initial distance and maximum later distance, as fractions of the KV pool. A prefix that was last
-used within the later maximum counts as still cached."""
+POOL_SHARE = 0.15
+"""Maximum initial reuse distance, as a fraction of the KV pool."""
+MOST_POOL_SHARE = 0.3
+"""Maximum later reuse distance, as a fraction of the KV pool. A prefix that was last used within this
+distance counts as still cached."""
 LEAST_PASSES = 1 / 8
-"""Minimum distance, in prefill passes."""
+"""Minimum reuse distance, in prefill passes."""
 MOST_BYTES_A_TOKEN = 6
 """Assumed bytes per prompt token before the first answer. The value is high, because too short a distance
 costs more than too long a distance."""
 FOLLOWERS_A_CHECK = 32
-"""Number of answered followers after which the distance is checked."""
-NEARER, WIDER = 0.7, 1.5
-"""Factors by which a correction shortens or lengthens the distance."""
+"""Number of answered followers after which the reuse distance is checked."""
+NEARER = 0.7
+"""Factor by which a correction shortens the reuse distance."""
+WIDER = 1.5
+"""Factor by which a correction lengthens the reuse distance."""
 MISS_SHARE = 0.1
-"""The distance is corrected if more than this fraction of followers did not find their prefix in the
-cache."""
+"""Maximum fraction of followers without a prefix cache hit at which the reuse distance stays."""
 LEAST_EXPECTED_TOKENS = 64
-"""A follower does not count in a check if its shared prefix has fewer tokens than this."""
+"""Minimum number of tokens of a follower's shared prefix for the follower to count in a check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,15 +253,16 @@ class ReuseDistance:
         self._expected_tokens += expected
         self._found_tokens += min(expected, cached)
         if not self._knows_scheduler or leader.route != row.route or row.sent_clock < self._changed_at:
-            return None  # the prefix may be in another cache, or the row was sent before the last correction
+            return None  # The prefix may be in another cache, or the row was sent before the last correction.
         self._followers += 1
         if cached < expected / 2:
             self._missed += 1
+            # A prefix that was ready before the row was sent, and then was missing, has been evicted.
             self._evicted += leader.prefix_ready_at < row.sent_at
         return self._correct() if self._followers >= FOLLOWERS_A_CHECK else None
 
     def as_dict(self) -> dict[str, int]:
-        """Return `sharing` of report.json: shared prompt tokens, those found in the cache, the distance."""
+        """Return report.json's `sharing`: shared prompt tokens, prefix cache hits in tokens, the distance."""
         return {
             "expected_tokens": round(self._expected_tokens),
             "found_tokens": round(self._found_tokens),
@@ -259,28 +279,41 @@ class ReuseDistance:
         followers were sent, or the distance exceeds a prefill pass. Otherwise the reason is unknown. Then the
         last kind of change is repeated, or reversed if the share of misses has grown.
         """
-        rows, missed, evicted, old = self._followers, self._missed, self._evicted, self.tokens
+        followers, missed, evicted = self._followers, self._missed, self._evicted
         self._followers = self._missed = self._evicted = 0
-        share, before = missed / rows, self._last_miss_share
-        self._last_miss_share = share
-        self._mean_miss_share += (share - self._mean_miss_share) / 2
-        if min(share, self._mean_miss_share) <= MISS_SHARE:
+        miss_share, last_miss_share = missed / followers, self._last_miss_share
+        self._last_miss_share = miss_share
+        self._mean_miss_share += (miss_share - self._mean_miss_share) / 2
+        if min(miss_share, self._mean_miss_share) <= MISS_SHARE:
             return None
         if 2 * evicted > missed or self._tokens >= self._first:
             self._factor = NEARER
-        elif share > before > MISS_SHARE:
+        elif miss_share > last_miss_share > MISS_SHARE:  # The last correction made it worse: reverse it.
             self._factor = NEARER if self._factor == WIDER else WIDER
+        old = self.tokens
         self._tokens = max(self._least, min(self._most, self._tokens * self._factor))
         self._changed_at, self._mean_miss_share = self._clock, 0.0
-        reason = f"{missed} of {rows} followers did not find their prefix in the cache"
-        return DistanceChange(old, self.tokens, reason) if self.tokens != old else None
+        if self.tokens == old:
+            return None
+        reason = f"{missed} of {followers} followers did not find their prefix in the cache"
+        return DistanceChange(old=old, new=self.tokens, reason=reason)
 
 
-MOST_HELD_ROWS, MOST_HELD_BYTES = 1024, 32 << 20
-"""Maximum number of followers that are held back while more rows may come, and maximum bytes of their
-prompts."""
+MOST_HELD_ROWS = 1024
+"""Maximum number of followers that are held back while more rows may come."""
+MOST_HELD_BYTES = 32 << 20
+"""Maximum bytes of the prompts of followers that are held back while more rows may come."""
 BEHIND = 1 << 60
-"""Sort key that puts a follower behind all followers that lead no other row."""
+"""Sort key of due followers that lead other rows. It puts them behind all followers that lead no row."""
+
+
+HeldFollower: TypeAlias = "tuple[float, int, int, OrderedRow]"
+"""A follower that is held back until its leader is far enough ahead: the leader's `sent_clock`, a serial
+number, so that a heap never compares rows, the rank among due followers (the lowest goes first), and the
+row."""
+DueFollower: TypeAlias = "tuple[int, int, OrderedRow]"
+"""A follower whose leader is far enough ahead: the rank (the lowest goes first), a serial number, so that a
+heap never compares rows, and the row."""
 
 
 class FollowerRelease:
@@ -291,11 +324,9 @@ class FollowerRelease:
         self._distance = distance
         self._leaders: deque[OrderedRow] = deque()
         self._leaders_bytes = 0
-        # Two heaps of followers: `_held` is sorted by the leader's clock, and `_due` by the place among due
-        # rows.
-        self._held: list[tuple[float, int, int, OrderedRow]] = []
+        self._held: list[HeldFollower] = []  # a heap
         self._held_bytes = 0
-        self._due: list[tuple[int, int, OrderedRow]] = []
+        self._due: list[DueFollower] = []  # a heap
         self._serial = count()
 
     def __len__(self) -> int:
@@ -311,15 +342,15 @@ class FollowerRelease:
     def hold_followers(self, leader: OrderedRow) -> None:
         """Hold back the followers of a sent row.
 
-        If they must go before they are due, those that lead other rows go first, then those with a long
+        If followers must go before they are due, those that lead other rows go first, then those with a long
         prefix.
         """
         if not leader.followers:
             return
         leader.followers.sort(key=lambda row: (not row.followers, -row.shared_bytes, -row.longest_output))
         for turn, row in enumerate(leader.followers):
-            place = BEHIND - row.shared_bytes if row.followers else turn
-            heapq.heappush(self._held, (leader.sent_clock, next(self._serial), place, row))
+            rank = BEHIND - row.shared_bytes if row.followers else turn
+            heapq.heappush(self._held, (leader.sent_clock, next(self._serial), rank, row))
             self._held_bytes += row.memory_bytes
         leader.followers = []
 
@@ -327,22 +358,22 @@ class FollowerRelease:
         """Take the next row; None if all rows should wait. With `last` no more rows come, so none waits.
 
         Of the due followers, those that lead no other row go first, one of each leader in turn. So each
-        prefix is used again before it is evicted, however many rows share it. Then those that lead other rows
-        go, the one with the longest shared prefix first, since its own followers use that prefix too. In the
-        order in which they become due, all followers of a common prefix would go at once, and evict each
+        prefix is used again before it is evicted, however many rows share it. Then followers that lead other
+        rows go, the one with the longest shared prefix first, since its own followers use that prefix too. In
+        the order in which they become due, all followers of a common prefix would go at once, and evict each
         other's prefixes. If the next leader is so long that it would evict a prefix before its use, the
         followers of that prefix go early.
         """
         if self._held:
             self._find_due()
-        crowded = self._held and not self._due and self._is_crowded()
-        if self._leaders and not crowded and (not self._due or (last and self._is_near_end())):
+        must_release = self._held and not self._due and self._would_evict()
+        if self._leaders and not must_release and (not self._due or (last and self._is_near_end())):
             row = self._leaders.popleft()
             self._leaders_bytes -= row.prompt_bytes
         elif self._due:
             row = heapq.heappop(self._due)[-1]
-        elif self._held and (last or crowded or self._holds_most()):
-            row = self._next_held()[-1]
+        elif self._held and (last or must_release or self._holds_most()):
+            row = self._release_held()[-1]
         else:
             return None
         if self._distance is not None:
@@ -351,36 +382,41 @@ class FollowerRelease:
         return row
 
     def _holds_most(self) -> bool:
+        """Tell whether so many followers are held back that one must go early."""
         return len(self._held) > MOST_HELD_ROWS or self._held_bytes > MOST_HELD_BYTES
 
-    def _next_held(self) -> tuple[int, int, OrderedRow]:
-        _, serial, place, row = heapq.heappop(self._held)
+    def _release_held(self) -> DueFollower:
+        """Remove the follower whose leader was sent first from the followers that are held back."""
+        _, serial, rank, row = heapq.heappop(self._held)
         self._held_bytes -= row.memory_bytes
-        return place, serial, row
+        return rank, serial, row
 
-    def _is_crowded(self) -> bool:
+    def _would_evict(self) -> bool:
         """Tell whether the next leader would evict the oldest prefix that held followers still need."""
         if self._distance is None or not self._leaders:
             return False
-        return not self._distance.keeps(self._held[0][0], self._leaders[0].prompt_bytes)
+        oldest_clock = self._held[0][0]
+        return not self._distance.keeps(oldest_clock, self._leaders[0].prompt_bytes)
 
     def _is_near_end(self) -> bool:
         """Tell whether the last leaders should go before due followers.
 
-        Otherwise no rows would be left to send between these leaders and their followers. The due followers
-        then wait up to three distances, so this is false if their prefix would be evicted by then.
+        Otherwise no rows would be left to send between the last leaders and their own followers. The due
+        followers then wait up to three reuse distances. So the result is false if their prefix would be
+        evicted by then.
         """
         if self._distance is None or not self._distance.has_room:
             return False
         return self._leaders_bytes / self._distance.bytes_a_token <= 2 * self._distance.tokens
 
     def _find_due(self) -> None:
+        """Move the followers whose leaders are far enough ahead from the held to the due ones."""
         while self._held and self._distance is not None:
             leader = self._held[0][-1].leader
             assert leader is not None
             if not self._distance.is_reached(leader):
                 return
-            heapq.heappush(self._due, self._next_held())
+            heapq.heappush(self._due, self._release_held())
 
 
 MOST_TEMPLATES = 1024
@@ -410,26 +446,32 @@ class OutputLengths:
         return min(limit, tokens / rows) if rows >= FEWEST_ROWS else float(limit)
 
 
-WINDOW_ROWS, WINDOW_BYTES = 2048, 32 << 20
-"""Rows are ordered together once there are this many of them, or this many bytes of their prompts."""
+WINDOW_ROWS = 2048
+"""Number of rows that are read before they are ordered together."""
+WINDOW_BYTES = 32 << 20
+"""Bytes of prompts and images at which the rows that were read are ordered together, however few they are."""
 LAST_ROWS = 8192
 """Number of rows at the end of the input that are ordered together. Those with the longest outputs go first,
 so that the run does not end with them."""
 SHARED_ROWS = 512
 """Number of rows that are ordered together in a joined run. It is small, because other workers cannot take
 the rows that one worker holds."""
-PIECE_ROWS, PIECE_BYTES = 256, 64 << 20
-"""Maximum number of rows that are handed on together, and about the maximum bytes that they occupy once they
-are tokenized and their files are read."""
+PIECE_ROWS = 256
+"""Maximum number of rows that are handed on to the feeder together."""
+PIECE_BYTES = 64 << 20
+"""Approximate maximum of the memory, in bytes, that rows handed on together take once they are tokenized and
+their files are read."""
 IDS_BYTES = 16
 """Memory for token ids, in bytes per byte of a prompt."""
 TEMPLATE_BYTES = 256
-"""Bytes at the start of a prompt by which templates are distinguished."""
-SENT_ROWS, SENT_BYTES = 32, 8 << 20
-"""Maximum number of sent rows that later rows may still follow, and maximum bytes of their prompts."""
+"""Number of bytes at the start of a prompt by which prompt templates are distinguished."""
+SENT_ROWS = 32
+"""Maximum number of sent rows that later rows may still follow."""
+SENT_BYTES = 8 << 20
+"""Maximum bytes of the prompts of sent rows that later rows may still follow."""
 COMMON_SHARE = 0.25
-"""A prefix is computed on every replica if more rows share it than this fraction of the rows that a replica
-gets of the window."""
+"""Maximum number of rows that share a prefix and are kept on one replica, as a fraction of the rows that a
+replica gets. A prefix that more rows share is computed on every replica."""
 
 
 class PrimeTask(NamedTuple):
@@ -443,8 +485,10 @@ class PrimeTask(NamedTuple):
 
     row: OrderedRow
     round: int
-    """Tasks of a later round have prefixes that begin with those of earlier rounds."""
+    """Number of the round, from 0. A prefix that begins with another primed prefix belongs to a later
+    round."""
     on_every_replica: bool
+    """Whether the prefix is computed on every replica, and not only on the replica of the row's group."""
 
 
 class Reorderer:
@@ -510,6 +554,7 @@ class Reorderer:
         yield from self._ordered(last=True)
 
     def _add(self, request: Request) -> None:
+        """Add a row to the window, the rows that are ordered together next."""
         row = OrderedRow(request)
         prefix = prompt_bytes(request)
         row.prompt_bytes = len(prefix)  # needed even without reordering: it bounds the read-ahead
@@ -520,6 +565,10 @@ class Reorderer:
         self._window_bytes += row.memory_bytes
 
     def _is_full(self, unread: int, *, is_shared: bool) -> bool:
+        """Tell whether the window has enough rows to be ordered; `unread` rows are still to be read.
+
+        `is_shared` says that other workers could process the rows instead.
+        """
         if self._distance is None and self._lengths is None and not (self._dedupe or self._by_length):
             return True
         limit = WINDOW_ROWS
@@ -553,6 +602,7 @@ class Reorderer:
             yield piece
 
     def _piece(self, *, last: bool) -> list[OrderedRow | PrimeTask | Outcome]:
+        """Return the next rows to send, after the tasks that prime their prefixes; empty if all rows wait."""
         rows: list[OrderedRow] = []
         primes: dict[OrderedRow, PrimeTask] = {}
         size = 0
@@ -562,9 +612,10 @@ class Reorderer:
             if not self._began:
                 self._prime_leader_of(row, primes)
         self._began = self._began or bool(rows)
-        leaders = set(self._sent)
+        # Only rows in `_sent` are compared with later rows, so all other rows can drop their prompts.
+        possible_leaders = set(self._sent)
         for row in rows:
-            if row not in leaders:
+            if row not in possible_leaders:
                 row.prefix = b""
         return [*primes.values(), *rows]
 
@@ -579,7 +630,7 @@ class Reorderer:
         # more than the leader's prefix. If they were admitted in one pass, each of them would compute this
         # rest.
         for index, place in sorted(places.items()):
-            if index < len(sent_rows):
+            if index < len(sent_rows):  # A sent row has its leader already.
                 continue
             row, leader = rows[index], rows[place.leader]
             row.leader, row.shared_bytes = leader, place.shared_bytes
@@ -588,25 +639,34 @@ class Reorderer:
             self._release.hold_followers(leader)
         if self.caches > 1:
             limit = max(1, COMMON_SHARE * len(window) / self.caches)
-            common = {rows[index] for index, place in places.items() if place.group_rows > limit}
-            rows_of = Counter(_find_group(row, common) for row in window)
-            for group, count in rows_of.items():
-                first = group.first
-                assert isinstance(first, OrderedRow)
-                if count == 1 and first.sent_clock == 0:  # alone in its group: any route will do
-                    first.group = None
-                elif group.home is None:
-                    group.to_come += count
+            self._find_groups(
+                window, {rows[index] for index, place in places.items() if place.group_rows > limit}
+            )
+
+    def _find_groups(self, window: list[OrderedRow], common: set[OrderedRow]) -> None:
+        """Set the prefix group of each row of the window, so that a group goes to one replica.
+
+        A row in `common` shares with its leader a prefix that every replica computes.
+        """
+        rows_of = Counter(_find_group(row, common) for row in window)
+        for group, rows in rows_of.items():
+            first = group.first
+            assert isinstance(first, OrderedRow)
+            if rows == 1 and first.sent_clock == 0:  # The row is alone in its group: any route will do.
+                first.group = None
+            elif group.home is None:
+                group.to_come += rows
 
     def _without_duplicates(self, window: list[OrderedRow]) -> list[OrderedRow]:
         """Return the rows without duplicates. A duplicate is added to the first row with the same request."""
-        first: dict[bytes, OrderedRow] = {}
+        by_digest: dict[bytes, OrderedRow] = {}  # the first row with each request
         originals = []
         for row in window:
             original = row
             if is_repeatable(row.request):
-                original = first.setdefault(self._digests.of(row.request, row.prefix), row)
-            if original is not row and original.request[1:] == row.request[1:]:  # all except the ordinals
+                original = by_digest.setdefault(self._digests.of(row.request, row.prefix), row)
+            # Equal digests may be chance, so all fields except the row's reference are compared as well.
+            if original is not row and original.request[1:] == row.request[1:]:
                 original.duplicates.append(row.request.ref)
             else:
                 originals.append(row)
@@ -615,20 +675,25 @@ class Reorderer:
     def _prime_leader_of(self, row: OrderedRow, primes: dict[OrderedRow, PrimeTask]) -> None:
         """Add a prime task for the leader of a row, if both may be in the engine's first prefill pass."""
         leader, distance = row.leader, self._distance
-        if leader and distance and distance.is_first_pass(row) and leader.request.kind != "body":
+        if not leader or not distance or not distance.is_first_pass(row) or leader.request.kind == "body":
+            return
+        task = primes.get(leader)
+        if task is None:
             round_ = primes[leader.leader].round + 1 if leader.leader in primes else 0
-            task = primes.get(leader, PrimeTask(leader, round_, on_every_replica=self.caches == 1))
-            everywhere = task.on_every_replica or row.group is None or row.group is not leader.group
-            primes[leader] = task._replace(on_every_replica=everywhere)
+            task = PrimeTask(leader, round_, on_every_replica=self.caches == 1)
+        # A follower of another group, or of none, may go to any replica, so each of them needs the prefix.
+        on_every_replica = task.on_every_replica or row.group is None or row.group is not leader.group
+        primes[leader] = task._replace(on_every_replica=on_every_replica)
 
 
 def _find_longest_outputs(window: Iterable[OrderedRow], lengths: OutputLengths) -> None:
-    """Estimate output lengths. A leader counts as long as its longest follower, since that waits for it."""
+    """Estimate output lengths. A leader counts as long as its longest follower, which waits for it."""
     for row in window:
-        longest = lengths.expected(row)
-        ahead: OrderedRow | None = row
-        while ahead is not None and ahead.longest_output < longest:
-            ahead.longest_output, ahead = longest, ahead.leader
+        output = lengths.expected(row)
+        ancestor: OrderedRow | None = row  # the row, then its leader, the leader's leader and so on
+        while ancestor is not None and ancestor.longest_output < output:
+            ancestor.longest_output = output
+            ancestor = ancestor.leader
 
 
 def _find_group(row: OrderedRow, common: set[OrderedRow]) -> PrefixGroup:
@@ -637,6 +702,8 @@ def _find_group(row: OrderedRow, common: set[OrderedRow]) -> PrefixGroup:
     A row in `common` shares with its leader a prefix that every replica computes.
     """
     if row.group is None:
-        leader = row.leader
-        row.group = PrefixGroup(row) if leader is None or row in common else _find_group(leader, common)
+        if row.leader is None or row in common:
+            row.group = PrefixGroup(row)
+        else:
+            row.group = _find_group(row.leader, common)
     return row.group

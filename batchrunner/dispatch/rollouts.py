@@ -63,30 +63,38 @@ from batchrunner.output.turns import TurnKey, TurnStore
 log = logging.getLogger(__name__)
 
 CHECK_S = 0.2
-"""Seconds between two checks of the processes. If a new rollout has sent no request by the next check, it is
-assumed to wait for something other than the engine."""
+"""Seconds between two checks of the processes that run rollouts. If a new rollout has sent no request by the
+next check, it is assumed to wait for something other than the engine."""
 LONG_STEP_S = 0.05
-"""A step is the code between two awaits. A step of more than this many seconds counts as long: it keeps the
-other rows of its process waiting."""
-LONG_STEPS, BLOCKED_SHARE = 5, 1 / 4
-"""A process counts as blocked once it has had at least LONG_STEPS long steps, and at least the fraction
-BLOCKED_SHARE of the checks found a long step in progress."""
-LEAST_AHEAD, AHEAD_SHARE = 8, 1 / 8
-"""No more rows are opened while at least LEAST_AHEAD requests are queued or expected soon, or the fraction
-AHEAD_SHARE of the slots if that is more."""
+"""Maximum seconds of a normal step, the code between two awaits. A longer step keeps the other rows of its
+process waiting."""
+LONG_STEPS = 5
+"""Minimum number of long steps (see LONG_STEP_S) of a process that counts as blocked."""
+BLOCKED_SHARE = 1 / 4
+"""Minimum fraction of the checks that find a long step (see LONG_STEP_S) in a process that counts as
+blocked."""
+LEAST_AHEAD = 8
+"""Number of requests, queued or expected soon, at which no more rows are opened. The number is larger if
+AHEAD_SHARE of the slots is more."""
+AHEAD_SHARE = 1 / 8
+"""Number of requests, queued or expected soon, at which no more rows are opened, as a fraction of the slots.
+The number is at least LEAST_AHEAD."""
 MOST_OPEN = 8192
 """Maximum number of open rows, including those that wait for tools."""
 ROWS_A_PROCESS = 16
-"""Another process is started only if each process has at least this many open rows."""
+"""Minimum number of open rows in each process at which another process is started."""
+OWN_PROCESS_SUSPICION = 2
+"""Suspicion from which on a row gets a process of its own. A row whose code ran when its process ended gets 2
+at once; if no row's code ran, each row of the process gets 1."""
 
 
 Result: TypeAlias = tuple[list[dict[str, Any]], str | None]
-"""Rows that a function returns, or the error of its row."""
+"""Result of a rollout function: the rows that it returns, and the error of its row, None without one."""
 
 
 @dataclass(slots=True, eq=False)
 class Rollout:
-    """An open row: its function was started and has not ended."""
+    """A rollout: a row whose function has not ended yet."""
 
     request: Request
     """Request of the row; its prompt holds the row itself."""
@@ -107,6 +115,7 @@ class RolloutProcess(HookProcess):
 
     def __init__(self, setup: WorkerSetup, *, is_shared: bool) -> None:
         """Start the process, which loads the function while the run goes on."""
+        # The process writes its present step into memory that it shares with this process.
         with tempfile.TemporaryFile() as memory:
             memory.truncate(STEP_BYTES)
             self.step = partial(running_step, step_memory(memory.fileno()))
@@ -140,12 +149,12 @@ class RolloutProcess(HookProcess):
             self._writer.close()
 
     def check_step(self, limit_s: float) -> None:
-        """Check whose code runs and whether others wait; a step longer than `limit_s` sets `kill_reason`."""
+        """Count the check and a long step that is in progress; a step over `limit_s` sets `kill_reason`."""
         number, since = self.step()
         step_s = time.monotonic() - since if number else 0.0
         if step_s > limit_s:
             self.kill_reason = f"took more than {limit_s:g} s between two awaits (limits.python)"
-        if len(self.rollouts) > 1 and self.is_loaded.is_set():
+        if len(self.rollouts) > 1 and self.is_loaded.is_set():  # Otherwise no other row waits.
             self._checks += 1
             if step_s > LONG_STEP_S:
                 self._blocked_checks += 1
@@ -210,7 +219,7 @@ class Rollouts:
         self._warned_of_block = False
 
     def state(self) -> dict[str, int]:
-        """Return how many rows are open, how many of these wait for no answer, and the turns so far."""
+        """Return the numbers of open rows, of rows that wait for tools or a blocked process, and of turns."""
         idle = {
             rollout for rollout in self._open if all(answer.done() for answer in rollout.answers.values())
         }
@@ -243,6 +252,7 @@ class Rollouts:
             await asyncio.gather(*(asyncio.to_thread(process.close) for process in self._processes))
 
     async def _open_all(self) -> None:
+        """Read the source, and start the function of each row as soon as another row may be opened."""
         batches = self.source.batches()
         while not self.backlog.is_stopping:
             batch = await asyncio.to_thread(next, batches, None)
@@ -297,7 +307,8 @@ class Rollouts:
         """
         suspicion = 0
         while True:
-            number, has_own_process = next(self._numbers), suspicion > 1
+            number = next(self._numbers)
+            has_own_process = suspicion >= OWN_PROCESS_SUSPICION
             async with self._own_processes if has_own_process else contextlib.nullcontext():
                 process = self._new_process(is_shared=False) if has_own_process else self._shared_process()
                 try:
@@ -306,18 +317,24 @@ class Rollouts:
                     limit = f"{self._limits.rollout:g} s (limits.rollout)"
                     return [], f"{self._label}: took more than {limit}"
                 except ProcessEndedError as failure:
-                    running, _ = process.step()
-                    if has_own_process or (process.kill_reason and running == number):
+                    running_number, _ = process.step()
+                    is_guilty = running_number == number
+                    if has_own_process or (process.kill_reason and is_guilty):
                         return [], f"{self._label}: {failure}"
-                    suspicion += 2 if running == number else not running
+                    if is_guilty:
+                        suspicion += OWN_PROCESS_SUSPICION
+                    elif not running_number:  # No row's code ran, so any row of the process may be guilty.
+                        suspicion += 1
                     continue
                 finally:
                     if has_own_process:
                         process.kill()
+            # If a repeated run leaves stored answers unused, its results would not fit these answers.
             if rollout.sent_counts.total() < len(rollout.answers):
-                row = rollout.request.ref.row
                 log.warning(
-                    "row %d: %s sent other requests when run again, so it starts anew", row, self._label
+                    "row %d: %s sent other requests when it was run again, so the row starts anew",
+                    rollout.request.ref.row,
+                    self._label,
                 )
                 await self._drop_answers(rollout)
                 continue
@@ -327,14 +344,16 @@ class Rollouts:
             return rows, error
 
     def _shared_process(self) -> RolloutProcess:
-        """Return a new process if all others are busy and one more is allowed, else the least busy one."""
+        """Return a new process if all processes are busy and one more is allowed, else the least busy one."""
         shared = [process for process in self._processes if process.is_shared]
         are_busy = all(len(process.rollouts) >= ROWS_A_PROCESS for process in shared)
         if are_busy and len(shared) < self.functions.most_processes:
             return self._new_process(is_shared=True)
-        return min(shared, key=lambda each: (not each.is_loaded.is_set(), len(each.rollouts)))
+        # A process that has not loaded the function yet is the last choice.
+        return min(shared, key=lambda process: (not process.is_loaded.is_set(), len(process.rollouts)))
 
     def _new_process(self, *, is_shared: bool) -> RolloutProcess:
+        """Start a process, and a job of the event loop that receives its requests and results."""
         process = RolloutProcess(self.functions.setup, is_shared=is_shared)
         self._processes.append(process)
         self._group.create_task(self._listen(process))
@@ -357,13 +376,13 @@ class Rollouts:
                     why = f"sent more than {self._limits.turns} requests (limits.turns)"
                     rollout.result.set_result(([], f"{self._label}: {why}"))
         except EOFError:
-            process.is_shared = False
-            how = process.kill_reason or await asyncio.to_thread(process.how_it_ended)
+            process.is_shared = False  # No further rollout may start in the process.
+            reason = process.kill_reason or await asyncio.to_thread(process.how_it_ended)
             if process.rollouts:
-                log.warning("%s: %s", self._label, how)
+                log.warning("%s: %s", self._label, reason)
             for rollout in process.rollouts.values():
                 if not rollout.result.done():
-                    rollout.result.set_exception(ProcessEndedError(how))
+                    rollout.result.set_exception(ProcessEndedError(reason))
             await asyncio.to_thread(process.close)
             self._processes.remove(process)
         finally:
@@ -412,7 +431,10 @@ class Rollouts:
         return outcome
 
     async def _watch(self) -> None:
-        """Kill processes whose step takes too long, and the remains of ended ones; update `_starting`."""
+        """Kill processes whose step takes too long, and what remains of ended processes; warn of blocking.
+
+        A rollout whose process has loaded the function no longer counts as starting.
+        """
         limit_s = self._limits.python
         while True:
             await asyncio.sleep(CHECK_S)
@@ -421,9 +443,9 @@ class Rollouts:
                 if process.is_blocked and not self._warned_of_block:
                     self._warned_of_block = True
                     log.warning(
-                        "%s blocks: all rows of its process wait while one is at work between two awaits. "
-                        "Write `await asyncio.to_thread(tool, …)` for a tool that waits, such as time.sleep "
-                        "or requests; for one that computes, raise limits.python_processes",
+                        "%s blocks: all rows of its process wait while the code of one row runs between two "
+                        "awaits. Write `await asyncio.to_thread(tool, …)` for a tool that waits, such as "
+                        "time.sleep or requests; for a tool that computes, raise limits.python_processes",
                         self._label,
                     )
                 if process.kill_reason or process.has_ended():
@@ -446,20 +468,23 @@ def _request_of(base: Request, prompt: Any, tools: Any, sampling: dict[str, Any]
         if isinstance(value, FromColumn):
             problem = f"{name}: give a value, not a column"
     if spec.n != 1:
-        problem = "n: must be 1; for several answers, await several calls by asyncio.gather"
+        problem = "n: must be 1; for several answers, await several calls with asyncio.gather"
     if problem is not None:
         raise RowRefusedError(f"generate: {problem}")
     parameters = spec.model_dump(include={*sampling} - {"n", "lora_path", "tool_choice"}, exclude_none=True)
     if isinstance(parameters.get("json_schema"), dict):
         parameters["json_schema"] = json.dumps(parameters["json_schema"])
-    job_parameters = {*base.sampling} - ({*GRAMMARS} if parameters.keys() & {*GRAMMARS} else set())
+    job_parameters = dict(base.sampling)
+    if parameters.keys() & {*GRAMMARS}:  # A request has one grammar: that of the call replaces the job's.
+        for grammar in GRAMMARS:
+            job_parameters.pop(grammar, None)
     job_tools, asks = base.tools or Tools(None), base.asks
     all_tools = Tools(tools or job_tools.tools, spec.tool_choice or job_tools.choice, by_row=True)
-    if kind != "messages" and asks is not None:
+    if kind != "messages" and asks is not None:  # Only the chat endpoint returns these columns.
         names = asks.names - {REASONING, TOOL_CALLS}
         asks = asks._replace(names=names) if names else None
     request = base._replace(
-        sampling={name: base.sampling[name] for name in job_parameters} | parameters,
+        sampling=job_parameters | parameters,
         lora_path=spec.lora_path or base.lora_path,
         tools=all_tools if all_tools.tools or all_tools.choice else None,
         asks=asks,

@@ -17,12 +17,16 @@ from batchrunner.core.types import Completion, Request
 from batchrunner.dispatch.bundles import BundleSender
 from batchrunner.dispatch.sharing import Account
 
-FIRST_COOLDOWN_S, LONGEST_COOLDOWN_S = 0.5, 30.0
-"""First and longest cooldown of a route that fails requests, in seconds. Each further cooldown is twice as
-long, until the route answers again."""
-FIRST_SUSPENSION_S, LONGEST_SUSPENSION_S = 30.0, 600.0
-"""First and longest suspension, in seconds: a suspended route gets no rows. Each further suspension is twice
-as long, until the route answers again."""
+FIRST_COOLDOWN_S = 0.5
+"""First cooldown of a route that fails requests, in seconds. Each further cooldown is twice as long, until
+the route answers again."""
+LONGEST_COOLDOWN_S = 30.0
+"""Longest cooldown of a route that fails requests, in seconds."""
+FIRST_SUSPENSION_S = 30.0
+"""First suspension, in seconds, in which a route gets no rows. Each further suspension is twice as long,
+until the route answers again."""
+LONGEST_SUSPENSION_S = 600.0
+"""Longest suspension, in seconds, in which a route gets no rows."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +36,7 @@ class EndedRows:
     rows: int = 0
     output_tokens: int = 0
     retractions: int = 0
-    """Number of times that the engine retracted these rows."""
+    """Number of times that the engine retracted the rows before they ended."""
 
     def add(self, answer: Completion | None) -> None:
         """Count a row; `answer` is None if the server refused the row."""
@@ -51,7 +55,9 @@ class RouteRecord:
     """
 
     answered: int = 0
+    """Number of answers that count."""
     refused: int = 0
+    """Number of temporary refusals that count."""
     newest: float = 0.0
     """Time at which the newest answered request was sent, in seconds of the monotonic clock."""
     last: Request | None = None
@@ -74,9 +80,9 @@ class Doubt:
     """Evidence against a route that has failed rows since its last answer."""
 
     reason: str
-    """The error of the first of these rows."""
+    """The error of the first row that failed on the route."""
     contradicted: int = 0
-    """Rows that failed on this route and that other routes answered."""
+    """Number of rows that failed on the route and that other routes then answered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +94,7 @@ class Route:
     window: int = 0
     """Concurrency limit of the route. If it shrinks, no request in flight is cancelled."""
     in_flight: int = 0
+    """Number of the run's requests in flight on the route."""
     speed: float = 1.0
     """Speed of the route relative to the others: a count of the rows that ended on it recently."""
     kept: deque[Any] = field(default_factory=deque)
@@ -96,6 +103,7 @@ class Route:
     """Number of rows in `kept`, plus the rows of the route's prefix groups that are not in the queue yet."""
     record: RouteRecord = field(default_factory=RouteRecord)
     doubt: Doubt | None = None
+    """Evidence against the route from rows that failed since its last answer; None without such rows."""
     sender: BundleSender | None = None
     """Sender of the route's rows; None before the first row."""
     cools_until: float = 0.0
@@ -157,7 +165,7 @@ class Routes:
         return iter(self._by_url.values())
 
     def __getitem__(self, url: str) -> Route:
-        """Return the route to a server; raises KeyError where there is none."""
+        """Return the route to a server; raises KeyError if there is none."""
         return self._by_url[url]
 
     def open(self, url: str, ended: EndedRows | None = None) -> Route:
@@ -215,9 +223,9 @@ class Routes:
         return max(0.0, route.cools_until - now)
 
     def has_others(self, than: Collection[Route]) -> bool:
-        """Tell whether any route outside `than` is not suspended."""
+        """Tell whether any route other than those in `than` is not suspended."""
         return not all(route.is_suspended or route in than for route in self)
 
     def may_get(self, route: Route, avoided: Collection[Route]) -> bool:
-        """Tell whether a route may get a row; an avoided route gets it only if no other route is open."""
+        """Tell whether a route may get a row; an avoided route gets it only if all others are suspended."""
         return route not in avoided or not self.has_others(avoided)

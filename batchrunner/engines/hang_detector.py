@@ -120,5 +120,12 @@ def progress_of(loads: Iterable[SchedulerLoad]) -> dict[str, object]:
 
     The length of the queue is left out, because arriving requests change it too. So is the time of the load
     sample.
+    A gateway's worker reports its tokens only. Its other values are estimated from the rows in flight, and so
+    are left out.
     """
-    return {load.scheduler: (load.running, load.used_tokens, load.token_usage, load.work) for load in loads}
+    return {
+        load.scheduler: load.used_tokens
+        if load.source == "gateway"
+        else (load.running, load.used_tokens, load.token_usage, load.work)
+        for load in loads
+    }

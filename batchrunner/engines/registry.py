@@ -78,6 +78,7 @@ async def _running_servers(spec: AttachEngine | GatewayEngine, limits: LimitsSpe
     if isinstance(spec, GatewayEngine) and spec.route != "workers":
         from batchrunner.engines.http.gateway import ThroughGateway, reason_to_go_through  # noqa: PLC0415
 
+        headers |= spec.headers
         why = "engine.route" if spec.route == "gateway" else await reason_to_go_through(spec.url, headers)
         if why is not None and spec.background:
             raise EngineStartError(
@@ -87,7 +88,13 @@ async def _running_servers(spec: AttachEngine | GatewayEngine, limits: LimitsSpe
                 "engine.background",
             )
         if why is not None:
-            return ThroughGateway(spec.url, why=why, **options)
+            return ThroughGateway(
+                spec.url,
+                why=why,
+                headers=spec.headers,
+                routing_key_header=spec.routing_key_header,
+                **options,
+            )
     if spec.background:
         from batchrunner.engines.http.background import BackgroundServers  # noqa: PLC0415
 

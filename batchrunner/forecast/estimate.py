@@ -1,4 +1,4 @@
-"""`batchrun estimate`: time, cost and tokens of a job, from the answers to a sample of its rows."""
+"""The command `batchrun estimate`: time, cost and tokens of a job, from answers to a sample of its rows."""
 
 from __future__ import annotations
 
@@ -61,16 +61,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SHARE, FEWEST = 0.02, 30
-"""The sample has at most the fraction SHARE of all rows, or FEWEST rows if that is more."""
-BLOCKS, BLOCK_ROWS, READ_SHARE = 100, 500, 0.01
-"""If an input has more than BLOCKS * BLOCK_ROWS rows, only BLOCKS blocks of it are read. A block has
-BLOCK_ROWS rows, or more if all blocks together would otherwise have less than the fraction READ_SHARE of the
-input."""
+SHARE = 0.02
+"""Maximum size of the sample, as a fraction of all rows, unless FEWEST rows are more."""
+FEWEST = 30
+"""Size of the sample in rows, if it is larger than SHARE allows."""
+BLOCKS = 100
+"""Number of evenly spread blocks that are read of an input with more than BLOCKS * BLOCK_ROWS rows."""
+BLOCK_ROWS = 500
+"""Minimum number of rows in a block."""
+READ_SHARE = 0.01
+"""Minimum fraction of the rows in all blocks together. Blocks of a large input are larger than BLOCK_ROWS."""
 CLIENT_S = 0.00025
 """CPU seconds that the client needs to send a row and store its answer, besides reading and tokenizing."""
 DEFAULT_NEW_TOKENS = 128
-"""SGLang's own `max_new_tokens`."""
+"""SGLang's default of `max_new_tokens`."""
 SCHEDULER_FLAGS = {
     "max-running-requests": "max_running",
     "max-total-tokens": "max_total_tokens",
@@ -84,25 +88,30 @@ of these flags, an estimate needs no new sample."""
 
 
 class KeptSample(msgspec.Struct):
-    """Answers to the sample: the content of estimate.json."""
+    """The answers to a sample, with the facts that a later estimate needs: the content of estimate.json."""
 
     engine: str
-    """Digest of the job's `engine`, without the fields that a forecast may change. It hides secrets."""
+    """Digest of the job's `engine`, without the fields that a forecast may change. A digest has no
+    secrets."""
     most: int
-    """Maximum number of rows that was set for the sample."""
+    """Maximum number of rows of the sample."""
     sampled: Setting
+    """Schedulers that answered the sample."""
     start_s: float
     """Seconds of a run before and after the sending of rows, such as for the start of the engine."""
     info: EngineInfo
+    """Properties of the engine that answered the sample."""
     attempts: list[Attempt]
+    """Answers to the rows of the sample."""
     refused: int
-    """Rows that failed without an answer."""
+    """Number of rows of the sample that failed without an answer."""
     row_s: float | None = None
-    """Estimated seconds per row of the run that follows, from which that run shows its remaining time."""
+    """Estimated seconds per row of the run that follows. From this number the run shows its remaining
+    time."""
 
     @property
     def rows(self) -> BitMap64:
-        """Rows that were answered; equal ones share an answer."""
+        """Rows of the sample that were sent and answered. Rows equal to them got the same answers unsent."""
         return BitMap64([attempt.row.row for attempt in self.attempts])
 
 
@@ -110,82 +119,94 @@ _read_sample = msgspec.json.Decoder(KeptSample)
 
 
 class Survey(NamedTuple):
-    """What was read of the rows to do: all of these rows, or blocks of them."""
+    """Lengths of the rows that are still to be sent, or of blocks of these rows if they are many."""
 
     rows: list[JobRow]
-    """Rows that can be sent, in input order."""
+    """Rows that were read and can be sent, in input order."""
     read: BitMap64
+    """All rows that were read."""
     not_sendable: int
+    """Number of rows that were read and cannot be sent."""
     equal: float
-    """Share of the rows that get the answer of an equal row."""
+    """Fraction of the rows that get the answer of an equal row."""
     row_s: float
-    """Mean seconds for reading, rendering and tokenizing a row."""
+    """Mean number of seconds for reading, rendering and tokenizing a row."""
 
     def sent_of(self, pending: BitMap64, answered: float = 1.0) -> int:
-        """Return how many of the pending rows are sent; `answered` is the share that gets an answer."""
+        """Return how many of the pending rows get an answer from the engine.
+
+        `answered` is the fraction of the sent rows that get an answer.
+        """
         sendable = sum(row.row in pending for row in self.rows) / len(self.read & pending)
         return max(1, round(len(pending) * sendable * answered * (1 - self.equal)))
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Time, cost and tokens of the run that follows; each figure is a median with a 90 % interval."""
+    """Time, cost and tokens of the run that follows. Each figure is a median with a 90 % interval."""
 
     seconds: Interval
-    """Time of the run, with the start of its engine."""
+    """Time of the run in seconds, including the start of the engine."""
     gpu_hours: Interval
+    """GPU-hours of all replicas."""
     cost: Interval | None
     """`gpu_hours` times the price of a GPU-hour; None if no price was given."""
     tokens: dict[str, Interval]
-    """Prompt tokens (`prompt`), those of them that come from the cache (`cached`), and output tokens
-    (`output`)."""
+    """Prompt tokens (`prompt`), the prompt tokens that come from the prefix cache (`cached`), and output
+    tokens (`output`)."""
     passes: int
     """Forward passes of each scheduler."""
     limited_by: str
-    """What limits the run: prefill, decode, pool, client, or "not known"."""
+    """Bottleneck of the run: "prefill", "decode", "pool" (the KV pool), "client", or "not known"."""
     why: tuple[str, ...]
-    """Causes of the interval's width, the largest first. Also tells if rows of the sample failed, or if the
-    result is only a range."""
+    """Causes of the interval's width, the largest first. Further texts tell if rows of the sample failed, or
+    if the result is only a range."""
     rows_to_do: int
+    """Number of rows that the run will send."""
     rows_sampled: int
-    """Answered rows of the sample; 0 for an estimate without an engine."""
+    """Number of answered rows of the sample; 0 for an estimate without an engine."""
     rows_read: int
+    """Number of rows that were read for the estimate."""
     rows_not_sendable: int
-    """Rows that were read and cannot be sent."""
+    """Number of rows that were read and cannot be sent."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the result for `--json`."""
+        """Return the JSON object that `batchrun estimate --json` prints."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return the result as lines for a person."""
+        """Return the lines that `batchrun estimate` prints."""
         rows = f"{counted(self.rows_to_do, 'row')} to do after a sample of {self.rows_sampled:,}"
         lines = [
-            f"{rows}; of {self.rows_read:,} that were read {self.rows_not_sendable:,} cannot be sent",
+            f"{rows}; {self.rows_not_sendable:,} of {counted(self.rows_read, 'row')} read cannot be sent",
             f"time: {_shown(self.seconds, duration)}, limited by: {self.limited_by}",
             f"GPU-hours: {_shown(self.gpu_hours, '{:,.2f}'.format)}",
         ]
-        lines += [f"cost: {_shown(self.cost, '{:,.2f}'.format)}"] if self.cost else []
+        if self.cost:
+            lines.append(f"cost: {_shown(self.cost, '{:,.2f}'.format)}")
         lines += [f"{name} tokens: {_shown(count, '{:,.0f}'.format)}" for name, count in self.tokens.items()]
-        return [*lines, *sorted(self.why)]  # so that two estimates are easy to compare
+        return [*lines, *sorted(self.why)]  # In a fixed order, two estimates are easy to compare.
 
 
-def _shown(figure: Interval, form: Callable[[float], str]) -> str:
-    median, low, high = map(form, (figure.median, figure.low, figure.high))
+def _shown(figure: Interval, to_text: Callable[[float], str]) -> str:
+    """Return a figure with its interval as text; `to_text` formats each number."""
+    median, low, high = map(to_text, (figure.median, figure.low, figure.high))
     return median if low == high else f"{median} (90 %: {low} to {high})"
 
 
 @dataclass(eq=False)
 class SampledEngine(ObservedEngine):
-    """Records the time and the tokens of each answer to the sample."""
+    """An engine that records the time and the tokens of each answer to the sample."""
 
     rows: dict[int, JobRow]
     """Rows of the sample as the survey read them, by ordinal."""
     attempts: list[Attempt] = field(default_factory=list)
+    """Answers so far."""
 
     def observe(self, request: Request, completion: Completion, route: str, began: float) -> None:
-        """Record an answer."""
+        """Record an answer; `began` is the monotonic time at which the request was sent."""
         row = self.rows[request.ref.row]
+        # Numbers of tokens that the engine does not report are taken from the survey, or as the minimum.
         prompt, cached = completion.prompt_tokens or row.prompt, completion.cached_tokens or 0
         outputs = tuple(tokens or 1 for tokens in completion.completion_tokens) or (1,)
         row = row._replace(prompt=prompt, cached=cached)
@@ -194,16 +215,22 @@ class SampledEngine(ObservedEngine):
         )
 
 
-def _row_of(request: Request, sent: Request, cached: float) -> JobRow:
-    """Describe a row, tokenized as `sent`; `cached` is the share of its prompt that the cache will have."""
-    tokens = (
-        len(sent.prompt) if sent.kind == "input_ids" else max(len(prompt_bytes(sent)) / BYTES_PER_TOKEN, 1.0)
-    )
-    most_tokens = request.sampling.get("max_new_tokens") or DEFAULT_NEW_TOKENS
+def _row_of(request: Request, encoded: Request, cached: float) -> JobRow:
+    """Return the lengths of a row.
+
+    `encoded` is the request after tokenization. `cached` is the fraction of the prompt that the prefix cache
+    will have.
+    """
+    if encoded.kind == "input_ids":
+        tokens = float(len(encoded.prompt))
+    else:  # This process cannot tokenize the prompt, so its tokens are estimated.
+        tokens = max(len(prompt_bytes(encoded)) / BYTES_PER_TOKEN, 1.0)
     if request.task is not None:
         most_tokens = 1
     elif isinstance(request.prompt, RequestBody):
         most_tokens = request.prompt.most_tokens
+    else:
+        most_tokens = request.sampling.get("max_new_tokens") or DEFAULT_NEW_TOKENS
     return JobRow(
         row=request.ref.row,
         prompt=tokens,
@@ -214,20 +241,24 @@ def _row_of(request: Request, sent: Request, cached: float) -> JobRow:
 
 
 def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: BitMap64) -> Survey:
-    """Read the rows to do, or only blocks of many rows, and the rows `sampled`; raises InputError."""
+    """Read the lengths of the rows `todo`, or of blocks of them if they are many; raises InputError.
+
+    The rows of an earlier sample, `sampled`, are read in any case.
+    """
     job = prepared.job
     rows = _blocks_of(todo) | sampled
     encoder = None
     if prepared.renderer.kind is not None:
-        with contextlib.suppress(CannotTokenizeError):  # then the number of tokens is guessed
+        with contextlib.suppress(CannotTokenizeError):  # Numbers of tokens are then estimated, see `_row_of`.
             encoder = make_encoder(job, info, prepared.renderer.kind)
     # With another `order`, `decide_order` would not look for common prefixes.
     with_auto_order = replace(prepared, job=job.model_copy(update={"order": "auto"}))
     decision = decide_order(with_auto_order, todo)
     order = decision.order if job.order == "auto" else job.order
-    cached_share, equal_share = decision.input_share, decision.input_equal
     if order == "prefix":
         cached_share, equal_share = decision.sorted_share, decision.sorted_equal
+    else:
+        cached_share, equal_share = decision.input_share, decision.input_equal
     if cached_share is None or not info.caches_prefixes:
         cached_share = 0.0
     sendable: list[JobRow] = []
@@ -237,14 +268,17 @@ def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: Bit
         requests = [item for item in batch if isinstance(item, Request)]
         not_sendable += sum(item.error is not None for item in batch if isinstance(item, Outcome))
         encoded = encoder.encode(requests) if encoder else requests
-        for request, tokens in zip(requests, encoded, strict=True):
-            if isinstance(tokens, Outcome):
+        for request, encoded_request in zip(requests, encoded, strict=True):
+            if isinstance(encoded_request, Outcome):  # The prompt is too long, for example.
                 not_sendable += 1
             else:
-                sendable.append(_row_of(request, tokens, cached_share))
+                sendable.append(_row_of(request, encoded_request, cached_share))
     row_s = (time.monotonic() - began) / len(rows)
     if not sendable:
-        raise JobError("no row can be sent: there is nothing to estimate (batchrun check says why)")
+        raise JobError(
+            "no row can be sent, so there is nothing to estimate",
+            hint="`batchrun check JOB` shows the reason",
+        )
     return Survey(
         rows=sendable,
         read=rows,
@@ -255,7 +289,7 @@ def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: Bit
 
 
 def _blocks_of(rows: BitMap64) -> BitMap64:
-    """Return all rows, or, of many rows, only those in evenly spread blocks."""
+    """Return all rows, or only the rows in evenly spread blocks if there are many rows."""
     if len(rows) <= BLOCKS * BLOCK_ROWS:
         return rows
     size = max(BLOCK_ROWS, round(READ_SHARE * len(rows) / BLOCKS))
@@ -264,26 +298,31 @@ def _blocks_of(rows: BitMap64) -> BitMap64:
 
 
 def _config(job: Job, info: EngineInfo, schedulers: int) -> SchedulerConfig:
-    """Return the flags of a scheduler: the job's, else the engine's reported ones, else SGLang's defaults."""
+    """Return the flags of one of `schedulers` schedulers, for the simulation.
+
+    A flag of the job takes precedence over a limit that the engine reports. Otherwise SGLang's default holds.
+    """
     args, env = getattr(job.engine, "args", {}), getattr(job.engine, "env", {})
     flags: dict[str, Any] = {
         "max_running": (info.max_running or UNKNOWN_ENGINE_WINDOW * schedulers) // schedulers,
-        "max_total_tokens": (info.max_total_tokens or 1 << 40) // schedulers,
+        "max_total_tokens": (info.max_total_tokens or 1 << 40) // schedulers,  # 1 << 40 means no limit.
         "context_tokens": info.context_length,
         "clip_tokens": int(env.get(CLIP, CLIP_TOKENS)),
         "radix_cache": info.caches_prefixes,
     }
     flags |= {name: args[flag] for flag, name in SCHEDULER_FLAGS.items() if args.get(flag) is not None}
-    if info.memory_caps_running and info.max_running:  # by its KV pool, or the state pool of a hybrid model
+    # The KV pool, or the state pool of a hybrid model, limits running requests whatever the flag says.
+    if info.memory_caps_running and info.max_running:
         flags["max_running"] = min(flags["max_running"], info.max_running // schedulers)
     flags["chunked_prefill_tokens"] = limit_of(flags.get("chunked_prefill_tokens", info.prefill_tokens))
     return SchedulerConfig(**flags)
 
 
-def _measured(job: Job) -> str:
-    """Return a digest of the fields of the job's engine whose change needs a new sample."""
-    forecast_alone = {"replicas": True, "start_timeout": True, "cache_dir": True, "args": {*SCHEDULER_FLAGS}}
-    return sha256(job.engine.model_dump_json(exclude=cast("Any", forecast_alone)).encode()).hexdigest()
+def _digest_of_engine(job: Job) -> str:
+    """Return a digest of those fields of the job's engine after whose change a new sample is needed."""
+    # The simulation alone shows what a change of these fields does.
+    simulated = {"replicas": True, "start_timeout": True, "cache_dir": True, "args": {*SCHEDULER_FLAGS}}
+    return sha256(job.engine.model_dump_json(exclude=cast("Any", simulated)).encode()).hexdigest()
 
 
 def estimate(
@@ -296,12 +335,12 @@ def estimate(
     workers: int = 1,
     cold: str | None = None,
 ) -> Estimate:
-    """Estimate a job: its time, GPU-hours, tokens and cost, each with a 90 % interval.
+    """Estimate time, GPU-hours, tokens and cost of a job, each with a 90 % interval.
 
     The job's engine answers a sample: 2 % of all rows, but at least 30 and at most `rows`. `run` does not
     send these rows again. `price` is the price of a GPU-hour. `replicas`, and `workers` of a joined run, may
-    differ from the job's, because the estimate does not start them. If `cold` names a card, such as H100, no
-    engine is asked, and the result is a range from data sheets. Raises BatchrunError.
+    differ from those of the job, because the estimate does not start them. If `cold` names a GPU, such as
+    H100, no engine is asked, and the result is a range from data sheets. Raises BatchrunError.
     """
     options = (("rows", rows, 2), ("replicas", replicas, 1), ("workers", workers, 1), ("price", price, 0))
     for name, value, least in options:
@@ -315,7 +354,7 @@ def estimate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EstimateRequest:
-    """The options of an estimate; see `estimate`."""
+    """The options of a call of `estimate`."""
 
     rows: int
     price: float | None
@@ -325,20 +364,22 @@ class _EstimateRequest:
 
 
 class _Basis(NamedTuple):
-    """A forecast, and what it was made from."""
+    """A forecast, and the facts on which it is based."""
 
     forecast: Forecast
     survey: Survey
     pending: BitMap64
     """Rows that the run will send."""
     copies: int
-    """Replicas of all workers together."""
+    """Number of replicas of all workers together."""
     tp: int | None
-    """Cards of a replica, unless the job's flags say it."""
+    """Number of GPUs of a replica if the job's flags do not set it; None if unknown."""
     rows_sampled: int = 0
+    """Number of answered rows of the sample; 0 for a forecast from data sheets."""
 
 
 async def _estimate(prepared: PreparedJob, request: _EstimateRequest) -> Estimate:
+    """Return the estimate of a job, from a sample or from data sheets."""
     job = prepared.job
     check_resumes(prepared, model_of(job.engine))
     if request.cold is not None:
@@ -348,7 +389,7 @@ async def _estimate(prepared: PreparedJob, request: _EstimateRequest) -> Estimat
     result = basis.forecast
     gpu_hours = result.seconds.times(_cards(job, basis.tp) * basis.copies / 3600)
     tokens = result.tokens
-    if job.forward is not None:  # a task without decoding
+    if job.forward is not None:  # A task without decoding has no output; the simulation takes it as a token.
         tokens = {**tokens, "output": Interval(0, 0, 0)}
     return Estimate(
         seconds=result.seconds,
@@ -366,7 +407,7 @@ async def _estimate(prepared: PreparedJob, request: _EstimateRequest) -> Estimat
 
 
 def _from_data_sheet(prepared: PreparedJob, request: _EstimateRequest, card: str) -> _Basis:
-    """Forecast the pending rows by the data sheet of a card."""
+    """Forecast the pending rows from the data sheet of the GPU `card`."""
     job = prepared.job
     pending = _pending_or_raise(prepared.selected(), prepared.run_dir)
     tp = getattr(job.engine, "tp", None)
@@ -388,7 +429,7 @@ def _from_data_sheet(prepared: PreparedJob, request: _EstimateRequest, card: str
 
 
 async def _from_sample(prepared: PreparedJob, request: _EstimateRequest) -> _Basis:
-    """Forecast the pending rows from a sample: that of an earlier estimate, or else a new one.
+    """Forecast the pending rows from the sample of an earlier estimate, or else from a new sample.
 
     The sample is stored for later estimates.
     """
@@ -400,17 +441,19 @@ async def _from_sample(prepared: PreparedJob, request: _EstimateRequest) -> _Bas
         pending = _pending_or_raise(selected, run_dir)
         surveyed = survey(prepared, pending, sample.info, sample.rows)
     else:
-        with hold_task(run_dir):  # raises if a run is active: no second engine may start
+        # Raise an error if the job runs already, because no second engine may start.
+        with hold_task(run_dir):
             pass
-        if job.output.reuse is not None:  # rows that get an earlier run's answer take no time
+        if job.output.reuse is not None:
+            # Rows that get an answer of another run take no time. An empty sample only looks for them.
             await execute(job, sample=BitMap64())
         pending = _pending_or_raise(selected, run_dir)
         sample, surveyed = await _take_sample(prepared, pending, most)
-        pending = _pending(selected, run_dir)
+        pending = _pending(selected, run_dir)  # Without the rows of the sample.
     copies = _copies(job, request, default=len(sample.info.routes))
     result = _forecast(job, surveyed, sample, pending=pending, copies=copies, workers=request.workers)
     is_for_the_job = request.replicas is None and request.workers == 1
-    if is_for_the_job:
+    if is_for_the_job:  # Only such an estimate suits the run that follows.
         sending_s = max(0.0, result.seconds.median - sample.start_s)
         sample.row_s = sending_s / max(len(pending), 1)
     write_json(path, msgspec.to_builtins(sample))
@@ -425,12 +468,16 @@ async def _from_sample(prepared: PreparedJob, request: _EstimateRequest) -> _Bas
 
 
 def _copies(job: Job, request: _EstimateRequest, *, default: int) -> int:
-    """Return the replicas of all workers together; `default` is for a job that does not say how many."""
+    """Return the number of replicas of all workers together.
+
+    `default` is the number of a worker's replicas if neither the request nor the job gives a number.
+    """
     replicas = request.replicas or getattr(job.engine, "replicas", None)
     if not isinstance(replicas, int):
         replicas = default
-    workers = 1 if isinstance(job.engine, RunningServers) else request.workers  # running servers are shared
-    return replicas * workers
+    if isinstance(job.engine, RunningServers):  # All workers share servers that run already.
+        return replicas
+    return replicas * request.workers
 
 
 def _pending(selected: BitMap64, run_dir: RunDir) -> BitMap64:
@@ -447,26 +494,30 @@ def _pending_or_raise(selected: BitMap64, run_dir: RunDir) -> BitMap64:
 
 
 def _cards(job: Job, tp: int | None) -> int:
-    """Return the number of cards of a replica: as the job's flags say, or else `tp`."""
+    """Return the number of GPUs of a replica according to the job's flags, or else `tp`."""
     return cards_of({"tp-size": tp or 1} | getattr(job.engine, "args", {}))
 
 
 def _kept_sample(path: Path, job: Job, most: int) -> KeptSample | None:
-    """Return an earlier estimate's sample if it has the same engine and a limit of at least `most`."""
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
+    """Return the sample of an earlier estimate, which is in the file `path`; None if it does not suit.
+
+    A suitable sample was answered by the same engine, and had a limit of at least `most` rows.
+    """
+    try:
         sample = _read_sample.decode(path.read_bytes())
-        return sample if sample.engine == _measured(job) and sample.most >= most else None
-    return None
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return sample if sample.engine == _digest_of_engine(job) and sample.most >= most else None
 
 
 async def _take_sample(prepared: PreparedJob, pending: BitMap64, most: int) -> tuple[KeptSample, Survey]:
-    """Let the engine answer a sample of the pending rows; return it, and the survey. Raises BatchrunError.
+    """Have the engine answer a sample of at most `most` pending rows; return the sample and the survey.
 
     At most half of the sample is in flight at once, so that prompts arrive while other rows decode, as in the
     job. If the task does not decode, the whole sample is in flight at once, so that its passes are as full as
-    the job's.
+    those of the job. Raises BatchrunError.
     """
-    job, run_dir, began = prepared.job, prepared.run_dir, time.monotonic()
+    job, run_dir, opening_began = prepared.job, prepared.run_dir, time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         logs = run_dir.log_directory
         opened = await open_engine_of(
@@ -474,69 +525,78 @@ async def _take_sample(prepared: PreparedJob, pending: BitMap64, most: int) -> t
         )
         engine, info = opened.engine, opened.info
         schedulers = max(len(await engine.loads()), len(info.routes))
-        start_s = time.monotonic() - began
+        opening_s = time.monotonic() - opening_began
         surveyed = survey(prepared, pending, info, BitMap64())
         rows = {row.row: row for row in choose(surveyed.rows, most)}
         ordinals = BitMap64(rows)
         log.info("sending a sample of %s", counted(len(rows), "row"))
         window = max(1, len(rows) // 2) if job.forward is None else len(rows)
-        window = window if job.window == "auto" else min(job.window, window)
-        recorder, began = SampledEngine(engine, rows), time.monotonic()
+        if job.window != "auto":
+            window = min(job.window, window)
+        recorder, run_began = SampledEngine(engine, rows), time.monotonic()
         report = await execute(
             job.model_copy(update={"window": window}),
             engine=SharedEngine(cast("Engine", recorder), info),
             sample=ordinals,
         )
-        start_s += time.monotonic() - began  # the time of sending is subtracted below
+        run_s = time.monotonic() - run_began
     attempts = recorder.attempts
+    answered = BitMap64([attempt.row.row for attempt in attempts])
+    refused = len((ordinals & read_done(run_dir).failed) - answered)
+    # A single answer says nothing on the variation of outputs if other rows failed.
+    if not answered or (refused and len(answered) == 1):
+        reason = report.failures[0]["example"] if report.failures else report.reason
+        raise BatchrunError(
+            f"only {len(answered)} of {counted(len(rows), 'row')} of the sample got an answer, too few to "
+            f"estimate the other rows: {reason}"
+        )
+    sending_s = max(attempt.ended for attempt in attempts) - min(attempt.began for attempt in attempts)
     sample = KeptSample(
-        engine=_measured(job),
+        engine=_digest_of_engine(job),
         most=most,
         sampled=Setting(_config(job, info, schedulers), schedulers),
-        start_s=start_s,
+        start_s=opening_s + run_s - sending_s,
         info=info,
         attempts=attempts,
-        refused=0,
+        refused=refused,
     )
-    sample.refused = len((ordinals & read_done(run_dir).failed) - sample.rows)
-    if not sample.rows or (sample.refused and len(sample.rows) == 1):
-        why = report.failures[0]["example"] if report.failures else report.reason
-        answered = f"{len(sample.rows)} of {counted(len(rows), 'row')} of the sample answered"
-        raise BatchrunError(f"{answered}, too few to estimate the rest: {why}")
-    sample.start_s -= max(attempt.ended for attempt in attempts) - min(attempt.began for attempt in attempts)
     return sample, surveyed
 
 
 def _forecast(
     job: Job, surveyed: Survey, sample: KeptSample, *, pending: BitMap64, copies: int, workers: int
 ) -> Forecast:
-    """Forecast the pending rows from the sample, on `copies` of the engine and with `workers` clients."""
+    """Forecast the pending rows from the sample, on `copies` replicas and with `workers` clients."""
     rows = [row for row in surveyed.rows if row.row in pending]
     if not rows:
-        none = Interval(0, 0, 0)
+        zero = Interval(0, 0, 0)
         return Forecast(
-            seconds=none,
-            tokens=tokens_of(surveyed.rows, 0, none),
+            seconds=zero,
+            tokens=tokens_of(surveyed.rows, 0, zero),
             passes=0,
             limited_by="not known",
             why=("the sample had all remaining rows",),
         )
-    counted_prompts = {attempt.row.row: attempt.row.prompt for attempt in sample.attempts}
-    guessed_prompts = {row.row: row.prompt for row in surveyed.rows if row.row in counted_prompts}
+    # The survey may have estimated the numbers of prompt tokens. Scale them so that their sum over the rows
+    # of the sample is the sum that the engine reported.
+    reported_prompts = {attempt.row.row: attempt.row.prompt for attempt in sample.attempts}
+    surveyed_prompts = {row.row: row.prompt for row in surveyed.rows if row.row in reported_prompts}
     factor = 1.0
-    if guessed_prompts:
-        factor = sum(counted_prompts[row] for row in guessed_prompts) / sum(guessed_prompts.values())
+    if surveyed_prompts:
+        factor = sum(reported_prompts[row] for row in surveyed_prompts) / sum(surveyed_prompts.values())
     rows = [row._replace(prompt=row.prompt * factor, cached=row.cached * factor) for row in rows]
     sampled, info = sample.sampled, sample.info
-    schedulers = sampled.schedulers // len(info.routes) * copies
+    schedulers_of_replica = sampled.schedulers // len(info.routes)
+    schedulers = schedulers_of_replica * copies
+    # The job's window is that of one worker, over all schedulers.
     window = None if job.window == "auto" else max(1, job.window * workers // schedulers)
-    rows_of_sample = len(counted_prompts) + sample.refused
+    rows_of_sample = len(reported_prompts) + sample.refused
     result = forecast(
         sample.attempts,
         sampled,
-        Setting(_config(job, info, sampled.schedulers), schedulers, window),
+        Setting(_config(job, info, sampled.schedulers), schedulers=schedulers, window=window),
         rows,
-        total=surveyed.sent_of(pending, len(counted_prompts) / rows_of_sample),
+        total=surveyed.sent_of(pending, answered=len(reported_prompts) / rows_of_sample),
         start_s=sample.start_s,
         client_s=(surveyed.row_s + CLIENT_S) / workers,
     )

@@ -153,4 +153,4 @@ _KINDS: Sequence[tuple[Callable[[pa.DataType], bool], Callable[[Any, Any], pa.Da
     (pt.is_timestamp, _common_timestamp),
     (lambda kind: pt.is_integer(kind) or pt.is_decimal(kind), _common_exact),
 )
-"""Functions that return the common type of two types of a kind, each after the test for its kind."""
+"""Pairs of a test for a kind of types and a function that returns the common type of two such types."""

@@ -170,6 +170,7 @@ class Dataset:
         self._check_text_options(source)
 
     def _open_files(self, source: InputSpec, copies: Path | None, *, is_batch: bool) -> list[SourceFile]:
+        """Open all files in parallel; raise InputError if a file is missing or unreadable."""
         fs, paths = self._find()
         if is_batch and len(paths) > 1:
             raise InputError(

@@ -181,7 +181,7 @@ def _locate(path_or_uri: str, storage: StorageSpec) -> tuple[pafs.FileSystem, st
 
 
 def _local_files(pattern: str, path: Path) -> tuple[dict[str, str], bool]:
-    """Return the files of a local path or glob by their real paths, and whether it is a directory.
+    """Return the files of a local path or glob by their real paths, and whether the path is a directory.
 
     The keys are real paths, with symbolic links resolved in the directory. So a file to which several paths
     lead is read once.

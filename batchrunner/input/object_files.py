@@ -139,6 +139,7 @@ class _ObjectFile(io.RawIOBase):
         return self._position
 
     def read(self, size: int = -1, /) -> bytes:
+        """Return up to `size` bytes from the present position; raise OSError if the object was replaced."""
         end = self._size if size < 0 else min(self._position + size, self._size)
         if self._position >= end:
             return b""

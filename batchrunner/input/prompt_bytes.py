@@ -20,10 +20,10 @@ from batchrunner.input.request_bodies import prompt_of
 BLOCK_BYTES = 64
 """Minimum size in bytes of a block of a prompt. The sort key of a prompt has a checksum of each block."""
 BLOCK_SHARE = 16
-"""A block has 1/BLOCK_SHARE of the number of bytes before it, unless BLOCK_BYTES is more.
+"""Divisor for the size of a block: a block has 1/BLOCK_SHARE of the bytes before it, or BLOCK_BYTES if more.
 
-So the key of a prompt of 1 MB has only 520 bytes. Only whole blocks count, so a common prefix of 10 kB may
-count as 9.5 kB.
+So the sort key of a prompt of 1 MB has only 520 bytes. Only whole blocks count, so a common prefix of 10 kB
+may count as 9.5 kB.
 """
 
 

@@ -216,6 +216,7 @@ def _whole_number(value: Any) -> int:
 
 
 def _number(value: Any) -> float:
+    """Return a finite number as a float; raise ValueError for any other value."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{value!r} is not a number")  # noqa: TRY004
     try:

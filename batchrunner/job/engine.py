@@ -62,6 +62,11 @@ class GatewayEngine(RunningServers):
     """How rows are sent to the workers. `workers`: to each worker's own address. `gateway`: through the
     gateway. `auto`: to the workers' addresses if all of them can be reached by HTTP, else through the
     gateway."""
+    headers: dict[str, str] = {}
+    """HTTP headers of every request to the gateway, such as `{x-smg-tenant-id: nightly, x-smg-priority:
+    bulk}`."""
+    routing_key_header: str = "x-smg-routing-key"
+    """Name of the header with the routing key, if the gateway has another one in `--routing-key-headers`."""
 
 
 RESERVED = ("model-path", "model", "host", "port", "api-key", "device", "nnodes", "node-rank")

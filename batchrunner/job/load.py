@@ -133,6 +133,7 @@ class _StrictLoader(yaml.SafeLoader):
     """Loader of YAML that refuses a repeated key, while SafeLoader would keep the key's last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping of a node; raise ConstructorError for a repeated key."""
         keys: list[Any] = []
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":

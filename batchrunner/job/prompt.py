@@ -207,6 +207,7 @@ class PromptSpec(Spec):
 
     @model_validator(mode="after")
     def _one_kind(self) -> PromptSpec:
+        """Raise ValueError unless the job has exactly one kind of prompt, and only fields that affect it."""
         if self.is_batch:
             return self
         kinds = ("user", "messages", "text", "input_ids", "python", "rollout")

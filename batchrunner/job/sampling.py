@@ -62,7 +62,7 @@ class SamplingSpec(Spec):
     temperature: PerRow[Annotated[float, Field(ge=0)]] | None = None
     """Sampling temperature. 0 is greedy decoding. Unset: the engine's default."""
     top_p: PerRow[Annotated[float, Field(gt=0, le=1)]] | None = None
-    """Sample only from the likeliest tokens, as many as together have this probability."""
+    """Sample only from the smallest set of likeliest tokens whose total probability is at least this."""
     top_k: PerRow[Literal[-1] | Annotated[int, Field(ge=1)]] | None = None
     """Sample only from the k likeliest tokens. -1 means all tokens."""
     min_p: PerRow[Annotated[float, Field(ge=0, le=1)]] | None = None
@@ -117,8 +117,9 @@ class SamplingSpec(Spec):
 
     @model_validator(mode="after")
     def _fit_together(self) -> SamplingSpec:
+        """Raise ValueError for parameters that contradict each other."""
         least, most = self.min_new_tokens, self.max_new_tokens
-        if isinstance(least, int) and isinstance(most, int) and least > most:
+        if isinstance(least, int) and isinstance(most, int) and least > most:  # neither is from a column
             raise ValueError(f"min_new_tokens ({least}) exceeds max_new_tokens ({most})")
         grammars = [name for name in GRAMMARS if getattr(self, name) is not None]
         if len(grammars) > 1:

@@ -95,7 +95,7 @@ OnRepetition: TypeAlias = Literal["keep", "stop", "fail"]
 
 
 class AcceptSpec(Spec):
-    """Conditions on answers. A row with a bad answer is sent again; after the last try it fails with it."""
+    """Conditions on answers. A row with a bad answer is sent again, and fails after the last try."""
 
     json_: Annotated[bool | dict[str, Any] | None, Field(alias="json")] = None
     """`true`: an answer must be JSON. A JSON Schema: an answer must satisfy the schema. `false`: an answer
@@ -244,7 +244,8 @@ class Job(Spec):
     engine: EngineSpec
     """The engine. Its `kind` is attach, server, gateway or simulated."""
     accept: AcceptSpec = AcceptSpec()
-    """Conditions on answers. A row with a bad answer is sent again; after the last try it fails with it."""
+    """Conditions on answers. A row with a bad answer is sent again. After the last try, the row fails, and
+    its result has the bad answer."""
     on_length: OnLength | None = None
     """Treatment of an answer that was truncated at `max_new_tokens`. `keep`: accept the answer. `fail`:
     reject it. `longer`: send the row again with twice the tokens, at most three times. Default: `fail` if a

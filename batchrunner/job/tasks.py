@@ -188,7 +188,7 @@ class NativeTask(ForwardTask):
         )
 
     def _columns_of(self, request: Request, results: Sequence[NativeResult]) -> dict[str, Any]:  # noqa: ARG002
-        """Return the columns of a row from the results of its prompts; raises RequestError."""
+        """Return the result columns of a row from the results of its prompts; raise RequestError."""
         numbers = []
         for result in results:
             embedding = result.embedding
@@ -196,12 +196,12 @@ class NativeTask(ForwardTask):
         return self._values(numbers)
 
     def _values(self, numbers_by_prompt: Sequence[list[float | None]]) -> dict[str, Any]:
-        """Return the columns of a row from the numbers of each of its prompts; raises RequestError."""
+        """Return the result columns of a row from the numbers of each of its prompts; raise RequestError."""
         numbers = [self._only_number(numbers_of_prompt) for numbers_of_prompt in numbers_by_prompt]
         return {SCORES: _scores(numbers, A_SCORE)}
 
     def _only_number(self, numbers: Sequence[float | None]) -> float | None:
-        """Return the only number of a prompt; raises RowRefusedError if the model returned several."""
+        """Return the only number of a prompt; raise RowRefusedError if the model returned several numbers."""
         if len(numbers) != 1:
             raise RowRefusedError(
                 f"the model returned {len(numbers)} numbers, but task: {self.name} needs exactly one"
@@ -240,6 +240,8 @@ class ScoreTask(NativeTask):
         return [{**prompts, **logprob_request}]
 
     def _columns_of(self, request: Request, results: Sequence[NativeResult]) -> dict[str, Any]:  # noqa: ARG002
+        """Return the probabilities of the labels; raise AttemptFailedError if one is missing."""
+        # Without a new token, the only position is the one right after the prompt.
         scores_by_position = results[0].meta_info.output_token_ids_logprobs
         next_token_scores = scores_by_position[0] if scores_by_position else None
         logprob_of = {token_id: logprob for logprob, token_id, _ in next_token_scores or ()}
@@ -287,6 +289,7 @@ class ChoiceTask(ScoreTask):
         return by_row
 
     def _columns_of(self, request: Request, results: Sequence[NativeResult]) -> dict[str, Any]:
+        """Return the scores of the choices; raise AttemptFailedError if one is missing."""
         likelihoods = [
             _log_likelihood(ids, result) for ids, result in zip(request.item_ids, results, strict=True)
         ]
@@ -511,6 +514,7 @@ class EmbedTask(ForwardTask):
         return [self._answer(item, count) for item, count in zip(items, tokens, strict=True)]
 
     def _answer(self, item: EmbeddingItem, prompt_tokens: int | None) -> Completion | RequestError:
+        """Return the answer of a row with its vector, or the error of an unusable vector."""
         try:
             vector = self.stored(_numbers(item))
         except RequestError as failure:

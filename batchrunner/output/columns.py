@@ -80,11 +80,12 @@ def schema_of_run(carried: pa.Schema, plan: AnswerPlan) -> pa.Schema:
         "attempts": pa.int32(),
         "error": pa.string(),
     }
-    first, *rest = (name for name in RESULT_COLUMNS if plan.task is None or name not in OF_TEXTS)
+    # The input columns come right after `row`, the first of the result columns.
+    row, *results = (name for name in RESULT_COLUMNS if plan.task is None or name not in OF_TEXTS)
     fields = [
-        pa.field(first, types[first], nullable=False),
+        pa.field(row, types[row], nullable=False),
         *carried,
-        *(pa.field(name, types[name]) for name in rest),
+        *(pa.field(name, types[name]) for name in results),
     ]
     for name in plan.columns:
         kind = ANSWER_TYPES[name]
@@ -159,9 +160,10 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
     if REQUEST_DIGEST in schema.names:
         values[REQUEST_DIGEST] = [ref.digests and ref.digests[ref.position] for ref in refs]
     for name in plan.names:
+        # An answer has a list with a value for each completion, or None if it lacks the column.
         lists = [answer.columns.get(name) for answer in answers]
         if is_single or name in OF_THE_PROMPT:
-            values[name] = [outputs if outputs is None else outputs[0] for outputs in lists]
+            values[name] = [None if items is None else items[0] for items in lists]
         else:
             values[name] = lists
     has_carried = bool({*schema.names} - values.keys())

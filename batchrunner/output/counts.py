@@ -97,7 +97,7 @@ class AskedAgain(NamedTuple):
 
 @dataclass(slots=True)
 class CheckCounts:
-    """Counts of rejected answers over finished rows."""
+    """Counts of the rejected answers of finished rows."""
 
     rows_asked_again: int = 0
     """Number of rows that were sent again after a rejected answer."""
@@ -153,9 +153,9 @@ class RowCounts:
     ok: int = 0
     failed: int = 0
     cut: int = 0
-    """Rows of `ok` with an output that was truncated at `max_new_tokens`."""
+    """Number of rows in `ok` with an output that was truncated at `max_new_tokens`."""
     thinking_cut: int = 0
-    """Rows of `ok` whose thinking took all of `max_thinking_tokens`."""
+    """Number of rows in `ok` whose thinking took all of `max_thinking_tokens`."""
     output_tokens: int = 0
     """Tokens that the engine generated, rejected answers included. `duplicates` and `reused` add no
     tokens."""
@@ -164,11 +164,11 @@ class RowCounts:
     cached_tokens: int = 0
     """Those of `prompt_tokens` that came from the prefix cache."""
     duplicates: int = 0
-    """Rows that were not sent because they have the answer of an equal row."""
+    """Number of rows that were not sent because they have the answer of an equal row."""
     reused: int = 0
-    """Rows that were not sent because an equal request of another run has an answer."""
+    """Number of rows that were not sent because an equal request of another run has an answer."""
     left_out: int = 0
-    """Rows of `ok` that `prompt.python` left out."""
+    """Number of rows in `ok` that `prompt.python` left out, so that they have no answer."""
     retries: int = 0
     """Number of attempts after the first attempt of each row."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
@@ -178,12 +178,12 @@ class RowCounts:
 
     @property
     def done(self) -> int:
-        """Rows with an answer or an error."""
+        """Number of rows with an answer or an error."""
         return self.ok + self.failed
 
     @property
     def own(self) -> int:
-        """Rows of `done` without `reused`: the rows that this run finished itself."""
+        """Number of rows in `done` that this run finished itself: `done` without `reused`."""
         return self.done - self.reused
 
     def add(self, outcome: Outcome) -> None:

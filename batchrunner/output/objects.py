@@ -79,8 +79,8 @@ class RunObjects:
     def create(self, name: str, content: bytes) -> str | None:
         """Create an object and return its e_tag; None if the name is taken by an object with other content.
 
-        An object with the same content was created by this call: the store's reply to an earlier try of the
-        client was lost. So the e_tag of that object is returned.
+        If an object with the same content exists, an earlier try of this call has created it, and only the
+        store's reply was lost. So the e_tag of that object is returned.
         """
         with self._request(name):
             try:
@@ -187,7 +187,10 @@ class RunObjects:
 
 
 def open_bucket(address: StoreAddress, storage: StorageSpec) -> Any:
-    """Return obstore's client for the bucket of an address, without a request. Raises JobError."""
+    """Return obstore's client for the bucket of an address, without sending a request.
+
+    Raises JobError for settings that obstore refuses.
+    """
     config: dict[str, Any] = {}
     endpoint = endpoint_of(address, storage)
     if endpoint:
@@ -214,7 +217,8 @@ def open_bucket(address: StoreAddress, storage: StorageSpec) -> Any:
     }
     if address.scheme == "s3" and not (storage.anonymous or storage.secrets):
         options |= _aws_credentials()
-    if address.scheme == "gs" and storage.anonymous:  # without a token, obstore's writes look for credentials
+    # Without a token, obstore would look for credentials before a write.
+    if address.scheme == "gs" and storage.anonymous:
         options["credential_provider"] = lambda: {"token": "none", "expires_at": None}
     try:
         return obstore.store.from_url(f"{address.scheme}://{address.bucket}", **options)

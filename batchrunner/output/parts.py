@@ -91,7 +91,7 @@ def open_part(path: Path) -> Iterator[pq.ParquetFile]:
             yield part
     except FileNotFoundError:
         raise
-    except (OSError, KeyError, pa.ArrowException) as failure:  # KeyError: a column is missing
+    except (OSError, KeyError, pa.ArrowException) as failure:  # KeyError means a missing column
         number = getattr(failure, "errno", None)
         if number is not None:  # the system call failed; an error in the content of the file has no number
             raise StorageError(

@@ -134,7 +134,6 @@ def sample_of(event: Mapping[str, Any]) -> LoggedSample | None:
     if event["event"] != "sample":
         return None
     try:
-        sample = _sample_in(event)
+        return _sample_in(event)
     except msgspec.ValidationError:
         return None
-    return sample

@@ -1,7 +1,7 @@
 """Batch inference on a Ray cluster: stages of Ray Data pipelines, and whole jobs.
 
-`generate` takes a Ray dataset and returns it with the answers. `batchrun ray JOB.yaml` runs a whole job
-(`whole_job.py`). `import batchrunner` does not import this package.
+`generate` takes a Ray dataset and returns the dataset with the answers. `batchrun ray JOB.yaml` runs a whole
+job (`whole_job.py`). `import batchrunner` does not import this package, so Ray is needed only here.
 """
 
 from batchrunner.core.errors import install_command

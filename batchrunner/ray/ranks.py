@@ -1,9 +1,10 @@
-"""Runs a command on every machine of a placement group at once, as `srun` does on Slurm.
+"""Runs the command of a server on every machine of a Ray placement group at once, as `srun` does on Slurm.
 
 `python ranks.py GROUP COMMAND…` runs the command on this machine, the first one of the group, and in an actor
-on each of the other machines. These processes are called ranks, and SLURM_PROCID has the number of each. Each
-rank gets the first line of standard input. All ranks end when one of them ends, or when standard input
-closes.
+on each of the other machines. These processes are called ranks. The command is the same program that a run on
+Slurm starts by `srun`, so this script does what `srun` does: the environment variable SLURM_PROCID has the
+number of the rank, and each rank gets the first line of standard input. This line is the configuration of the
+server. All ranks end when one of them ends, or when standard input closes.
 """
 
 import logging
@@ -22,7 +23,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 def start(
     command: Sequence[str], environ: Mapping[str, str], rank: int, first_line: bytes
 ) -> subprocess.Popen[bytes]:
-    """Start the command as one of the ranks, with this first line of standard input."""
+    """Start the command as the rank with this number, and write `first_line` to its standard input."""
+    # The command learns its rank from SLURM_PROCID, because on Slurm `srun` sets this variable.
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, env={**environ, "SLURM_PROCID": str(rank)}, bufsize=0
     )
@@ -32,10 +34,13 @@ def start(
 
 
 class Rank:
-    """An actor that runs the command on one machine; the command ends with the actor."""
+    """An actor that runs the command on one machine. The command ends when the actor closes its pipe."""
 
     def run(self, command: Sequence[str], environ: Mapping[str, str], rank: int, first_line: bytes) -> int:
-        """Run the command and return its exit status."""
+        """Run the command as the rank with this number and return its exit status.
+
+        `environ` is the environment of the first rank, except that Ray chooses the GPUs of each machine.
+        """
         gpus = {name: value for name, value in os.environ.items() if name == "CUDA_VISIBLE_DEVICES"}
         return start(command, {**environ, **gpus}, rank, first_line).wait()
 
@@ -45,27 +50,29 @@ def main() -> int:
     group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(sys.argv[1])))
     command, first_line = sys.argv[2:], sys.stdin.buffer.readline()
     ray.init(logging_level=logging.ERROR, log_to_driver=False)
+    # The run gets these signals, too. It finishes its rows, then closes the standard input of this process.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # the run handles them, and closes standard input here
+        signal.signal(number, signal.SIG_IGN)
     other_ranks = []
-    for rank, place in enumerate(group.bundle_specs[1:], 1):
+    for rank, resources in enumerate(group.bundle_specs[1:], 1):
         actor = ray.remote(Rank).options(
-            num_cpus=place["CPU"],
-            num_gpus=place.get("GPU", 0),
+            num_cpus=resources["CPU"],
+            num_gpus=resources.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank),
         )
         other_ranks.append(actor.remote().run.remote(command, dict(os.environ), rank, first_line))
     first_rank = start(command, os.environ, 0, first_line)
     try:
         while first_rank.poll() is None:
-            ready, _ = ray.wait(other_ranks, timeout=0)
-            if ready:
-                return ray.get(ready[0]) or 1
-            if select.select([sys.stdin], [], [], 0.2)[0]:
+            ended_ranks, _ = ray.wait(other_ranks, timeout=0)
+            if ended_ranks:
+                # A server cannot go on without one of its ranks, so a clean end is a failure, too.
+                return ray.get(ended_ranks[0]) or 1
+            if select.select([sys.stdin], [], [], 0.2)[0]:  # The run has closed standard input.
                 break
         return first_rank.returncode or 0
     finally:
-        first_rank.communicate()
+        first_rank.communicate()  # Closes the standard input of the first rank, which then ends.
 
 
 if __name__ == "__main__":

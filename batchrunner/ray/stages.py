@@ -1,7 +1,8 @@
-"""Stages of Ray Data pipelines: a dataset in, the same rows with their answers out."""
+"""Stages of Ray Data pipelines, which take a dataset and return its rows with their answers."""
 
 import asyncio
 import functools
+import math
 import tempfile
 import threading
 from collections import deque
@@ -35,10 +36,11 @@ from batchrunner.sglang.model_files import cards_of
 
 
 def gpus_required(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
-    """Return the GPUs that an actor needs on each of its machines; `on_nodes` has the GPUs of each node.
+    """Return the number of GPUs that an actor with this engine needs on each of its machines.
 
-    With `device: auto` an engine runs on the CPU if no node has a GPU. Raises JobError where the number is
-    unknown before the start, or larger than on any node.
+    `on_nodes` has the number of GPUs of each node of the cluster. With `device: auto` an engine runs on the
+    CPU if no node has a GPU. Raises JobError if the number is unknown before the start, or larger than on any
+    node.
     """
     if not isinstance(engine, ServerEngine):
         return 0
@@ -48,60 +50,67 @@ def gpus_required(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
     if engine.replicas == "auto":
         raise JobError(
             "engine.replicas: auto does not work on Ray: an actor gets its GPUs before replicas are counted",
-            hint="give a number, or omit it and use more actors",
+            hint="give a number, or omit engine.replicas and use more actors",
         )
-    required = engine.replicas * cards_of({**engine.args, "tp-size": engine.tp} if engine.tp else engine.args)
-    required = -(-required // engine.nodes)  # on one machine
-    if required > largest_node:
+    args = {**engine.args, "tp-size": engine.tp} if engine.tp else engine.args
+    gpus_of_engine = engine.replicas * cards_of(args)
+    gpus_of_machine = math.ceil(gpus_of_engine / engine.nodes)
+    if gpus_of_machine > largest_node:
         raise JobError(
-            f"engine: it needs {counted(required, 'GPU')}, but no node of the Ray cluster has more than "
-            f"{largest_node}",
+            f"engine: an actor needs {counted(gpus_of_machine, 'GPU')}, but no node of the Ray cluster has "
+            f"more than {largest_node}",
             hint="lower engine.tp, or add a node with enough GPUs",
         )
-    return required
+    return gpus_of_machine
 
 
 def resource_of_nodes(resource: str) -> list[float]:
-    """Return the amount of a resource on each live node of the connected cluster."""
+    """Return the amount of a resource, such as "GPU", on each live node of the connected Ray cluster."""
     return [node["Resources"].get(resource, 0) for node in ray.nodes() if node["Alive"]]
 
 
 @dataclass(frozen=True, slots=True)
 class StageCall:
-    """A call of the library for the rows of a dataset, and the columns of the resulting dataset."""
+    """The arguments of a call of `generate`, which Ray sends to each actor."""
 
     call: LibraryCall
     columns: list[str] | None = None
-    """Columns that the rows keep; None for all."""
+    """Columns that the rows keep; None means all columns."""
     prefix: str = ""
     """Prefix of the names of the result columns."""
 
     def job(self, columns: pa.Schema, directory: Path) -> Job:
-        """Return the job for rows with these columns; raises JobError or InputError."""
+        """Return the job for rows with these columns; raises JobError or InputError.
+
+        `directory` is used for temporary files.
+        """
         call = self.call
-        if call.parse is not None:  # the function may ask for the row
+        if call.parse is not None:  # The function of `parse` may take the row, so the row must be carried.
             call = replace(call, columns=columns.names if self.columns is None else self.columns)
         return call.job(columns, [str(directory)], directory)
 
     def check(self, columns: pa.Schema) -> None:
-        """Raise JobError or InputError where the call does not suit rows with these columns.
+        """Raise JobError or InputError if the call does not suit rows with these columns.
 
-        Prompts of Python functions are not tested: these functions run in the actors.
+        Prompts that a Python function makes are not tested, because the function runs in the actors.
         """
         job = self.job(columns, Path("rows"))
         if job.prompt.python is None and job.prompt.rollout is None:
-            ProgramRows(job, columns, RowBuffer())
+            ProgramRows(job, columns, RowBuffer())  # Raises an error for a template that does not suit.
         self.check_names(columns, plan_answers(job))
 
     def check_names(self, columns: pa.Schema, plan: AnswerPlan) -> None:
-        """Raise InputError if a column to keep is missing, and JobError if a result column has its name."""
+        """Raise InputError if a column to keep is missing, and JobError if a result column has its name.
+
+        `columns` are the columns of the rows, and `plan` describes the result columns.
+        """
         names_to_keep = columns.names if self.columns is None else self.columns
         for name in names_to_keep:
             if name not in columns.names:
                 raise unknown_column(InputError, "columns", name, columns.names)
         result_names = schema_of_run(pa.schema([]), plan).names
-        new_names = {f"{self.prefix}{name}" for name in result_names if name != "row"}
-        if duplicates := [name for name in names_to_keep if name in new_names]:
+        prefixed_names = {f"{self.prefix}{name}" for name in result_names if name != "row"}
+        if duplicates := [name for name in names_to_keep if name in prefixed_names]:
             raise JobError(
                 f"the dataset has a column {duplicates[0]!r}, and so do the results",
                 hint='give a prefix for the names of the results, such as prefix="answer_"',
@@ -110,29 +119,32 @@ class StageCall:
 
 @dataclass(slots=True, eq=False)
 class PendingBlock:
-    """Rows of one call that wait for their outcomes."""
+    """A block of rows (a batch of Ray Data) that waits for the outcomes of its rows."""
 
     rows: range
-    """Their ordinals in the stream."""
+    """Ordinals of the rows in the stream."""
     outcomes: list[Outcome] = field(default_factory=list)
+    """Outcomes so far, in the order in which the rows ended."""
     done: Future[list[Outcome] | None] = field(default_factory=Future)
-    """The outcomes of all rows, in the order of the rows; None if the stream ends earlier."""
+    """Future of the outcomes of all rows, in the order of the rows; None if the stream ends earlier."""
 
 
 class BlockOutlet:
-    """Collects the outcomes of a stream by block. `open_block` is thread-safe."""
+    """Receives the outcomes of a stream, and collects them by block. `open_block` is thread-safe."""
 
     def __init__(self) -> None:
-        self._blocks: deque[PendingBlock] = deque()  # in the order of rows
+        self._blocks: deque[PendingBlock] = deque()  # In the order of their rows.
         self._lock = threading.Lock()
         self._rows = 0
+        """Number of rows in all blocks so far."""
         self._is_closed = False
 
     def open_block(self, rows: int) -> PendingBlock:
-        """Return a new block of the next rows."""
+        """Add a block with this number of rows to the stream, and return the block."""
         with self._lock:
             block = PendingBlock(range(self._rows, self._rows + rows))
-            block.done.set_running_or_notify_cancel()  # A caller that is cancelled must not cancel it.
+            # A caller that is cancelled must not cancel the future, which `put` or `end` completes.
+            block.done.set_running_or_notify_cancel()
             self._rows += rows
             if self._is_closed:
                 block.done.set_result(None)
@@ -150,10 +162,10 @@ class BlockOutlet:
                 block.done.set_result(sorted(block.outcomes, key=lambda outcome: outcome.ref.row))
 
     def check(self) -> None:
-        """Do nothing: no write can fail."""
+        """Do nothing. Other outlets raise the error of a failed write here; this outlet writes nothing."""
 
     def end(self) -> None:
-        """Complete the pending blocks without outcomes."""
+        """End the stream: complete all pending blocks with None."""
         with self._lock:
             self._is_closed = True
             while self._blocks:
@@ -161,16 +173,16 @@ class BlockOutlet:
 
 
 class BlockStream:
-    """An endless stream of rows to an engine. It takes tables, and returns each one with its answers.
+    """An endless stream of rows to an engine, which takes tables and returns each with its answers.
 
-    All methods except `close` are called in one event loop, which is not the engine's.
+    All methods except `close` are called in one event loop, which is not that of the engine.
     """
 
     def __init__(self, call: StageCall, engine: OpenEngine, columns: pa.Schema) -> None:
         """Start a stream for rows with these columns; raises JobError or InputError. Blocks."""
         self._call = call
-        self._order = asyncio.Lock()  # rows are sent in the order of the calls
-        self._feeding = threading.Lock()  # The thread of a cancelled call still feeds its block.
+        self._order = asyncio.Lock()  # Only one call feeds its rows at a time, in the order of the calls.
+        self._feeding = threading.Lock()  # The thread of a cancelled call still feeds the rows of its block.
         self._buffer = RowBuffer()
         with ExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchrunner-")))
@@ -185,13 +197,13 @@ class BlockStream:
             self._outlet = BlockOutlet()
             work = functools.partial(send_stream, rows, self._outlet, (), scratch)
             self._running = engine.start(work)
-            self._stack = stack.pop_all()
+            self._stack = stack.pop_all()  # From here on, `close` ends the functions and the directory.
 
     async def answer(self, block: pa.Table) -> pa.Table:
-        """Send the rows of a block; return them with their answers, in the same order.
+        """Send the rows of a block, and return the rows with their answers in the same order.
 
         Several calls may wait at once. Their rows are sent in the order of the calls, without a pause between
-        blocks. Raises BatchrunError where the stream ends: the engine is lost, or too many rows fail.
+        blocks. Raises BatchrunError if the stream ends because the engine is lost or too many rows fail.
         """
         if not block.num_rows:
             return self._with_answers(block, [])
@@ -199,7 +211,7 @@ class BlockStream:
             pending = await asyncio.to_thread(self._feed, block)
         outcomes = await asyncio.wrap_future(pending.done)
         if outcomes is None:
-            await self._running.wait_async()
+            await self._running.wait_async()  # Raises the error that has ended the stream.
             raise BatchrunError("the stream ended before all its rows were finished")
         return await asyncio.to_thread(self._with_answers, block, outcomes)
 
@@ -210,7 +222,10 @@ class BlockStream:
         self._stack.close()
 
     def _feed(self, block: pa.Table) -> PendingBlock:
-        """Pass on the rows of a block whenever the stream has room, until the stream ends. Blocks."""
+        """Pass the rows of a block to the stream, and return the pending block.
+
+        Blocks until the stream has room for the rows, or has ended.
+        """
         with self._feeding:
             pending = self._outlet.open_block(block.num_rows)
             for batch in block.to_batches(max_chunksize=MOST_ROWS):
@@ -219,10 +234,11 @@ class BlockStream:
             return pending
 
     def _with_answers(self, block: pa.Table, outcomes: list[Outcome]) -> pa.Table:
-        """Return the rows of a block beside their answers."""
+        """Return the rows of a block, with the columns of their answers added."""
         answers = table_of(outcomes, self._schema, self._plan) if outcomes else self._schema.empty_table()
         table = block if self._call.columns is None else block.select(self._call.columns)
-        if answers.num_rows > block.num_rows:  # A rollout returned several rows.
+        if answers.num_rows > block.num_rows:
+            # Rollouts returned several results for a row, so the row is repeated for each result.
             rows = answers.column("row")
             table = table.take(pc.subtract(rows, pc.min(rows)))
         for name in answers.column_names:
@@ -232,13 +248,14 @@ class BlockStream:
 
 
 class EngineWorker:
-    """Answers batches of rows. Several calls at once keep the engine busy between batches.
+    """The callable of an actor of Ray Data, which returns batches of rows with their answers.
 
-    Ray Data creates one in each actor, and calls it in an event loop.
+    Ray Data creates an instance in each actor, and calls the instance in an event loop. Several calls at the
+    same time keep the engine busy between two batches.
     """
 
     def __init__(self, call: StageCall) -> None:
-        """Open the engine, which may load its model for minutes; raises EngineStartError."""
+        """Open the engine, which may take minutes to load its model; raises EngineStartError."""
         self._call = call
         self._stack = ExitStack()
         self._stream: BlockStream | None = None
@@ -248,8 +265,8 @@ class EngineWorker:
         self._engine: OpenEngine = self._stack.enter_context(opening)
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
-        """Return the rows with their answers; raises BatchrunError."""
-        async with self._opening:
+        """Return the rows of a batch with their answers; raises BatchrunError."""
+        async with self._opening:  # The first call starts the stream for all calls.
             stream = self._stream
             if stream is None:
                 stream = self._stream = await asyncio.to_thread(
@@ -262,23 +279,23 @@ class EngineWorker:
             raise
 
     def __del__(self) -> None:
-        """End the stream and the engine: Ray Data drops this object at the end of an actor."""
+        """Close the stream and the engine, because Ray Data only drops this object when an actor ends."""
         if self._stream is not None:
             self._stream.close()
         self._stack.close()
 
     async def _discard(self, stream: BlockStream) -> None:
-        """Close a failed stream: a pipeline that ignores failed blocks continues with a new stream."""
-        if self._stream is stream:
+        """Close a failed stream. A pipeline that ignores failed blocks then continues with a new stream."""
+        if self._stream is stream:  # Several calls may fail with one stream; only the first closes it.
             self._stream = None
             await asyncio.to_thread(stream.close)
 
 
 BATCH_ROWS = 256
-"""Default number of rows that an actor gets at once."""
+"""Default number of rows in a batch for an actor."""
 TASKS = 8
-"""Default number of concurrent Ray tasks of an actor. Each has up to four batches in progress (Ray Data's
-RAY_DATA_DEFAULT_ASYNC_BATCH_UDF_MAX_CONCURRENCY)."""
+"""Default number of concurrent Ray tasks of an actor. Each task has up to four batches in progress (Ray
+Data's RAY_DATA_DEFAULT_ASYNC_BATCH_UDF_MAX_CONCURRENCY)."""
 
 
 def generate(
@@ -299,9 +316,9 @@ def generate(
 
     `options` and `engine` are as for `batchrunner.stream`, except that `engine` cannot be an open engine.
     Rows keep `columns`, by default all, and get the columns of a result row except `row`, with `prefix`
-    before their names. `replicas` is the number of actors, or its lower and upper limit. Each actor opens the
-    engine on as many GPUs as the engine needs and on `num_cpus` cores. An actor runs `tasks` Ray tasks at
-    once, in batches of `batch_size` rows.
+    before their names. `replicas` is the number of actors, or a pair of its lower and upper limit. Each actor
+    opens the engine on as many GPUs as the engine needs and on `num_cpus` cores. An actor runs `tasks` Ray
+    tasks at once, with batches of `batch_size` rows.
 
     Failed rows have an `error`. An actor that dies is replaced, and its unfinished rows are sent again.
     Raises JobError or InputError for errors that show before the first row.
@@ -312,17 +329,24 @@ def generate(
             hint="make one with ray.data.from_arrow, from_pandas, from_items or read_parquet",
         )
     if isinstance(engine, OpenEngine):
-        raise JobError("engine: an open engine cannot move to an actor", hint="give its model or its address")
+        raise JobError(
+            "engine: an open engine cannot move to an actor of Ray", hint="give its model or its address"
+        )
     call = LibraryCall(engine=parse_engine(engine), own_rows=True, **options)
     if getattr(call.engine, "nodes", 1) > 1:
-        raise JobError("engine.nodes: an actor of Ray Data is on one machine", hint="use `batchrun ray`")
+        raise JobError(
+            "engine.nodes: an actor of Ray Data runs on one machine", hint="run the job with `batchrun ray`"
+        )
     min_actors, max_actors = (replicas, replicas) if isinstance(replicas, int) else replicas
-    stage = StageCall(call, None if columns is None else list(columns), prefix)
+    stage = StageCall(call, columns=None if columns is None else list(columns), prefix=prefix)
     schema = getattr(ds.schema(fetch_if_missing=False), "base_schema", None)
     if isinstance(schema, pa.Schema):
         stage.check(schema)
     elif call.prompt is not None:
+        # The columns are not known yet, so only the options are checked. Without a prompt, the only text
+        # column is the prompt, which needs the columns.
         call.job(pa.schema([]), ["rows"], Path("rows"))
+    is_rollout = call.rollout is not None or (isinstance(call.prompt, Mapping) and "rollout" in call.prompt)
     compute = ActorPoolStrategy(
         min_size=min_actors,
         max_size=max_actors,
@@ -337,6 +361,5 @@ def generate(
         compute=compute,
         num_cpus=num_cpus,
         num_gpus=gpus_required(call.engine, resource_of_nodes("GPU")),
-        udf_modifying_row_count=call.rollout is not None
-        or (isinstance(call.prompt, Mapping) and "rollout" in call.prompt),
+        udf_modifying_row_count=is_rollout,  # A rollout may return several results for a row.
     )

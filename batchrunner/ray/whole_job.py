@@ -1,4 +1,4 @@
-"""A whole job on a Ray cluster: workers that share its rows as `--join` does, one display, one report."""
+"""A whole job on a Ray cluster (`batchrun ray`): workers that share its rows, one display, one report."""
 
 from __future__ import annotations
 
@@ -50,22 +50,25 @@ from batchrunner.runner.work import plan_failed_rows
 log = logging.getLogger(__name__)
 
 MOST_DEATHS = 5
-"""Maximum number of deaths, of all workers together, up to which a dead worker is restarted."""
+"""Maximum number of deaths, of all workers together, after which a dead worker is still restarted."""
 COST_SHARE = 0.1
-"""Maximum share of the time that goes into reading the run's files for the display."""
+"""Maximum fraction of the time that is spent on reading the run's files for the progress line."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPath:
-    """Paths that every node must see: the command's directory, and a mark file beside the job's results."""
+    """Paths that every node of the cluster must see: the command's directory, and a mark file.
+
+    The mark file is an empty file beside the job's results, which shows that a node shares their directory.
+    """
 
     directory: str | None
-    """Directory of relative paths; None where Ray gives each worker a copy of the working directory."""
+    """Directory that relative paths start from; None if Ray gives each worker a copy of the directory."""
     mark: str | None
-    """Path of the mark file; None where the results are in an object store."""
+    """Path of the mark file; None if the results are in an object store."""
 
     def enter(self) -> None:
-        """Change to the directory and look for the mark file; raises JobError if either is missing."""
+        """Change to the directory, and check that the mark file exists; raises JobError otherwise."""
         host = socket.gethostname()
         if self.directory is not None:
             try:
@@ -83,25 +86,29 @@ class SharedPath:
 
 
 class JobWorker:
-    """An actor that runs a share of a job, like `batchrun JOB --join`. Ray calls it in one event loop."""
+    """An actor that runs a share of a job's rows, as `batchrun JOB --join` does.
+
+    Ray calls the methods in one event loop.
+    """
 
     def __init__(self, *, quiet: bool) -> None:
         log_to_stderr(quiet=quiet)
-        if group := get_current_placement_group():  # the engine's other machines are in this group
+        if group := get_current_placement_group():
+            # The engine needs several machines, which are in this group; `ranks.py` reads these variables.
             os.environ[GROUP] = group.id.hex()
             os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         self._control = Control()
 
     async def run(self, job: Job, shared: SharedPath) -> Report:
-        """Run rows until none is free, and return the report; raises BatchrunError."""
+        """Run rows of the job until none is free, and return the report; raises BatchrunError."""
         shared.enter()
         return await execute(job, join=True, control=self._control)
 
     async def wait_until_started(self) -> None:
-        """Return at once; the call waits until Ray has placed the worker."""
+        """Return at once. The call completes when Ray has placed the worker on a node."""
 
     async def stop(self, reason: str, exit_code: int) -> None:
-        """Send no more rows; rows in flight finish."""
+        """Stop sending rows, and let the rows in flight finish."""
         self._control.drain(reason, exit_code)
 
 
@@ -116,9 +123,10 @@ def run_on_ray(
     quiet: bool,
     as_json: bool,
 ) -> Report:
-    """Run a job with several workers, each with `cpus` cores and the GPUs of its engine; return the report.
+    """Run a job with several workers on the Ray cluster at `address`, and return the report.
 
-    `retry_failed` retries the failed rows of earlier runs. Raises BatchrunError.
+    Each worker gets `cpus` cores and the GPUs of its engine. `retry_failed` retries the failed rows of
+    earlier starts. Raises BatchrunError.
     """
     if workers < 1:
         raise JobError(f"--workers {workers}", hint="give a number of at least 1")
@@ -135,7 +143,7 @@ def run_on_ray(
             if cpus > most_cores:
                 raise JobError(
                     f"--cpus {cpus:g}: no node of the Ray cluster has more than {most_cores:g} cores",
-                    hint="give fewer",
+                    hint="give fewer cores",
                 )
             if retry_failed:
                 plan_failed_rows(loaded)
@@ -143,8 +151,8 @@ def run_on_ray(
             next_line = 0.0
             with contextlib.closing(Workers(loaded, shared, control)) as group:
                 for _ in range(workers):
-                    place = _place(getattr(loaded.engine, "nodes", 1), cpus, gpus)
-                    group.start(actor_class.options(**place).remote(quiet=quiet))
+                    options = _scheduling_options(getattr(loaded.engine, "nodes", 1), cpus, gpus)
+                    group.start(actor_class.options(**options).remote(quiet=quiet))
                 while await asyncio.to_thread(group.watch):
                     if not quiet and time.monotonic() >= next_line:
                         next_line = await asyncio.to_thread(show_progress, path, group.working)
@@ -153,11 +161,11 @@ def run_on_ray(
     return under_signals(work(), control, loaded.limits)
 
 
-def _place(nodes: int, cpus: float, gpus: int) -> dict[str, Any]:
-    """Return the scheduling options of a worker.
+def _scheduling_options(nodes: int, cpus: float, gpus: int) -> dict[str, Any]:
+    """Return Ray's scheduling options of a worker whose engine runs on this number of nodes.
 
-    An engine on several machines gets a placement group with a place on each of `nodes` machines, and its
-    worker runs on the first place. Ray reserves all places of the group at once, until this process ends.
+    An engine on several nodes gets a placement group with `cpus` cores and `gpus` GPUs on each node. The
+    worker runs on the first node. Ray reserves all nodes of the group at once, until this process ends.
     """
     if nodes == 1:
         return {}
@@ -168,8 +176,9 @@ def _place(nodes: int, cpus: float, gpus: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _connected(address: str | None, control: Control, *, quiet: bool) -> Iterator[None]:
-    """Connect this process to the cluster at `address`, else at RAY_ADDRESS, else on this machine.
+    """Connect this process to a Ray cluster for the duration of the block.
 
+    The address of the cluster is `address`, or else RAY_ADDRESS, or else that of a cluster on this machine.
     Unless `quiet`, the logs of the workers are shown. Raises JobError with Ray's reason.
     """
     cluster = address or os.environ.get("RAY_ADDRESS") or "auto"
@@ -187,12 +196,12 @@ def _connected(address: str | None, control: Control, *, quiet: bool) -> Iterato
             f"--address {cluster}: Ray cannot connect: {_first_line(failure)}",
             hint="give host:port of the head node, or --address local for a cluster of this machine alone",
         ) from None
-    except SystemExit:  # raised by Ray's handler of SIGTERM
+    except SystemExit:  # Ray's handler of SIGTERM raises this error.
         control.drain(*SIGNALS[signal.SIGTERM])
         raise control.interrupted("before the first row was sent") from None
     signal.signal(signal.SIGTERM, ignore_signal)
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # Ray prints too, and stdout is for the result
+        with contextlib.redirect_stdout(sys.stderr):  # Ray prints to stdout, which is for the result alone.
             yield
     finally:
         ray.shutdown()
@@ -200,9 +209,10 @@ def _connected(address: str | None, control: Control, *, quiet: bool) -> Iterato
 
 @contextlib.contextmanager
 def _shared_path(output: str) -> Iterator[SharedPath]:
-    """Yield the paths that the workers check; the mark exists during the block.
+    """Yield the paths that the workers check. The mark file exists during the block.
 
-    Raises OutputError, and JobError where Ray would delete the results with its copy of the directory.
+    `output` is the job's output path. Raises OutputError if the mark file cannot be written, and JobError if
+    Ray would delete the results together with its copy of the working directory.
     """
     is_copy = bool(ray.get_runtime_context().runtime_env.get("working_dir"))
     directory = None if is_copy else str(Path.cwd())
@@ -230,7 +240,7 @@ def _shared_path(output: str) -> Iterator[SharedPath]:
 
 
 class Workers:
-    """The workers of a job. Ray starts a worker, and restarts a dead one, once a node has room."""
+    """The workers of a job. Ray starts a worker, and restarts a dead worker, as soon as a node has room."""
 
     def __init__(self, job: Job, shared: SharedPath, control: Control) -> None:
         self._job = job
@@ -239,17 +249,19 @@ class Workers:
         control.stage = "sending"
         self._deaths = 0
         self._actors: dict[Any, tuple[Any, Any]] = {}
-        """Actors by the reference of their report, each with one that is ready once the actor runs."""
+        """Actors by the Ray reference of their report. A second reference becomes ready when the actor
+        runs."""
         self._stop_reason: tuple[str, int] | None = None
-        """Why the workers must stop, and their exit code; None while they may go on."""
+        """Reason why the workers must stop, and their exit code; None while they may go on."""
         self.error: BatchrunError | None = None
-        """Error of a worker that failed; the first one, unless a later one has a higher exit code."""
+        """Error of the first worker that failed, or of a later one with a higher exit code."""
         self.last: Report | None = None
-        """Report of the worker that ended last."""
+        """Report of the worker that ended last; None if no worker has ended."""
 
     def start(self, actor: Any) -> None:
-        """Start an actor on the rows of the job."""
-        self._actors[actor.run.remote(self._job, self._shared)] = actor, actor.wait_until_started.remote()
+        """Have a new or restarted actor run rows of the job."""
+        report = actor.run.remote(self._job, self._shared)
+        self._actors[report] = actor, actor.wait_until_started.remote()
 
     @property
     def working(self) -> int:
@@ -257,7 +269,7 @@ class Workers:
         return sum(_is_ready(placed) for _, placed in self._actors.values())
 
     def watch(self) -> bool:
-        """Handle the workers that end within a moment; tell whether to go on watching."""
+        """Wait a moment for workers to end, and handle their ends; tell whether to call this method again."""
         ready, _ = ray.wait(list(self._actors), timeout=TIMING.ray_poll)
         for reference in ready:
             actor, _ = self._actors.pop(reference)
@@ -266,7 +278,7 @@ class Workers:
             except RayTaskError as failure:
                 self._record_failure(failure.cause)
             except RayError as failure:  # The actor, its process or its node is gone or unreachable.
-                if isinstance(failure, ActorUnavailableError):  # Ray does not know yet whether it died.
+                if isinstance(failure, ActorUnavailableError):  # Ray does not know yet if the actor died.
                     time.sleep(TIMING.ray_poll)
                 else:
                     self._deaths += 1
@@ -280,13 +292,13 @@ class Workers:
         return bool(self._actors) and not self._control.at_once
 
     def close(self) -> None:
-        """Kill all workers."""
+        """Kill the workers that have not ended."""
         for actor, _ in self._actors.values():
             ray.kill(actor)
         self._actors.clear()
 
     def _record_failure(self, cause: Any) -> None:
-        """Keep the error of a worker, unless the workers are stopping anyway."""
+        """Keep the error of a worker in `error`, unless the workers are stopping anyway."""
         if self._stop_reason is not None:
             return
         if not isinstance(cause, BatchrunError):
@@ -294,13 +306,17 @@ class Workers:
                 f"a worker failed: {type(cause).__name__}: {_first_line(cause)}",
                 hint="see its log (`ray logs`) and run the same command again: it resumes",
             )
-        if self._actors and cause.exit_code != EXIT_WRONG:  # else the command ends with it
+        # The command ends with the error of the last worker, or of a wrong job, and then prints the error.
+        if self._actors and cause.exit_code != EXIT_WRONG:
             log.warning("a worker ended: %s", cause)
         if self.error is None or cause.exit_code > self.error.exit_code:
-            self.error = cause  # a wrong job takes precedence over a lost engine
+            self.error = cause  # The error of a wrong job takes precedence over a lost engine.
 
     def _stop_if_over(self) -> None:
-        """Stop the workers if the run is over; rows in flight finish, unplaced workers are killed."""
+        """Stop the workers if the run is over or a signal asks for a stop.
+
+        Workers let their rows in flight finish. Workers that Ray has not placed on a node yet are killed.
+        """
         if self._stop_reason is None:
             if self._control.reason is not None:
                 self._stop_reason = self._control.reason, self._control.exit_code
@@ -318,27 +334,34 @@ class Workers:
     def _is_over(self) -> bool:
         """Tell whether no rows remain, the job is wrong, or a limit of the job is reached.
 
-        If a worker ended while other workers hold all remaining rows, the run is not over, whatever the
-        worker's exit code. The code only counts failed rows, and rows of a dead worker may have become free
-        meanwhile.
+        If a worker ended while other workers hold all remaining rows, the run is not over, whatever the exit
+        code of the worker. The exit code only counts failed rows, and rows of a dead worker may have become
+        free meanwhile.
         """
         if self.error is not None and self.error.exit_code == EXIT_WRONG:
             return True
         last = self.last
-        if last is None or not last.rows_left:
-            return last is not None
+        if last is None:
+            return False
+        if not last.rows_left:
+            return True
+        # The worker sent rows, and then left some of its own: a limit of the job has stopped it.
         return last.wall_s > 0 and last.rows_left > last.rows_of_others
 
 
 def _is_ready(reference: Any) -> bool:
+    """Tell whether the result of a Ray reference is available."""
     return bool(ray.wait([reference], timeout=0)[0])
 
 
 def show_progress(path: str, workers: int) -> float:
-    """Print a progress line from the files of a run; return when to print the next one."""
+    """Print a progress line from the files of a run; return the monotonic time of the next line.
+
+    `workers` is the number of workers that run.
+    """
     started_at = time.monotonic()
     with contextlib.suppress(BatchrunError):  # Before the first worker starts there is no run.
-        state = status(path, watch=False)  # The cluster knows better which workers live.
+        state = status(path, watch=False)  # Heartbeats are not watched, because Ray knows which workers live.
         if state.rows_total is not None:
             line = (
                 f"{time.strftime('%H:%M:%S')} {state.rows_on_disk:,}/{state.rows_total:,} rows, "
@@ -353,7 +376,10 @@ def show_progress(path: str, workers: int) -> float:
 
 
 def _report(group: Workers, path: str, control: Control) -> Report:
-    """Return the report of all workers; raises the error of a failed worker if rows remain."""
+    """Return the report of all workers; raises the error of a failed worker if rows remain.
+
+    `path` is the output path of the run. A stop by a signal takes precedence over the error of a worker.
+    """
     try:
         report: Report | None = report_of_all(path)
     except OutputError:  # No worker has started the run.
@@ -377,6 +403,9 @@ def _report(group: Workers, path: str, control: Control) -> Report:
 
 
 def _first_line(failure: Any) -> str:
-    """Return Ray's message as one line, without the IDs of the actor, whose lines begin with a tab."""
+    """Return the message of an error of Ray as one line of at most 300 characters.
+
+    Lines that begin with a tab are left out, because they have only the IDs of the actor.
+    """
     lines = (line for line in str(failure).splitlines() if not line.startswith("\t"))
     return " ".join(" ".join(lines).split())[:300]

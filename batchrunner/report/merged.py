@@ -1,4 +1,4 @@
-"""The result of `batchrun merge`: the merged files, the report of the whole run, and the missing rows."""
+"""The command `batchrun merge`: it merges the results of a run, and reports on the whole run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,10 @@ from batchrunner.report.report import Report, report_of_all
 
 @dataclass(frozen=True, slots=True)
 class MergedRun:
-    """A merged run."""
+    """The result of `batchrun merge`."""
 
     path: str
-    """Directory of the merged files, its URI, or the path of the file."""
+    """Path or URI of the directory with the merged files, or the path of the single merged file."""
     report: Report
     """Report of the whole run."""
     rows: int
@@ -23,11 +23,11 @@ class MergedRun:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the command: 0 only if all rows are merged, as the next step may need them all."""
+        """Exit code of `batchrun merge`: 0 only if all rows are merged, because a script may need all."""
         return EXIT_STOPPED if self.rows < self.report.rows_total else EXIT_DONE
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the result for `--json`."""
+        """Return the JSON object that `batchrun merge --json` prints."""
         return {
             "path": self.path,
             "rows": self.rows,
@@ -37,8 +37,9 @@ class MergedRun:
         }
 
     def lines(self) -> list[str]:
-        """Return the result as lines for people."""
-        lines = self.report.lines()[:-1]  # the last line names the parts, not the merged files
+        """Return the lines that `batchrun merge` prints."""
+        # The last line of the report names the directory of unmerged results.
+        lines = self.report.lines()[:-1]
         missing = self.report.rows_total - self.rows
         if missing > 0:
             lines.append(
@@ -49,9 +50,14 @@ class MergedRun:
 
 
 def merge_run(run: str | Path, file: str | None = None, *, force: bool = False) -> MergedRun:
-    """Merge a run, and write its report; raises the errors of `merge`."""
+    """Merge the results of a run, into RUN/merged or into `file`, and write the report of the run.
+
+    Raises the errors of `merge`.
+    """
     run_dir = look_at_run(run)
     path, rows = merge(run_dir, file, force=force)
     report = report_of_all(run_dir)
-    place = f"{run_dir.store.uri}/{path.name}" if file is None and run_dir.store.uri else str(path)
-    return MergedRun(place, report, rows)
+    # The merged directory of a run in an object store is in the store, too.
+    is_in_store = file is None and run_dir.store.uri
+    merged_path = f"{run_dir.store.uri}/{path.name}" if is_in_store else str(path)
+    return MergedRun(path=merged_path, report=report, rows=rows)

@@ -1,98 +1,114 @@
-"""The exit code of a run, and the reason for it. No other module decides them."""
+"""The exit code of a run, and the reason why it ended. Only this module decides on them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from batchrunner.core.console import counted
 from batchrunner.core.errors import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPED, BatchrunError
+from batchrunner.job.spec import LimitsSpec
 
 
 class RunVerdict(NamedTuple):
-    """The exit code of a run, and why it ended."""
+    """The exit code of a run, and the reason why it ended."""
 
     exit_code: int
     reason: str
 
 
 STOPPED = RunVerdict(EXIT_STOPPED, "stopped")
-SAMPLE_DONE = RunVerdict(EXIT_STOPPED, "a sample is done: the job asks no row again")
+SAMPLE_DONE = RunVerdict(
+    EXIT_STOPPED, "the sample of an estimate is done; a run will not send its rows again"
+)
 NOTHING_FREE = RunVerdict(EXIT_DONE, "no rows are free: other workers hold the rest")
-FAILED_ROWS = RunVerdict(EXIT_FAILED_ROWS, "done, but more rows failed than limits.max_failed_rows tolerates")
 DONE = RunVerdict(EXIT_DONE, "done")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """How an attempt ended, and the rows of its run."""
+    """Facts about the end of one start of a run, from which `verdict_of` derives the exit code."""
 
     rows_total: int
+    """Number of rows of the run."""
     rows_failed: int
+    """Number of failed rows of the run, as far as this worker knows them."""
     max_failed_rows: float
-    """`limits.max_failed_rows`: a number of rows, or a share of all rows."""
+    """`limits.max_failed_rows`: a number of rows if it is an int, otherwise a fraction of all rows."""
     rows_left: int = 0
-    """Rows without a result that this worker was to do."""
+    """Number of rows without a result among those that this worker was to send."""
     rows_unheld: int = 0
-    """Further rows without a result, which no living worker holds."""
+    """Number of further rows without a result, which no running worker has leased."""
     rows_lost: int = 0
-    """Rows of the run in no part, although all its workers have ended."""
-    rows_failed_here: int | None = None
-    """Failed rows of this worker, if `rows_failed` counts those of all workers."""
+    """Number of rows that are in no result file, although all workers of the run have ended."""
     rows_held: int = 0
-    """Further rows without a result, which other living workers hold."""
+    """Number of further rows without a result, which other running workers have leased."""
     was_empty: bool = False
-    """Whether the attempt found nothing to do."""
+    """Whether this start had no row to send."""
     is_sample: bool = False
-    """Whether only the sample of an estimate was to be sent."""
+    """Whether this start was to send only the sample of an estimate."""
     failure: BatchrunError | None = None
-    """Why the run could not go on."""
+    """Error because of which the run could not go on."""
     stop: RunVerdict | None = None
-    """The stop that a signal, a limit or a caller asked for. It counts only if rows remain."""
+    """Exit code and reason of a stop by a signal, a limit or a caller. They count only if rows remain."""
     added_files: Sequence[str] = ()
-    """Input files that were added or grew during the run, and that belong to the run."""
+    """Input files of the run that were added, or grew, while it ran."""
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether the attempt failed, or a later start has rows to do."""
+        """Whether this start failed, or left rows for a later start."""
         return bool(self.failure or self.rows_left or self.rows_unheld or self.added_files)
 
 
 def verdict_of(end: RunEnd) -> RunVerdict:
-    """Return the exit code of an attempt, and the reason for it."""
+    """Return the exit code of one start of a run, and the reason why it ended.
+
+    If several reasons apply, the first one in the order of this function counts.
+    """
     if end.failure is not None:
         return RunVerdict(end.failure.exit_code, str(end.failure))
     if end.rows_left or end.rows_unheld:
         return _incomplete(end) if end.stop is None else end.stop
     if end.added_files:
-        first, *others = end.added_files
-        files = f"{first} and {len(others)} more" if others else first
-        came = f"{files} appeared in the input, or grew, during the run"
-        return RunVerdict(EXIT_STOPPED, f"{came}: run the same command again")
+        example, *others = end.added_files
+        files = f"{example} and {len(others)} more" if others else example
+        return RunVerdict(
+            EXIT_STOPPED,
+            f"{files} appeared in the input, or grew, during the run: run the same command again",
+        )
     if end.rows_lost:
-        rows = f"{counted(end.rows_lost, 'row')} of the run are missing from all parts"
-        return RunVerdict(EXIT_STOPPED, f"{rows}: run the same command again")
-    if end.rows_failed > tolerated(end.max_failed_rows, end.rows_total):
-        return _too_many_failed(end)
+        rows = counted(end.rows_lost, "row")
+        return RunVerdict(
+            EXIT_STOPPED,
+            f"{rows} of the run are missing from all result files: run the same command again",
+        )
+    if failed_rows := too_many_failed(
+        end.rows_failed, rows_total=end.rows_total, max_failed_rows=end.max_failed_rows
+    ):
+        return RunVerdict(EXIT_FAILED_ROWS, f"done, but {failed_rows}")
     return NOTHING_FREE if end.was_empty and end.rows_held else DONE
 
 
 def _incomplete(end: RunEnd) -> RunVerdict:
-    """Return the verdict where rows remain for a later start, and nobody asked for a stop."""
+    """Return the verdict on a start that left rows for a later start, although no stop was requested."""
     if end.rows_left:
         return SAMPLE_DONE if end.is_sample else STOPPED
     rows = f"{end.rows_unheld:,} rows are left that no living worker holds"
     return RunVerdict(EXIT_STOPPED, f"{rows}: run the same command again")
 
 
-def _too_many_failed(end: RunEnd) -> RunVerdict:
-    """Return the verdict on too many failed rows. The reason has their number if other workers had some."""
-    if end.rows_failed_here in {None, end.rows_failed}:
-        return FAILED_ROWS
-    rows = counted(end.rows_failed, "row")
-    reason = f"done, but {rows} of the run failed, more than limits.max_failed_rows tolerates"
-    return RunVerdict(EXIT_FAILED_ROWS, reason)
+def too_many_failed(rows_failed: int, *, rows_total: int, max_failed_rows: float) -> str | None:
+    """Return a clause for users if more rows failed than `limits.max_failed_rows` tolerates; otherwise None.
+
+    `max_failed_rows` is a number of rows if it is an int, otherwise a fraction of all rows.
+    """
+    tolerated = max_failed_rows if isinstance(max_failed_rows, int) else max_failed_rows * rows_total
+    if rows_failed <= tolerated:
+        return None
+    return f"{counted(rows_failed, 'row')} of the run failed, more than limits.max_failed_rows tolerates"
 
 
-def tolerated(max_failed_rows: float, rows_total: int) -> float:
-    """Return how many rows may fail; `max_failed_rows` is a number, or a share of all rows."""
-    return max_failed_rows if isinstance(max_failed_rows, int) else max_failed_rows * rows_total
+def max_failed_rows_of(run_facts: Mapping[str, Any]) -> float:
+    """Return `limits.max_failed_rows` of the job in the content of run.json, or its default."""
+    limits: Mapping[str, Any] = run_facts["job"].get("limits", {})
+    max_failed_rows: float = limits.get("max_failed_rows", LimitsSpec().max_failed_rows)
+    return max_failed_rows

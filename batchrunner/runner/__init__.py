@@ -1,5 +1,5 @@
 """One attempt at a job: plan, open, send, report.
 
-Others import `execute` (the whole attempt), `prepare` (checks without an engine), `run_in_foreground` (with
-signals and display), `stream` (a program's rows), `check` and `status`.
+Other packages import `execute` (the whole attempt), `prepare` (checks without an engine), `run_in_foreground`
+(with signals and display), `stream` (a program's rows), `check` and `status`.
 """

@@ -52,7 +52,7 @@ def adaptation_of(engine: Engine, run_dir: RunDir, ends_at: float) -> "Adaptatio
 
 
 class Adaptation:
-    """The flag tuning of one run. Each load sample of the run advances it by one step of `_tune`."""
+    """The flag tuning of one run. Each load sample of the run resumes the generator `_tune`."""
 
     def __init__(
         self, servers: Mapping[SGLangServer, ServerWatch], memory: FlagMemory, ends_at: float

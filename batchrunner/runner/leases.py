@@ -134,7 +134,7 @@ class Leases:
         self.store.clear(SORTED)
 
     def is_done(self) -> bool:
-        """Tell whether no lease is free or held."""
+        """Return whether all leases have ended without remaining rows, so that none is free or held."""
         return not self.free() and not self.held_count()
 
     def held_count(self) -> int:

@@ -41,7 +41,7 @@ class PromptCheck:
         self._directory: Path | None = None
         self._chat: ChatTemplate | None = None
         self._chat_problem: str | None = None
-        """Why the chat template cannot be loaded; None if it can."""
+        """Reason for which the chat template cannot be loaded; None if it can be loaded."""
         self._begins_twice = Counter[str]()
         """Number of prompts that begin with a token that the tokenizer adds as well, by token."""
         if isinstance(job.engine, ServerEngine):
@@ -82,8 +82,8 @@ class PromptCheck:
             raise RowRefusedError(self._chat_problem)
         if self._chat is not None:
             with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
-                # The errors that are ignored are those of a body that is not a valid chat. The server's own
-                # message for such a body is better.
+                # With a body that is not a valid chat, the template fails with these errors. They are
+                # ignored, because the server has a better message for such a body.
                 self._chat.refuse_failing(body)
 
     def look_at_text(self, prompt: object) -> None:

@@ -276,7 +276,7 @@ class SendingEnd:
     added_files: Sequence[str] = ()
     """Paths of input files that were added or grew during the run, and whose new rows belong to the run."""
     is_on_disk: bool = True
-    """Whether all rows that ended are on disk."""
+    """Whether the results of all finished rows are on disk."""
 
 
 @dataclass(kw_only=True)
@@ -600,5 +600,4 @@ class Run:
             rows_total=rows_of_run,
             rows_lost=max(0, rows_of_run - len(stored)),
             rows_failed=len(stored.failed),
-            rows_failed_here=end.rows_failed,
         )

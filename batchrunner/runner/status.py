@@ -105,6 +105,9 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
     total = leases.plan.rows_total if leases.plan else None
     if facts:
         total = facts["rows_total"]
+    time_left_s = None
+    if expected_rows_per_s and total is not None:
+        time_left_s = (total - on_disk) / expected_rows_per_s
     return RunStatus(
         path=run_dir.name,
         running=", ".join(running) or None,
@@ -120,9 +123,7 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
         output_tokens=sum(task.output_tokens for task in tasks),
         finished=facts is not None and not running and on_disk >= facts["rows_total"],
         rows_per_s=sum(sample.rows_per_s for sample in current_samples),
-        time_left_s=(total - on_disk) / expected_rows_per_s
-        if expected_rows_per_s and total is not None
-        else None,
+        time_left_s=time_left_s,
         leases=_count(leases) if leases.plan else None,
         tasks=tasks,
     )

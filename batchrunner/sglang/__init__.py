@@ -1,5 +1,5 @@
-"""What can be known of SGLang without talking to a server: its flags by version, its models' files, its logs.
+"""Facts about SGLang that need no running server: flags by version, files of models, logs of servers.
 
-`flags` spells flags as a version has them. `device` knows this machine's GPUs, and what SGLang needs on a
-CPU. `model_files` reads a model's directory. `logs` reads what a server logs.
+`flags` spells flags as a version has them. `device` finds this machine's GPUs, and has the arguments that
+SGLang needs on a CPU. `model_files` reads a model's directory. `logs` reads the logs of servers.
 """

@@ -16,14 +16,17 @@ PYTHONPATH."""
 SERVER_MODULES = Path(__file__).with_name("server_modules")
 """Directory of packages for SGLang's processes. It comes last on their PYTHONPATH."""
 MEAN_POOLING = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "mean_pooling"}
-"""Environment variable with which an encoder's vector is the mean over all tokens, not the first token's."""
+"""Environment variable with which SGLang imports batchrunner's encoders, whose vector is the mean over all
+tokens. The vector of SGLang's own encoders is that of the first token."""
 
 CPU_NOTE = (
-    "SGLang's CPU engine: for trying jobs and for tests, slow by nature; a GPU is used where there is one"
+    "SGLang's CPU engine is slow, and meant for trying jobs and for tests; on a machine with a GPU the run "
+    "would use the GPU"
 )
+"""Note for the user of a run on a CPU."""
 
-# Dense models use torch's own attention, in the only number type that every CPU computes fast. The KV pool is
-# small because SGLang would otherwise take most of the machine's memory for it.
+# Attention is torch's own, and the number type is the only one that every CPU computes fast. The KV pool is
+# small, because SGLang would otherwise allocate most of the machine's memory for it.
 CPU_ARGS: dict[str, Any] = {
     "device": "cpu",
     "attention-backend": "torch_native",
@@ -36,7 +39,7 @@ CPU_ARGS: dict[str, Any] = {
 }
 
 SMI_TIMEOUT_S = 30.0
-"""Maximum number of seconds for `nvidia-smi`, which takes several if the driver is not kept loaded."""
+"""Maximum seconds for `nvidia-smi`, which takes several seconds if the driver is not loaded yet."""
 
 
 def has_gpu() -> bool:
@@ -47,10 +50,10 @@ def has_gpu() -> bool:
 
 
 def gpus(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return the GPUs that a process may use, as CUDA_VISIBLE_DEVICES names them; empty if unknown.
+    """Return the GPUs that a server may use, as CUDA_VISIBLE_DEVICES names them; empty if unknown.
 
-    `environ` has the variables of the job's `engine.env`, which the process gets in addition to this
-    process's.
+    `environ` has the variables of the job's `engine.env`, which the server gets in addition to those of this
+    process.
     """
     visible = {**os.environ, **(environ or {})}.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -58,7 +61,7 @@ def gpus(environ: Mapping[str, str] | None = None) -> list[str]:
         if "-1" in names:  # CUDA stops at the first invalid name
             names = names[: names.index("-1")]
         return names
-    # CUDA numbers the GPUs of the process from 0, whatever their numbers on the machine.
+    # CUDA numbers the GPUs of a process from 0, whatever the numbers of their device files are.
     device_files = Path("/dev").glob("nvidia[0-9]*")
     return [str(number) for number, _ in enumerate(device_files)]
 
@@ -100,7 +103,10 @@ def on_cpu(device: str) -> bool:
 
 
 def program_environment(extra: Mapping[str, str], *, cpu: bool = False) -> dict[str, str]:
-    """Return the environment of a program to start: this process's and the CPU's variables, then `extra`."""
+    """Return the environment of a program: the variables of this process, and `extra`, which overrides them.
+
+    With `cpu` the variables that SGLang needs on a CPU are added too.
+    """
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
     environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without bytecode SGLang takes twice as long to start
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, (environ.get("PYTHONPATH"), str(SERVER_MODULES))))
@@ -117,11 +123,11 @@ def cpu_environment(environ: dict[str, str]) -> dict[str, str]:
 
 
 def server_args(args: dict[str, Any], *, cpu: bool) -> dict[str, Any]:
-    """Return the job's arguments together with the runner's defaults, which the job's arguments override.
+    """Return the arguments of a server: the defaults of a run, and the job's `args`, which override them.
 
     The schedule policy is `fcfs`, because rows are sent in the order in which they should be computed. `lpm`
-    would change that order while few requests wait. The HTTP log is off, because a line for each request
-    would hide the causes of failures.
+    would change the order while few requests wait. The HTTP log is off, because a line for each request would
+    hide the causes of failures.
     """
     defaults: dict[str, Any] = {
         "enable-metrics": True,
@@ -141,9 +147,9 @@ def free_bytes() -> int:
 
 
 def oom_kills(root: Path = _MACHINE) -> int | None:
-    """Return how many processes the kernel has killed for lack of memory since boot; None if unknown.
+    """Return the number of processes that the kernel has killed for lack of memory since boot.
 
-    Linux counts them from 4.13 on. `root` is the directory that holds `proc`.
+    Return None if it is unknown, as in Linux before 4.13. `root` is the directory that contains `proc`.
     """
     with contextlib.suppress(OSError):
         if match := re.search(r"^oom_kill (\d+)", (root / "proc/vmstat").read_text(), re.MULTILINE):

@@ -1,4 +1,4 @@
-"""The flags of a version of SGLang, and this version's spelling of flags that were renamed."""
+"""The flags of an SGLang version, and the version's spelling of flags that were renamed."""
 
 import functools
 import re
@@ -8,20 +8,21 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 HELP_TIMEOUT_S = 120.0
-"""Maximum number of seconds for `--help`. It imports torch, which takes 6 s, and more from a cold network
+"""Maximum seconds for `--help`, which imports torch. The import takes 6 s, and longer from a cold network
 disk."""
 CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
-"""Environment variable: maximum number of tokens that SGLang reserves for a request's output
-(schedule_policy)."""
+"""Environment variable with the maximum number of tokens that SGLang reserves for a request's output
+(schedule_policy.py)."""
 VARIABLES = frozenset({CLIP})
-"""Environment variables that count as flags."""
+"""Environment variables that are treated like flags."""
 MAX_BLANKS_FLAG = "constrained-json-max-whitespace-cnt"
 """Flag for the maximum number of blanks between two tokens of JSON that follows a schema (xgrammar). Without
 the flag, there is no maximum."""
 MOST_BLANKS = 64
-"""Value of MAX_BLANKS_FLAG if the run sets it: enough for a line end and 15 levels of indentation by four."""
+"""Value of MAX_BLANKS_FLAG that a run sets by default: enough for a line end and 15 levels of indentation by
+four blanks."""
 CHECK_HELP = "unknown version: these are the newest spellings, check them with --help"
-"""Note below advice if the version's flags are unknown."""
+"""Note below advice if the flags of the server's version are unknown."""
 _SPELLINGS = (
     ("cuda-graph-max-bs-decode", "cuda-graph-max-bs"),
     ("cuda-graph-backend-decode", "disable-cuda-graph"),
@@ -49,14 +50,20 @@ class Flags:
     """The allowed values of each flag that has a fixed set of values."""
 
     def spelling(self, name: str) -> str | None:
-        """Return a flag's name in this version, given any of its names; None if the version lacks it."""
+        """Return the name of a flag in this version, from any of its names; None if the version lacks it.
+
+        If the version's flags are unknown, return the newest name.
+        """
         names = spellings(name)
         if not self.names:
             return names[0]
         return next((spelling for spelling in names if spelling in self.names), None)
 
     def setting(self, name: str, value: Any) -> dict[str, Any]:
-        """Return a flag's value as `engine.args` of this version; empty if it lacks the flag or the value."""
+        """Return a flag and its value as `engine.args` of this version.
+
+        An older spelling may need another value. Return {} if the version lacks the flag or the value.
+        """
         spelling = name if name in VARIABLES else self.spelling(name)
         if spelling is None or str(value) not in self.choices.get(spelling, {str(value)}):
             return {}
@@ -75,44 +82,51 @@ def name_in(args: Mapping[str, Any], name: str) -> str:
 
 
 LARGEST = 1e15
-"""Largest number that is plausible as an argument, limit or memory of a server."""
+"""Upper bound of the numbers that are plausible as an argument, limit or memory of a server."""
 
 
 def number(value: Any) -> float | None:
-    """Return a value from another program as a float if it is a plausible number, otherwise None."""
-    counts = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
-    return float(value) if counts else None
+    """Return a value from another program as a float if it is a plausible number, else None."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < LARGEST else None
 
 
 def attention_ranks(arguments: Mapping[str, Any]) -> int:
-    """Return the number of ranks among which DP attention divides a replica's requests; 1 without it."""
+    """Return the number of ranks among which DP attention divides the requests of a replica.
+
+    Without DP attention it is 1.
+    """
     ranks = number(arguments.get("attn_dp_size")) or 1
-    older = ranks == 1 and arguments.get("enable_dp_attention")  # before --attn-dp-size
-    return int((number(arguments.get("dp_size")) if older else ranks) or 1)
+    # Releases before --attn-dp-size have the number of ranks in --dp-size.
+    is_older_release = ranks == 1 and arguments.get("enable_dp_attention")
+    if is_older_release:
+        ranks = number(arguments.get("dp_size")) or 1
+    return int(ranks)
 
 
 def arguments_in(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `args` that are server arguments, for `engine.args`."""
+    """Return the server arguments in `args`, without the environment variables in it."""
     return {name: value for name, value in args.items() if name not in VARIABLES}
 
 
 def variables_in(args: Mapping[str, Any]) -> dict[str, str]:
-    """Return those of `args` that are environment variables, as strings for `engine.env`."""
+    """Return the environment variables in `args`, as strings for `engine.env`."""
     return {name: str(value) for name, value in args.items() if name in VARIABLES}
 
 
 def numbers_in(env: Mapping[str, str]) -> dict[str, int]:
-    """Return those variables of a job that count as flags, as integers."""
+    """Return the variables of `engine.env` that are treated like flags, as integers."""
     return {name: int(value) for name, value in env.items() if name in VARIABLES and value.isdecimal()}
 
 
 def command_line(args: Mapping[str, Any]) -> str:
-    """Format flags and variables as a person types them, the variables first."""
+    """Return flags and environment variables as they are typed in a shell, the variables first."""
     ordered = {**variables_in(args), **args}
     return " ".join(_option(name, value) for name, value in ordered.items())
 
 
 def _option(name: str, value: Any) -> str:
+    """Return a flag or variable as it is typed in a shell."""
     if name in VARIABLES:
         return f"{name}={value}"
     if value is None:
@@ -121,16 +135,19 @@ def _option(name: str, value: Any) -> str:
 
 
 def installed(python: str | None = None, environ: Mapping[str, str] | None = None) -> Flags:
-    """Return the flags of an interpreter's SGLang; flags without names if it has no SGLang.
+    """Return the flags of the SGLang that the interpreter `python` imports; unknown flags if it has none.
 
-    `environ` is the job's `engine.env`. The first call runs `--help`, which takes about 6 s. Its result is
+    `environ` is the job's `engine.env`. The first call runs `--help`, which takes about 6 s. The result is
     cached.
     """
     return _ask(python or sys.executable, tuple(sorted((environ or {}).items())))
 
 
 def version_of(python: str | None, environ: Mapping[str, str]) -> str | None:
-    """Return the version of an interpreter's SGLang, or None; `environ` is the job's `engine.env`."""
+    """Return the version of the SGLang that the interpreter `python` imports; None if it has no SGLang.
+
+    `environ` is the job's `engine.env`.
+    """
     from batchrunner.sglang.device import output_of, program_environment  # noqa: PLC0415 - few runs ask
 
     command = [python or sys.executable, "-c", _VERSION]
@@ -144,12 +161,12 @@ def is_at_least(version: str | None, *least: int) -> bool:
 
 
 def of_arguments(version: str | None, arguments: Iterable[str]) -> Flags:
-    """Return the flags of a server, which are the names of its arguments in `/server_info` or its log."""
+    """Return the flags of a server, from the names of its arguments in `/server_info` or in its log."""
     return Flags(version, frozenset(name.replace("_", "-") for name in arguments))
 
 
 def parse_help(text: str, version: str | None = None) -> Flags:
-    """Read the output of `python -m sglang.launch_server --help`."""
+    """Return the flags in the output of `python -m sglang.launch_server --help`."""
     options = [name.groups() for option in _OPTION.findall(text) for name in _NAME.finditer(option)]
     choices = {name: frozenset(values.split(",")) for name, values in options if values}
     return Flags(version, frozenset(name for name, _ in options), choices)
@@ -168,9 +185,9 @@ class StatePool(NamedTuple):
     per_request: int
     """Number of slots that a running request takes."""
     gb: float | None = None
-    """Memory of this pool in GB."""
+    """Memory of the state pool in GB; None if unknown."""
     kv_gb: float | None = None
-    """Memory in GB of the KV pool on the same card."""
+    """Memory in GB of the KV pool on the same GPU; None if unknown."""
 
     @property
     def most_running(self) -> int:
@@ -188,15 +205,20 @@ kv_cache_configurator.py)."""
 
 
 def slots_per_request(arguments: Mapping[str, Any]) -> int:
-    """Return the number of state slots that a running request takes, by the server's resolved arguments."""
+    """Return the number of state slots that a running request takes, from a server's resolved arguments."""
     if arguments.get("disable_radix_cache"):
         return 1
-    slots = _SLOTS.get(str(arguments.get("mamba_radix_cache_strategy")), 3)
-    return slots - (slots == _SLOTS["extra_buffer"] and bool(arguments.get("disable_overlap_schedule")))
+    strategy = str(arguments.get("mamba_radix_cache_strategy"))
+    slots = _SLOTS.get(strategy, 3)
+    # Without the overlap schedule, this strategy needs one slot less.
+    if strategy == "extra_buffer" and arguments.get("disable_overlap_schedule"):
+        slots -= 1
+    return slots
 
 
 @functools.cache
 def _ask(python: str, environ: tuple[tuple[str, str], ...]) -> Flags:
+    """Return the flags that an interpreter's SGLang lists in its `--help`; see `installed`."""
     from batchrunner.sglang.device import has_gpu, output_of, program_environment  # noqa: PLC0415
 
     environment = program_environment(dict(environ), cpu=not has_gpu())

@@ -1,4 +1,4 @@
-"""Facts about a model: its directory, identity in a run's fingerprint, config.json and the GPUs it needs."""
+"""Facts about a model: its directory, its identity, its config.json and the number of GPUs it needs."""
 
 import contextlib
 import logging
@@ -19,34 +19,34 @@ from batchrunner.sglang.flags import name_in
 log = logging.getLogger(__name__)
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
-"""Keys of config.json for the number of experts in a layer. 0, 1 and null mean a dense model."""
-_LANGUAGE_PARTS = ("text_config", "language_config", "llm_config", "thinker_config")
-"""Keys below which a multimodal model describes its language model. A later one takes precedence, as in
-SGLang (`get_hf_text_config`)."""
+"""Keys of config.json for the number of experts in a layer. The values 0, 1 and null mean a dense model."""
+_LANGUAGE_SECTIONS = ("text_config", "language_config", "llm_config", "thinker_config")
+"""Keys of the sections of config.json in which a multimodal model describes its language model. A later key
+takes precedence, as in SGLang (`get_hf_text_config`)."""
 
 
 def language_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with the values of its language model moved to the top."""
-    flat = dict(config)
-    for name in _LANGUAGE_PARTS:
-        part = config.get(name)
-        if isinstance(part, dict):
-            flat |= language_part(part)
-    return flat
+    """Return a model's config with the values of its language model at the top level."""
+    flat_config = dict(config)
+    for name in _LANGUAGE_SECTIONS:
+        section = config.get(name)
+        if isinstance(section, dict):
+            flat_config |= language_part(section)
+    return flat_config
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:
-    """Tell whether the model is a mixture of experts."""
-    inner = config.get("ffn_config")  # where Dbrx has the number of experts
-    parts = [config, inner] if isinstance(inner, dict) else [config]
-    return any(_largest(part.get(name)) > 1 for part in parts for name in EXPERTS)
+    """Tell whether a model is a mixture of experts, by its config.json."""
+    section = config.get("ffn_config")  # Dbrx has the number of experts in this section
+    sections = [config, section] if isinstance(section, dict) else [config]
+    return any(_largest(section.get(name)) > 1 for section in sections for name in EXPERTS)
 
 
 def has_latent_attention(config: Mapping[str, Any]) -> bool:
-    """Tell whether the model has multi-head latent attention (MLA): a compressed KV cache for all heads.
+    """Tell whether a model has multi-head latent attention (MLA): a compressed KV cache for all heads.
 
-    DeepSeek-V4 has the same keys in config.json, but another kind of attention, which `compress_ratios` shows
-    (SGLang's model_config).
+    DeepSeek-V4 has the same keys in config.json, but another kind of attention, which the key
+    `compress_ratios` shows (SGLang's model_config.py).
     """
     return bool(
         _largest(config.get("kv_lora_rank"))
@@ -56,12 +56,12 @@ def has_latent_attention(config: Mapping[str, Any]) -> bool:
 
 
 def has_sparse_attention(config: Mapping[str, Any]) -> bool:
-    """Tell whether an indexer selects the tokens that attention reads (DSA); SGLang has backends for it."""
+    """Tell whether a model has sparse attention (DSA): an indexer selects the tokens that attention reads."""
     return _largest(config.get("index_topk")) > 0
 
 
 def _largest(value: Any) -> int:
-    """Return a count, or the largest of a list of counts; 0 for anything else."""
+    """Return a count, or the largest of a list of counts; 0 for any other value."""
     values = value if isinstance(value, list) else [value]
     return max((count for count in values if type(count) is int), default=0)
 
@@ -77,7 +77,8 @@ def _local(model: str) -> Path | None:
     try:
         path = Path(model).expanduser()
         return path if path.exists() else None
-    except (OSError, RuntimeError, ValueError):  # too long; no such user in ~user; a null byte
+    # The name is too long, the user in `~user` does not exist, or the name has a null byte.
+    except (OSError, RuntimeError, ValueError):
         return None
 
 
@@ -93,7 +94,9 @@ def model_directory(model: str, revision: str | None = None) -> Path:
     cache = Path(hub_cache or f"{home}/hub").expanduser()
     repository = cache / f"models--{model.replace('/', '--')}"
     commit = revision or "main"
-    with contextlib.suppress(OSError, ValueError):  # the revision is a commit, or the model is missing
+    # A branch or tag has a file with its commit. There is none if the revision is a commit, or if the model
+    # is not in the cache.
+    with contextlib.suppress(OSError, ValueError):
         commit = (repository / "refs" / commit).read_text(encoding="utf-8").strip()
     return repository / "snapshots" / commit
 
@@ -101,7 +104,7 @@ def model_directory(model: str, revision: str | None = None) -> Path:
 def check_model(model: str) -> None:
     """Raise EngineStartError for a missing model directory, or for a directory without a model."""
     path = Path(model).expanduser()
-    # "org/name" is a name on the Hub, unless there is a folder `org`.
+    # `OWNER/NAME` is a name on the Hub, unless there is a directory `OWNER`.
     looks_like_path = not is_hub_name(model) or ("/" in model and path.parent.is_dir())
     if looks_like_path and not path.exists():
         raise EngineStartError(
@@ -115,21 +118,23 @@ def check_model(model: str) -> None:
 _LEADS_ELSEWHERE = re.compile(
     "HF_|HUGGINGFACE_|TRANSFORMERS_|XDG_CACHE_HOME|SGLANG_USE_MODELSCOPE|.*_proxy$", re.IGNORECASE
 )
-"""Environment variables that may make a server find its model in a place where this process does not look."""
+"""Matches environment variables with which a server may find its model where this process does not look."""
 HUB_TIMEOUT_S = 10.0
+"""Maximum seconds for a request to the Hub."""
 HUB_TRIES = 3
-"""Number of attempts to reach the Hub. More than one, because a machine that has just started may have no
-network yet."""
+"""Maximum number of attempts to reach the Hub. There is more than one attempt, because a machine that has
+just started may have no network yet."""
 
 
 def check_on_hub(spec: ServerEngine) -> None:
     """Raise EngineStartError for a model that is neither on this machine nor on the Hub.
 
-    Without this check, SGLang would try for a minute, and then quote three errors. Nothing is raised if the
-    server's variables or arguments may lead it elsewhere, or if the Hub's answer is unexpected.
+    Without this check, SGLang would try for a minute, and then show three errors. Nothing is raised if the
+    server's variables or arguments may lead it to another place, or if the Hub's answer is unexpected.
     """
     model, revision = spec.model, spec.args.get("revision")
-    repository = "/".join(model.partition(":")[0].split("/")[:2])  # without a quantization or a file
+    # `OWNER/NAME`, without the quantization (`:Q4_K_M`) or the file that may follow.
+    repository = "/".join(model.partition(":")[0].split("/")[:2])
     is_here = _local(model) or model_directory(repository, revision).exists()
     if is_here or _looks_elsewhere(spec) or not find_spec("huggingface_hub"):
         return
@@ -147,7 +152,8 @@ def check_on_hub(spec: ServerEngine) -> None:
     hub = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
 
     def is_unreachable(failure: BaseException) -> bool:
-        return isinstance(failure, (httpx.ConnectError, ConnectionError))  # ConnectionError: HF_HUB_OFFLINE
+        # With HF_HUB_OFFLINE, the Hub's client raises a ConnectionError.
+        return isinstance(failure, (httpx.ConnectError, ConnectionError))
 
     retrying = Retrying(**backoff(is_unreachable, attempts=HUB_TRIES))
     try:
@@ -161,24 +167,25 @@ def check_on_hub(spec: ServerEngine) -> None:
     except (httpx.ConnectError, ConnectionError) as failure:
         raise EngineStartError(
             f"engine.model: {model}: is not on this machine, and {hub.endpoint} cannot be reached: {failure}",
-            hint=f"`hf download {repository}` where there is a network, or give a folder",
+            hint=f"run `hf download {repository}` on a machine with a network, or give a folder",
         ) from None
     except (httpx.HTTPError, HfHubHTTPError, ValueError, OSError) as failure:
         log.debug("%s: the Hub's answer is unexpected: %r", model, failure)
 
 
 def _looks_elsewhere(spec: ServerEngine) -> bool:
-    """Tell whether a server may find its model in places that this process does not know."""
+    """Tell whether a server may find its model in a place that this process does not know."""
+    if spec.cache_dir is not None:  # the files must be local, and the code that copies them checks that
+        return True
     has_variable = any(map(_LEADS_ELSEWHERE.match, spec.env)) or "SGLANG_USE_MODELSCOPE" in os.environ
-    # With `cache_dir`, the files must be local, and the code that copies them checks that.
-    return has_variable or name_in(spec.args, "download-dir") in spec.args or spec.cache_dir is not None
+    return has_variable or name_in(spec.args, "download-dir") in spec.args
 
 
 def read_config(model: str, revision: str | None = None) -> dict[str, Any]:
-    """Return a model's config.json, with its language model's values at the top level; empty if missing.
+    """Return a model's config.json, with its language model's values at the top level.
 
     A multimodal model describes its language model in a section such as `text_config`, whose values take
-    precedence, as in SGLang.
+    precedence, as in SGLang. Return {} if the file is not on this machine.
     """
     return language_part(read_json(model_directory(model, revision) / "config.json"))
 
@@ -186,14 +193,14 @@ def read_config(model: str, revision: str | None = None) -> dict[str, Any]:
 def takes_mean(model: str) -> bool:
     """Tell whether a model's vector is the mean over all tokens, by its sentence-transformers files.
 
-    False if these files are not on this machine.
+    Return False if these files are not on this machine.
     """
     pooling = read_json(model_directory(model) / "1_Pooling" / "config.json")
     return pooling.get("pooling_mode_mean_tokens") is True
 
 
 def vocabulary_of(model: str) -> int | None:
-    """Return the size of a model's vocabulary; None if its files are not on this machine."""
+    """Return the number of tokens in a model's vocabulary; None if its files are not on this machine."""
     size = read_config(model).get("vocab_size")
     return size if type(size) is int and size > 0 else None
 
@@ -207,18 +214,23 @@ def class_names(model: str) -> tuple[str, ...]:
 
 
 def _attention_layers(config: Mapping[str, Any]) -> Any:
-    """Return the number of layers with a KV cache. In a hybrid model, layers that keep a state have none."""
-    layers, kinds = config.get("num_hidden_layers"), config.get("layer_types")
-    if isinstance(kinds, list):
-        return sum(kind not in {"linear_attention", "mamba"} for kind in kinds)
+    """Return the number of layers with a KV cache. In a hybrid model, layers that keep a state have none.
+
+    Different models describe their layers under different keys of config.json.
+    """
+    layers, layer_types = config.get("num_hidden_layers"), config.get("layer_types")
+    if isinstance(layer_types, list):
+        return sum(layer_type not in {"linear_attention", "mamba"} for layer_type in layer_types)
     if isinstance(pattern := config.get("hybrid_override_pattern"), str):  # Nemotron-H
         return pattern.count("*")
-    every = config.get("full_attention_interval")
-    return layers // every if isinstance(layers, int) and isinstance(every, int) and every > 0 else layers
+    interval = config.get("full_attention_interval")
+    if isinstance(layers, int) and isinstance(interval, int) and interval > 0:
+        return layers // interval
+    return layers
 
 
 def kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
-    """Return the bytes of KV cache per token, if a number takes `width` bytes; None if unknown."""
+    """Return the bytes of KV cache per token, if each number takes `width` bytes; None if unknown."""
     layers, heads = _attention_layers(config), config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim")
@@ -233,12 +245,12 @@ def kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
 INDEX = "model.safetensors.index.json"
 _WEIGHTS = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin")
 STATIC_SHARE = 0.83
-"""Assumed share of a GPU's memory for weights and KV pool if the job does not set `mem-fraction-static`: the
-value that SGLang 0.5.23 uses on an H100. The rest is for activations and CUDA graphs."""
+"""Assumed fraction of a GPU's memory for weights and KV pool, if the job does not set `mem-fraction-static`.
+SGLang 0.5.23 uses this value on an H100. The rest of the memory is for activations and CUDA graphs."""
 
 
 def with_tp(spec: ServerEngine) -> ServerEngine:
-    """Return the spec with the argument `tp-size` in place of its `tp`."""
+    """Return the engine with the argument `tp-size` in place of its field `tp`."""
     args = {**spec.args, "tp-size": spec.tp} if spec.tp else spec.args
     return spec.model_copy(update={"tp": None, "args": args})
 
@@ -249,18 +261,23 @@ def split_over(args: Mapping[str, Any]) -> int:
 
 
 def cards_of(args: Mapping[str, Any]) -> int:
-    """Return the number of GPUs of a server. It is multiplied by `dp-size`, except with DP attention."""
-    has_dp_attention = args.get(name_in(args, "enable-dp-attention"))
-    return split_over(args) * (1 if has_dp_attention else max(_number(args, "dp-size"), 1))
+    """Return the number of GPUs of a server. With DP attention, all DP ranks share the same GPUs."""
+    if args.get(name_in(args, "enable-dp-attention")):
+        return split_over(args)
+    return split_over(args) * max(_number(args, "dp-size"), 1)
 
 
 def weights_bytes(directory: Path, config: Mapping[str, Any]) -> float | None:
     """Return the bytes that a model's weights take when loaded; None if its files are not on this machine."""
     total: float | None = read_json(directory / INDEX).get("metadata", {}).get("total_size")
     if not isinstance(total, (int, float)) or total <= 0:
-        files = (directory.glob(pattern) for pattern in _WEIGHTS)
-        sizes = (sum(file.stat().st_size for file in files_of_kind) for files_of_kind in files)
-        total = next(filter(None, sizes), None)
+        total = None
+        # A directory may have the weights in several formats, of which only the first counts.
+        for pattern in _WEIGHTS:
+            files_bytes = sum(file.stat().st_size for file in directory.glob(pattern))
+            if files_bytes:
+                total = files_bytes
+                break
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     if total and dtype.startswith("float32") and "quantization_config" not in config:
         return total / 2  # SGLang loads 32-bit weights as 16-bit numbers
@@ -268,6 +285,6 @@ def weights_bytes(directory: Path, config: Mapping[str, Any]) -> float | None:
 
 
 def _number(args: Mapping[str, Any], name: str) -> int:
-    """Return an integer argument under any of its names; 0 for any other value."""
+    """Return the value of an argument under any of its names; 0 if it is not an integer."""
     value = args.get(name_in(args, name))
     return value if isinstance(value, int) else 0

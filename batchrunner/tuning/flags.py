@@ -1226,9 +1226,9 @@ FLAGS: Mapping[str, Flag] = {
 
 
 def next_setting(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
-    """Return the next value of a flag that a sign calls for, as `engine.args`; empty if there is none.
+    """Return the next value of a flag that a sign calls for, as `engine.args`.
 
-    Empty as well if the version of SGLang, whose `flags` are given, lacks the flag.
+    Empty if no value remains, or if the version of SGLang with these `flags` lacks the flag.
     """
     return next((flags.setting(name, value) for value in FLAGS[name].values(sign, server)), {})
 

@@ -29,15 +29,17 @@ from batchrunner.tuning.signals import has_enough
 from batchrunner.tuning.situation import ClientActivity, Situation, has_media, sets_sampling
 
 MOST_PARTS = 20
-"""Maximum number of parts that are read for the lengths of outputs; the newest are read."""
+"""Maximum number of part files (Parquet files of results) that are read for the lengths of outputs. The
+newest are read."""
 MOST_CHARACTERS = 5000
 """Number of characters of an answer that are kept, about 1,000 words."""
 FEWEST_PASSES = 4
-"""Minimum number of logged decode passes in a window of steady work."""
+"""Minimum number of logged decode passes in a span of steady work that is judged."""
 FULL = 0.9
-"""The window counts as full if at least this fraction of it is in flight."""
+"""Minimum fraction of the runner's window (its concurrency limit) in flight at which the window counts as
+full."""
 SAME_FLAGS = ("version", "card", "max_running", "prefill_tokens")
-"""Engine facts of the event `start` that are equal if two attempts used the same flags."""
+"""Engine facts in the event `start` that are equal if the servers of two attempts had the same flags."""
 SAME_POOL = 0.02
 """Maximum relative difference between the KV pools of two attempts with the same flags. The sizes may differ,
 because each server takes the memory that is free when it starts."""
@@ -59,7 +61,7 @@ def read_run(run: Path | RunDir) -> Situation:
             with contextlib.suppress(InputError):  # the log of a server that never started is empty
                 log.read(path)
     load.settle()
-    _lengths(run_dir, client)
+    _read_lengths(run_dir, client)
     if not has_enough(load):  # The log alone would mislead: it also has passes of the start and the tail.
         log.series.tracks, log.series.prefills = {}, Prefills()
     server = log.facts
@@ -76,6 +78,7 @@ def read_run(run: Path | RunDir) -> Situation:
 
 
 def _client(facts: Mapping[str, Any]) -> ClientActivity:
+    """Return the runner's settings from a run.json, without any activity yet."""
     job, sampling = facts["job"], facts["fingerprint"].get("sampling", {})
     prompt = facts["fingerprint"].get("prompt", {})
     most = sampling.get("max_new_tokens")
@@ -126,11 +129,11 @@ class _WorkerReader:
                 self.add(sample, at=sample.time)
             match event["event"]:
                 case "start":
-                    if self._start and not _alike(self._start, event):
+                    if self._start and not _have_same_flags(self._start, event):
                         self._restart()
                     self._start, self._tracks, self._retractions, self._began = event, {}, 0, None
                 case "engine_died" | "engine_hangs":
-                    self._began = None
+                    self._began = None  # The restarted server fills up again.
                 case "engine_adapts":
                     self._restart()
                 case "engine_recalled" | "engine_healed" if (
@@ -152,22 +155,24 @@ class _WorkerReader:
         )
 
     def _track(self, scheduler: str) -> str:
+        """Return the stable name of a scheduler."""
         return self._tracks.setdefault(scheduler, f"{self._name} {len(self._tracks)}")
 
     def add(self, sample: RunSample, at: float, server: str | None = None) -> None:
         """Add a load sample's readings, of all schedulers or of one `server`; `at` is the sample's time."""
         client, signals = self.client, sample.signals
-        retracted, self._retractions = self._retractions, sample.retractions
+        new_retractions = sample.retractions - self._retractions
+        self._retractions = sample.retractions
         client.widest = max(client.widest, sample.in_flight)
         if self._began is None:
             self._began, self._peak = sample.rows_done, 0
         running = sum(load.running for load in signals)
         self._peak = max(self._peak, running)
-        starts = sample.rows_done - self._began <= self._peak
-        ends = sample.unsent + sample.in_flight <= sample.window
-        if not sample.in_flight or not signals or starts or ends:
+        is_start = sample.rows_done - self._began <= self._peak
+        is_tail = sample.unsent + sample.in_flight <= sample.window
+        if not sample.in_flight or not signals or is_start or is_tail:
             return
-        self._load.retractions += self._retractions - retracted
+        self._load.retractions += new_retractions
         for load in signals:
             if server not in {None, load.scheduler.partition("#")[0]}:
                 continue
@@ -175,34 +180,36 @@ class _WorkerReader:
             load_sample = sample_of_load(load, at=at, rate=rate, unsent=sample.unsent)
             self._load.add(self._track(load.scheduler), load_sample)
         if not any(load.queue for load in signals):
-            is_full = sample.in_flight >= FULL * sample.window
             client.empty += 1
-            client.at_window += is_full
-            client.on_way += is_full and 2 * running < sample.in_flight
-            client.resting += not is_full and sample.resting > 0
+            if sample.in_flight >= FULL * sample.window:
+                client.at_window += 1
+                if 2 * running < sample.in_flight:
+                    client.on_way += 1
+            elif sample.resting > 0:
+                client.resting += 1
 
 
 class ServerWatch:
-    """Load of one server during a run, in a window of steady work. `begin` starts a new window."""
+    """Load of one server during a run, in a span of steady work. `begin` starts a new span."""
 
     def __init__(self, run_dir: RunDir, url: str, log: Path, since: int) -> None:
-        """Read the server's log from the byte `since` on."""
+        """Watch the server at `url`; its log file is read from the byte `since` on."""
         self._run_dir, self._url, self._log_path, self._at = run_dir, url, log, since
         self._log = LogReader()
         self.begin()
 
     def begin(self) -> None:
-        """Begin a new window. Its steady work begins once as many rows have ended as run at once."""
+        """Begin a new span. Its steady work begins once as many rows have ended as run at once."""
         self._load = Series()
         self._reader: _WorkerReader | None = None
         self._first: RunSample | None = None
         """Last load sample before the steady work."""
 
     def take(self, sample: RunSample, now: float) -> None:
-        """Add a load sample, read at `now`, and what the server has logged since the last sample.
+        """Add a load sample, read at `now`, and the server's log lines since the last sample.
 
-        Reads files: the server's log at each call, run.json once per window, and the parts as soon as there
-        is enough work to judge.
+        Reads files: the server's log at each call, run.json once per span, and the part files as soon as
+        there is enough work to judge.
         """
         if self._reader is None:  # run.json is written shortly before the first load sample
             facts = require_run_json(self._run_dir)
@@ -210,22 +217,22 @@ class ServerWatch:
             self._log.facts.card = facts["engine"].get("card")  # the log does not name the GPU
             self._reader = _WorkerReader("", self._load, client)
         self._reader.add(sample, now, self._url)
-        if self._first is None or not self._load.counted:
+        if self._first is None or not self._load.counted:  # Steady work has not begun yet.
             self._first, self._log.series = sample, Series()
         self._last = sample
         with contextlib.suppress(OSError), self._log_path.open("rb") as file:
             file.seek(self._at)
             for line in file:
-                if line.endswith(b"\n"):
+                if line.endswith(b"\n"):  # The server may still be writing the last line.
                     self._at += len(line)
                     self._log.take(line.decode(errors="replace"))
         if self.busy_s and not self._reader.client.outputs:
-            _lengths(self._run_dir, self._reader.client)
+            _read_lengths(self._run_dir, self._reader.client)
             _replay(self._run_dir, self.situation)
 
     @property
     def busy_s(self) -> float:
-        """Seconds of steady work in the window; 0 as long as there is too little to judge."""
+        """Seconds of steady work in the span; 0 as long as there is too little work to judge."""
         enough = has_enough(self._load) and self._log.series.counted >= FEWEST_PASSES and all(self.rates)
         return self._load.busy_s if enough else 0.0
 
@@ -237,6 +244,7 @@ class ServerWatch:
         twice count once.
         """
         passes = [(sample.running, sample.rate) for sample in self._log.series.samples if sample.rate]
+        # A pass yields one token per running request, so it takes running / rate seconds.
         seconds = sum(running / rate for running, rate in passes)
         if not seconds or self._first is None or self._last.output_tokens == self._first.output_tokens:
             return 0.0, 0.0
@@ -247,33 +255,40 @@ class ServerWatch:
 
     @property
     def situation(self) -> Situation:
-        """The server's situation in this window, as the rules of advice judge it."""
+        """The server's situation in this span of steady work, as the rules of advice judge it."""
         client = self._reader.client if self._reader else None
         return Situation(self._load, self._log.series, self._log.facts, client)
 
 
-def _alike(start: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Tell whether the servers of two attempts had the same flags, as far as is known."""
+def _have_same_flags(start: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Tell whether the servers of two attempts had the same flags, by the events `start` of both."""
     first, second = start.get("engine") or {}, other.get("engine") or {}
+    if start.get("args") != other.get("args"):
+        return False
+    if any(first.get(name) != second.get(name) for name in SAME_FLAGS):
+        return False
     pools = [engine.get("max_total_tokens") or 0 for engine in (first, second)]
-    alike = all(first.get(name) == second.get(name) for name in SAME_FLAGS)
-    return alike and math.isclose(*pools, rel_tol=SAME_POOL) and start.get("args") == other.get("args")
+    return math.isclose(*pools, rel_tol=SAME_POOL)
 
 
-def _lengths(run_dir: RunDir, client: ClientActivity) -> None:
-    """Set the outputs' lengths in `client`, read from the newest parts."""
-    columns: list[pa.ChunkedArray] = []
+def _read_lengths(run_dir: RunDir, client: ClientActivity) -> None:
+    """Set the lengths of outputs in `client`, read from the newest part files (Parquet files of results)."""
+    chunks: list[pa.Array] = []
     for path in run_dir.all_parts()[-MOST_PARTS:]:
-        damaged = contextlib.suppress(pa.ArrowException, OSError, KeyError)  # or removed in the meantime
-        with damaged, pq.ParquetFile(path) as part:
+        # A part file may be damaged, or removed in the meantime. The others suffice.
+        unreadable = contextlib.suppress(pa.ArrowException, OSError, KeyError)
+        with unreadable, pq.ParquetFile(path) as part:
             if has_texts(part.schema_arrow):
                 tokens = part.read(columns=["completion_tokens"]).column(0)
-                columns.append(pc.list_flatten(tokens) if pa.types.is_list(tokens.type) else tokens)
-    if lengths := [chunk for column in columns for chunk in column.chunks]:
-        tokens = pa.chunked_array(lengths).drop_null()
-        client.outputs, client.output_tokens = len(tokens), pc.sum(tokens).as_py() or 0
-        if client.outputs:
-            client.longest_output = int(pc.quantile(tokens, 0.99)[0].as_py())
+                if pa.types.is_list(tokens.type):  # several completions per row
+                    tokens = pc.list_flatten(tokens)
+                chunks += tokens.chunks
+    if not chunks:
+        return
+    lengths = pa.chunked_array(chunks).drop_null()
+    client.outputs, client.output_tokens = len(lengths), pc.sum(lengths).as_py() or 0
+    if client.outputs:
+        client.longest_output = int(pc.quantile(lengths, 0.99)[0].as_py())
 
 
 def _replay(run_dir: RunDir, situation: Situation) -> None:
@@ -310,7 +325,7 @@ def texts_of(column: pa.Array) -> list[str]:
 
 
 def _possible_share(event: Mapping[str, Any]) -> float | None:
-    """Return the share of prompt tokens that a cache could serve, in input or sorted order, the larger."""
+    """Return the share of prompt tokens that a cache could serve, in the better of input and sorted order."""
     shares = [number(event.get(name)) for name in ("input_share", "sorted_share")]
     return max((share for share in shares if share is not None), default=None)
 

@@ -376,8 +376,9 @@ def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
         if s.facts.arguments.get("disable_cuda_graph"):  # the older flag, which must go
             args = {"disable-cuda-graph": None}
     else:
-        largest = s.facts.graph_max_bs
-        cause = f"CUDA graphs are captured only for batches of up to {largest or 'fewer'} requests"
+        cause = "CUDA graphs are captured only for smaller batches"
+        if s.facts.graph_max_bs:
+            cause = f"CUDA graphs are captured only for batches of up to {s.facts.graph_max_bs} requests"
         server = replace(s.server, running=running)
         args = with_memory("graph-off", "cuda-graph-max-bs-decode", server, flags)
     return Finding(

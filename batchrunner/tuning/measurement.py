@@ -16,23 +16,25 @@ from batchrunner.sglang.logs.series import sample_of_load
 from batchrunner.tuning.signals import is_frequent, share
 
 MOST_STEADY_S = 120.0
-"""Maximum number of seconds of a trial's warm-up, and of its steady time. Only slow rows take that long."""
+"""Maximum number of seconds of a trial's warm-up, and of its steady time after that. Only slow rows take so
+long."""
 GENERATIONS = 2
 """Number of generations to measure. A generation is as many rows as run at once. The first generation is not
 measured, because its rows began together, so the load is not steady."""
 WAVE = 0.5
-"""Number of generations by which a trial may lag without being slow. Rows that began together end together,
-so output comes in waves."""
+"""Number of generations (rows that run at once) by which a trial may lag without being slow. Rows that began
+together end together, so output comes in waves."""
 LEAST_GAIN = 0.02
-"""A change of flags counts as a gain if the speed rises by at least this fraction; less is noise."""
+"""Minimum relative gain in speed by which a change of flags counts as faster. A smaller gain is noise."""
 NEARLY_ALL = 0.99
-"""This quantile of the outputs' lengths counts as the longest output."""
+"""Quantile of the output lengths that counts as the longest output."""
 MEASURED = ("empty", "waiting", "conservative", "capped", "at_cap", "full", "kv_bound", "states")
 """Signs of the load that a trial measures."""
 
 Ended = Literal["measured", "behind", "died", "cut"]
+"""End of a trial: it was measured, could no longer win, lost its server, or spent the budget."""
 End = tuple[Ended, str]
-"""How a trial ended, and why, in a sentence."""
+"""End of a trial, and its reason in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class TrialSigns:
     longest_output: int | None = None
     """Number of tokens that nearly all outputs stay below."""
     repeated: float = 1.0
-    """Mean words that a decode step would yield with n-gram speculation from earlier answers."""
+    """Mean words per decode step that n-gram speculation from earlier answers would yield."""
 
     def shows(self, sign: str) -> bool:
         """Tell whether the trial showed a sign of the load frequently."""
@@ -83,10 +85,9 @@ class TrialResult:
     """The result of one trial."""
 
     ended: Ended
-    """How the trial ended: `behind` if it was stopped because it could not win, `cut` if the budget was
-    spent."""
+    """End of the trial: `behind` if it was stopped because it could not win, `cut` if the budget ran out."""
     why: str
-    """Why the trial ended, in a sentence."""
+    """Reason of the end, in a sentence."""
     cost_s: float
     """Wall time in seconds, including the launch of the server."""
     tokens_per_s: float = 0.0
@@ -128,16 +129,20 @@ class TrialWatch:
 
     incumbent: Incumbent | None = None
     tokens: int = 0
+    """Output tokens of the answered rows."""
     rows: int = 0
+    """Number of answered rows."""
     _warm: TrialProgress | None = None
     """Progress when steady time began."""
     _busy: TrialProgress | None = None
     """Progress at the last reading in which a request waited."""
     _peak: int = 0
+    """Maximum number of requests that have run at once."""
     _readings: list[SchedulerLoad] = field(default_factory=list)
+    """Readings of the load in steady time."""
     _busy_readings: int = 0
-    """Number of readings up to the last with a waiting request. Later readings are of the drain, without
-    signs."""
+    """Number of readings up to the last one with a waiting request. Later readings are of the drain, which
+    says nothing about the flags."""
     _outputs: list[int] = field(default_factory=list)
     _retractions: int = 0
     _prompt_tokens: int = 0
@@ -156,16 +161,17 @@ class TrialWatch:
         """Record a reading of the load; return the end of the trial and its reason, or None to go on."""
         if not signals:
             return None
-        now = TrialProgress(at_s, self.tokens, self.rows, log_bytes)
+        progress = TrialProgress(at_s, tokens=self.tokens, rows=self.rows, log_bytes=log_bytes)
         self._peak = max(self._peak, sum(signal.running for signal in signals))
         if self._warm is None:
+            # Warm-up ends once as many rows have ended as run at once.
             if 0 < self._peak <= self.rows or at_s >= MOST_STEADY_S:
-                self._warm = now
+                self._warm = progress
                 self._outputs.clear()  # Outputs that end first are short, so they are no fair sample.
             return None
         self._readings += signals
         if any(signal.queue for signal in signals):
-            self._busy = now
+            self._busy = progress
             self._busy_readings = len(self._readings)
         return self._behind(at_s, self._warm) or self._measured(at_s, self._warm)
 
@@ -179,15 +185,18 @@ class TrialWatch:
         if self.incumbent is None or steady_s < TIMING.trial_judged or rows < self._peak:
             return None
         tokens = rows * self.tokens / max(self.rows, 1)
-        share = tokens / max(steady_s * self.incumbent.tokens_per_s, 1.0)
-        if share * (1 + WAVE * self._peak / rows) >= 1 - self.incumbent.margin:
+        ratio = tokens / max(steady_s * self.incumbent.tokens_per_s, 1.0)
+        # At most the rows of WAVE generations may be about to end.
+        best_ratio = ratio * (1 + WAVE * self._peak / rows)
+        if best_ratio >= 1 - self.incumbent.margin:
             return None
-        return "behind", f"{share:.2f} x the best's output in {steady_s:.0f} s of steady time"
+        return "behind", f"{ratio:.2f} x the best's output in {steady_s:.0f} s of steady time"
 
     def _measured(self, at_s: float, warm: TrialProgress) -> End | None:
+        """Return the end of a trial with enough rows and time to judge its speed, otherwise None."""
         steady_s, rows = at_s - warm.at_s, self.rows - warm.rows
-        enough = rows >= GENERATIONS * self._peak and steady_s >= TIMING.trial_steady
-        if enough or steady_s >= MOST_STEADY_S:
+        is_enough = rows >= GENERATIONS * self._peak and steady_s >= TIMING.trial_steady
+        if is_enough or steady_s >= MOST_STEADY_S:
             return "measured", f"{counted(rows, 'row')} in {steady_s:.0f} s of steady time"
         return None
 
@@ -207,34 +216,35 @@ class TrialWatch:
         begin, until = self.measured_span(end)
         span_s = max(until.at_s - begin.at_s, 1e-9)
         return TrialResult(
-            ended,
-            why,
-            round(cost_s, 1),
+            ended=ended,
+            why=why,
+            cost_s=round(cost_s, 1),
             tokens_per_s=round((until.tokens - begin.tokens) / span_s, 2),
             signs=self._signs(span_s),
         )
 
     def _signs(self, span_s: float) -> TrialSigns:
+        """Return the signs of the trial from its readings and from its rows in `span_s` seconds."""
         readings = self._readings
         if not readings:
             return TrialSigns(running=self._peak)
         schedulers = len({reading.scheduler for reading in readings})
         outputs = sorted(self._outputs)
-        looks = len(readings) / schedulers
+        polls = len(readings) / schedulers
 
-        def mean(name: str, over: float = looks) -> float:
-            return float(sum(getattr(reading, name) for reading in readings)) / over
+        def total(name: str) -> float:
+            return float(sum(getattr(reading, name) for reading in readings))
 
         def limit(name: str) -> int | None:
             limits = [getattr(reading, name) for reading in readings[-schedulers:]]
             return sum(limits) if None not in limits else None
 
         return TrialSigns(
-            running=round(mean("running"), 1),
+            running=round(total("running") / polls, 1),
             max_running=limit("max_running"),
-            queue=round(mean("queue"), 1),
+            queue=round(total("queue") / polls, 1),
             shares=_shares(readings[: self._busy_readings] or readings),
-            usage=round(mean("token_usage", len(readings)), 3),
+            usage=round(total("token_usage") / len(readings), 3),
             pool_tokens=limit("max_total_tokens"),
             retractions_per_min=round(60 * self._retractions / span_s, 1),
             cached_share=round(self._cached_tokens / max(self._prompt_tokens, 1), 3),

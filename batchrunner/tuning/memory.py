@@ -28,9 +28,10 @@ log = logging.getLogger(__name__)
 
 
 class Memo(msgspec.Struct):
-    """One line of a memory file."""
+    """One line of a memory file: something that was learned about flags."""
 
     kind: Literal["safer", "step", "trial"]
+    """Kind of the content: safer flags after a death, a step of tuning during a run, or a tuning trial."""
     about: str
     """Digest or name of the memo's subject; empty if the whole file has one subject."""
     content: msgspec.Raw
@@ -46,7 +47,7 @@ class Memory:
         self.path = path
 
     def recall(self, kind: str, about: str = "") -> list[msgspec.Raw]:
-        """Return the contents of memos of one kind and subject, oldest first; empty if unreadable."""
+        """Return the contents of the memos of one kind and subject, the oldest first; empty if unreadable."""
         lines: list[bytes] = []
         with contextlib.suppress(OSError):
             lines = self.path.read_bytes().splitlines()
@@ -59,15 +60,18 @@ class Memory:
         return contents
 
     def append(self, kind: Literal["safer", "step", "trial"], content: Any, about: str = "") -> None:
-        """Write a memo; raises StorageError."""
-        memo = Memo(kind, about, msgspec.Raw(msgspec.json.encode(content, enc_hook=str)))
+        """Append a memo to the file; raises StorageError."""
+        # Values of flags that JSON has no type for, such as paths, are written as text.
+        raw_content = msgspec.Raw(msgspec.json.encode(content, enc_hook=str))
+        memo = Memo(kind=kind, about=about, content=raw_content)
         with writing(self.path):
             make_directory(self.path.parent)
             with self.path.open("ab") as file:
-                file.write(b"\n" + msgspec.json.encode(memo))  # new line: the last one may be incomplete
+                # The newline comes first, because a kill may have left the last line incomplete.
+                file.write(b"\n" + msgspec.json.encode(memo))
 
     def try_to_append(self, kind: Literal["safer", "step"], content: Any, about: str = "") -> None:
-        """Write a memo. If that fails, only log it, because the run can do without the memo."""
+        """Append a memo. A failure is only logged, because the run can do without the memo."""
         try:
             self.append(kind, content, about)
         except (OSError, BatchrunError) as failure:
@@ -77,8 +81,8 @@ class Memory:
 def memory_of(spec: ServerEngine, model: str, *, cpu: bool) -> Memory:
     """Return the memory of one model, card and version of SGLang."""
     card = "CPU" if cpu else str(next(iter(cards()), None))
-    about = (model_identity(model), split_over(spec.args), card, version_of(spec.python, spec.env))
-    digest = hashlib.sha256(repr(about).encode()).hexdigest()[:12]
+    subject = (model_identity(model), split_over(spec.args), card, version_of(spec.python, spec.env))
+    digest = hashlib.sha256(repr(subject).encode()).hexdigest()[:12]
     name = re.sub(r"[^\w.-]+", "-", model.rstrip("/").rpartition("/")[2])
     return Memory(cache_directory() / "engines" / f"{name}-{digest}.jsonl")
 
@@ -88,7 +92,7 @@ class SaferFlags(msgspec.Struct):
 
     args: dict[str, Any]
     why: str
-    """Clause with the day and the cause of the last death."""
+    """Clause with the day and the cause of the last death, after `starting with …`."""
 
 
 _read_safer_flags = msgspec.json.Decoder(SaferFlags)
@@ -106,6 +110,7 @@ class TriedStep(msgspec.Struct):
     """A change of flags that was tried during a run."""
 
     name: str
+    """Name of the step, see `adapt.Step`."""
     gain: float
     """Relative gain in output tokens per second: 0.1 is a tenth more. -1 if a server cannot run with the
     step."""

@@ -1,10 +1,11 @@
 """Recovery: diagnose a server's death, and choose arguments for the next start.
 
 `examine` diagnoses a death by the server's log, its exit status and the kernel's count of kills. `safer`
-names arguments that need less memory, by SGLang's tuning guides. They depend on where memory ran out:
+names arguments that need less memory, by SGLang's tuning guides. The arguments depend on the phase in which
+memory ran out:
 
 - in prefill: smaller chunks; in decode: fewer running requests; at graph capture: smaller graphs;
-- if the flag for that has no smaller value: a smaller fraction of the card for the KV pool;
+- if the flag of the phase has no smaller value: a smaller fraction of the GPU's memory for the KV pool;
 - if the phase is unknown: a smaller KV pool, then smaller chunks, then fewer running requests;
 - on a CPU, where the size of the KV pool is a number of tokens: a smaller number;
 - if a hybrid model's states have no room: a larger pool for them, then fewer running requests.
@@ -29,6 +30,7 @@ from batchrunner.tuning.memory import Memory, SaferFlags, recall_safer_flags
 log = logging.getLogger(__name__)
 
 Kind = Literal["killed", "crash"]
+"""Kind of a death without a phase in which memory ran out."""
 
 NAMES: Mapping[Phase | Kind, str] = {
     "prefill": "out of memory in prefill",
@@ -41,6 +43,7 @@ NAMES: Mapping[Phase | Kind, str] = {
     "killed": "killed by the kernel for want of memory",
     "crash": "a crash",
 }
+"""Cause of a server's death in words, by its kind."""
 
 KILLED = 128 + 9
 """Exit status of the launcher if SIGKILL ended its server."""
@@ -60,7 +63,7 @@ class EndedServer(NamedTuple):
 
 
 class Death(NamedTuple):
-    """Why a server died."""
+    """The cause of a server's death."""
 
     kind: Phase | Kind
     """Phase in which memory ran out, `killed` if the kernel killed it for lack of memory, or else `crash`."""
@@ -85,7 +88,10 @@ def examine(ended: EndedServer, facts: Facts) -> Death:
     return Death("crash", f"exit {ended.exit_code}")
 
 
-CHUNK, RUNNING = ("chunked-prefill-size",), ("max-running-requests",)
+CHUNK = ("chunked-prefill-size",)
+"""Flag that sets the memory of a prefill pass."""
+RUNNING = ("max-running-requests",)
+"""Flag that sets the number of requests that decode at once."""
 POOL = ("max-total-tokens", "mem-fraction-static")
 """Flags that set the size of the KV pool: on a CPU, and on a GPU."""
 GRAPHS = ("cuda-graph-max-bs-decode", *POOL)
@@ -94,6 +100,7 @@ failed capture would cost minutes."""
 STATES = ("mamba-full-memory-ratio", "max-mamba-cache-size")
 """Flags that set the size of a hybrid model's state pool; the server's arguments decide which one counts."""
 NO_GRAPHS = ("cuda-graph-backend-decode", "cuda-graph-backend-prefill")
+"""Flags that switch CUDA graphs off."""
 FLAGS_AFTER: Mapping[Phase | Kind, tuple[tuple[str, ...], ...]] = {
     "prefill": (CHUNK, POOL),
     "decode": (RUNNING, POOL),
@@ -114,24 +121,24 @@ def safer(death: Death, facts: Facts, flags: Flags) -> dict[str, Any]:
         return {}
     signs = {"no-pool" if death.kind == "pool" else "oom", "no-states"}
     server = Server(facts, running=death.running, why=death.why)
-    for names in FLAGS_AFTER.get(death.kind, ()):
-        settings = [
-            next_setting(sign, name, server, flags)
-            for name in names
-            for sign in signs & FLAGS[name].moves.keys()
-        ]
-        if any(settings):
-            return {name: value for args in settings for name, value in args.items()}
+    for group in FLAGS_AFTER.get(death.kind, ()):
+        args: dict[str, Any] = {}
+        for name in group:
+            for sign in signs & FLAGS[name].moves.keys():
+                args |= next_setting(sign, name, server, flags)
+        if args:
+            return args
     return {}
 
 
 MOST_CHANGES = 6
-"""Maximum number of changes in one run, because each costs a start of the server. Six allow three changes of
-the pool's fraction, two of the chunk size and one more."""
+"""Maximum number of changes of a server's arguments in one run, because each change costs a start of the
+server. Six allow three changes of the pool's fraction, two of the chunk size and one more."""
 _HOPELESS = {
     "killed": "the machine, or the cgroup of this run, has too little memory",
-    "load": "use more cards (tp-size), quantise (quantization: fp8), or use a larger card",
+    "load": "use more GPUs (tp-size), quantise (quantization: fp8), or use a GPU with more memory",
 }
+"""Advice if no argument helps, by the kind of the death."""
 
 
 class Healer:
@@ -166,14 +173,14 @@ class Healer:
         death = examine(ended, facts)
         if not death.of_memory:
             return False
-        # After another server's death, `args` were changed. This server was started without the changes.
+        # This server was started before `args` changed after another server's death. They may suffice.
         if not self._had_all(ended.args):
             return True
         args = safer(death, facts, flags)
         if not args or self._changes == MOST_CHANGES:
             hint = _HOPELESS.get(death.kind, "no safer arguments are left")
             if args:
-                hint = f"gives up after {MOST_CHANGES} changes of its arguments; {_shown(args)} would be next"
+                hint = f"given up after {MOST_CHANGES} changes of its arguments; {_shown(args)} would be next"
             log.warning("%s: %s: %s", name, NAMES[death.kind], hint)
             return False
         self._changes += 1

@@ -17,12 +17,12 @@ from batchrunner.tuning.situation import Certainty, Finding, Situation
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One piece of advice. If `change` is empty, the advice says that what the rule looks at is fine."""
+    """One piece of advice. If `change` is empty, the advice says that nothing has to change."""
 
     rule: str
-    """Name of the rule."""
+    """Name of the rule that gives the advice."""
     sign: str
-    """The sign in words: figures, share of the samples, time span."""
+    """The sign that the rule found, in words: figures, share of the samples, time span."""
     change: str = ""
     """The change in words: a flag as the installed version spells it, or a field of the job."""
     args: dict[str, Any] = field(default_factory=dict)
@@ -32,9 +32,9 @@ class Advice:
     tradeoff: str = ""
     """The cost of the change."""
     certainty: Certainty = "medium"
-    """`high`, `medium` or `low`."""
+    """Certainty that the change helps: `high`, `medium` or `low`."""
     evidence: dict[str, Any] = field(default_factory=dict)
-    """The figures behind the sign. Their names contain the units."""
+    """The figures behind the sign. The names of the figures contain the units."""
     env: dict[str, str] = field(default_factory=dict)
     """The change as `engine.env`, if a variable of the environment is to be changed."""
 
@@ -56,26 +56,29 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule, a row of the table in the docs."""
+    """One rule of advice, which is also an entry of the list of rules in the docs."""
 
     name: str
     sign: str
-    """The sign with its thresholds, for the table in the docs."""
+    """The sign with its thresholds in words, for the docs."""
     judge: Callable[[Situation, Flags], Finding | None]
+    """Returns the finding on a situation; None if the situation does not show the sign."""
     effect: str
+    """The expected gain of the change in words."""
     flag: str = ""
     """The flag whose next value in `FLAGS` is the advice; empty for other advice."""
     on: str = ""
     """Name of the sign in `FLAGS` that calls for the flag."""
     other: str = ""
-    """Advice other than the flag's next value, for the table in the docs."""
+    """Advice other than the flag's next value, for the docs."""
     source: str = ""
     """Source of the rule if it has no `flag`; see `Move.source`."""
     cost: str = ""
     """Cost of the advice if the rule has no `flag`."""
     certainty: Certainty = "medium"
+    """Certainty that the change helps, unless the finding has its own."""
     option: bool = False
-    """Whether nothing is wrong, and the advice is only an option."""
+    """Whether the advice is only an option, because nothing is wrong."""
 
     @property
     def move(self) -> Move | None:
@@ -98,12 +101,11 @@ class Rule:
         if finding.fine:
             return Advice(self.name, finding.sign, certainty="high", evidence=finding.evidence)
         args = finding.args or {}
-        if self.flag and finding.args is None and not finding.change:
+        if self.flag and finding.args is None and not finding.change:  # The finding leaves it to the flag.
             args = next_setting(self.on, self.flag, server, flags)
         change = finding.change or command_line(args)
         if not change:
             return None
-        certainty = finding.certainty or self.certainty
         return Advice(
             rule=self.name,
             sign=finding.sign,
@@ -111,13 +113,14 @@ class Rule:
             args=args,
             effect=self.effect,
             tradeoff=self.tradeoff,
-            certainty=certainty,
+            certainty=finding.certainty or self.certainty,
             evidence=finding.evidence,
             env=finding.env,
         )
 
 
 _TAKES_MEMORY = ("running-low", "long-prompts", "prefill-full", "cuda-graph")
+"""Rules whose advice takes GPU memory from the KV pool."""
 _LOAD_RULES = (
     *_TAKES_MEMORY,
     "conservative",
@@ -129,7 +132,9 @@ _LOAD_RULES = (
     "pool-small",
     "pages-large",
 )
+"""Rules whose advice depends on the load or divides memory anew. Their advice is void if memory ran out."""
 _CARD_RULES = (*_LOAD_RULES, "tensor-parallel", "torch-compile", "answers-repeat")
+"""Rules whose advice is void if the memory of a GPU ran out."""
 SILENCES: dict[str, tuple[str, ...]] = {
     "oom-weights": ("oom-graph", "oom-prefill", "oom-decode", "oom-general", *_CARD_RULES),
     "oom-graph": ("oom-general", *_CARD_RULES),
@@ -157,29 +162,29 @@ SILENCES: dict[str, tuple[str, ...]] = {
 }
 """For each rule, the rules whose advice it silences, because that advice would undo its own or set the same
 flag differently. After an out-of-memory error, no advice may take more memory. Unused memory goes to the
-advice that needs it. One thing is changed at a time. Entries apply in order, and silenced advice silences no
-other."""
+advice that needs it. One thing is changed at a time. Entries apply in order, and a silenced rule silences no
+other rule."""
 
 
 OFTEN = "often"
-"""Word for a sign that at least 25% of at least 8 samples over 10 s show (`frequent`, `samples` and `span_s`
-of `Thresholds`)."""
+"""Word, in the signs of RULES, for a sign that at least 25% of at least 8 samples over 10 s show (`frequent`,
+`samples` and `span_s` of `Thresholds`)."""
 
 
-def _safe_side(kind: Phase | Kind) -> str:
-    """Name the flags that recovery changes after a death, in order."""
-    steps = (" and ".join(f"`--{name}`" for name in names) for names in FLAGS_AFTER[kind])
-    return f"the safe side of {', then of '.join(steps)}"
+def _safer_values(kind: Phase | Kind) -> str:
+    """Return advice to change the flags that recovery changes after a death, in the same order."""
+    groups = [" and ".join(f"`--{name}`" for name in names) for names in FLAGS_AFTER[kind]]
+    return f"a safer value of {', then of '.join(groups)}"
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
         name="oom-prefill",
-        sign="out of memory in a prefill pass (its line, or the traceback)",
+        sign="out of memory in a prefill pass (by SGLang's message, or the traceback)",
         judge=memory_rules.ran_out("prefill", "in prefill"),
         effect="smaller activations",
-        other=f"{_safe_side('prefill')}; or FP8 for KV pool or weights (Hopper, Ada, Blackwell), an int8 or "
-        "AWQ model (Ampere)",
+        other=f"{_safer_values('prefill')}; or FP8 for KV pool or weights (Hopper, Ada, Blackwell), an int8 "
+        "or AWQ model (Ampere)",
         source="G1-G4",
         cost="slower prefill of long prompts",
         certainty="high",
@@ -189,7 +194,7 @@ RULES: tuple[Rule, ...] = (
         sign="out of memory in decoding, or of request slots",
         judge=memory_rules.ran_out("decode", "in decoding"),
         effect="smaller batches fit",
-        other=f"{_safe_side('decode')}; or smaller numbers, as after prefill",
+        other=f"{_safer_values('decode')}; or smaller numbers, as after prefill",
         source="G1-G4",
         cost="fewer requests at once",
         certainty="high",
@@ -199,7 +204,7 @@ RULES: tuple[Rule, ...] = (
         sign="memory ran out while CUDA graphs were captured",
         judge=memory_rules.ran_out("graph", "while CUDA graphs were captured"),
         effect="the graphs fit",
-        other=_safe_side("graph"),
+        other=_safer_values("graph"),
         source="G1, SGLang's message",
         cost="larger batches run without graphs",
         certainty="high",
@@ -210,7 +215,7 @@ RULES: tuple[Rule, ...] = (
         judge=memory_rules.oom_weights,
         effect="the model starts",
         other="`--tp-size` doubled (on a CPU more memory), or a quantised model; for the pool "
-        f"{_safe_side('pool')}",
+        f"{_safer_values('pool')}",
         source="SGLang's message",
         cost="more GPUs, or less memory for activations",
         certainty="high",
@@ -219,17 +224,17 @@ RULES: tuple[Rule, ...] = (
         name="oom-general",
         sign="out of memory in an unknown place",
         judge=memory_rules.ran_out("general"),
-        effect="more memory for all but the KV pool",
-        other=_safe_side("general"),
+        effect="more memory for everything except the KV pool",
+        other=_safer_values("general"),
         source="G1-G4",
         cost="a smaller KV pool: fewer requests at once",
     ),
     Rule(
         name="killed",
-        sign="exit code -9, `Killed`, or the kernel's own line",
+        sign="exit code -9, `Killed`, or the kernel's message about it",
         judge=memory_rules.killed,
-        effect="the server lives",
-        other=f"on a CPU {_safe_side('killed')}; else more host memory",
+        effect="the server stays alive",
+        other=f"on a CPU {_safer_values('killed')}; else more host memory",
         source="SGLang's message",
         cost="on a CPU a smaller KV pool",
     ),
@@ -237,8 +242,8 @@ RULES: tuple[Rule, ...] = (
         name="crashed",
         sign="an exception that ended the scheduler, or a dead child process, without a lack of memory",
         judge=memory_rules.crashed,
-        effect="the server lives",
-        other="the line to search for; no flag is known to cure it",
+        effect="the server stays alive",
+        other="the error to search for; no flag is known to help",
         source="SGLang's messages",
         certainty="low",
     ),
@@ -246,8 +251,8 @@ RULES: tuple[Rule, ...] = (
         name="queue-empty",
         sign=f"`#queue-req` 0 {OFTEN}, while rows are left",
         judge=load_rules.queue_empty,
-        effect="a full batch: a free slot is taken at once",
-        other="send more at once; of a run, the cause",
+        effect="a full batch, because a free slot is taken at once",
+        other="send more at once; for a run, advice by the cause",
         source="G1-G4",
         cost="requests wait before they run",
     ),
@@ -256,7 +261,7 @@ RULES: tuple[Rule, ...] = (
         sign=f"`#queue-req` > 2000 {OFTEN}",
         judge=load_rules.queue_deep,
         effect="less scheduling work between passes",
-        other="send fewer at once; send evenly where the queue is often empty too",
+        other="send fewer at once; send evenly if the queue is often empty as well",
         source="G1",
         certainty="high",
     ),
@@ -271,7 +276,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="order-of-server",
-        sign="a `--schedule-policy` but fcfs and lpm; ≥ 10% of a run's prompt tokens were computed in vain",
+        sign="a `--schedule-policy` other than fcfs and lpm; ≥ 10% of a run's prompt tokens could have come "
+        "from the cache and did not",
         judge=setup_rules.order_of_server,
         effect="rows are taken in the runner's order, which keeps common prefixes together",
         flag="schedule-policy",
@@ -288,7 +294,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="pages-large",
-        sign=f"half a `--page-size` is ≥ 15% of a request's place; requests wait for the KV pool {OFTEN}",
+        sign=f"half a page (`--page-size`) is ≥ 15% of a request's pages; requests wait for the KV pool "
+        f"{OFTEN}",
         judge=setup_rules.pages_large,
         effect="more requests in the same KV pool, and shorter prefixes are found",
         flag="page-size",
@@ -341,13 +348,13 @@ RULES: tuple[Rule, ...] = (
         sign="more than 1 retraction a minute, and ≥ 25% of the tokens computed again; less is called fine",
         judge=load_rules.retractions,
         effect=(
-            "less work is done twice; a smaller --mem-fraction-static would not help, it shrinks "
-            "the full pool"
+            "less work is done twice (a smaller --mem-fraction-static would not help, because it shrinks the "
+            "full pool)"
         ),
         flag="schedule-conservativeness",
         on="retracting",
-        other="then a lower `--max-running-requests`, or a larger pool (not a lower mem-fraction-static, as "
-        "in G1: that shrinks it)",
+        other="then a lower `--max-running-requests`, or a larger pool (not the lower mem-fraction-static of "
+        "G1, which shrinks the pool)",
         certainty="low",
     ),
     Rule(
@@ -429,8 +436,8 @@ RULES: tuple[Rule, ...] = (
         name="data-parallel",
         sign="`--dp-size` > 1 without DP attention",
         judge=setup_rules.data_parallel,
-        effect="requests go to the replica that has room, or their prefix",
-        other="servers, each with rows by its own load",
+        effect="requests go to a replica that has room, or that has cached their prefix",
+        other="several servers, each of which gets rows by its own load",
         source="G1, G2, G4",
         cost="several ports, and one more process",
         certainty="low",
@@ -443,7 +450,7 @@ RULES: tuple[Rule, ...] = (
         effect="common prefixes are computed once",
         other="the runner's order of rows; `--schedule-policy lpm` for other clients with queues under 128",
         source="G1-G4",
-        cost="lpm: more scheduling work, and late requests wait",
+        cost="with lpm, more scheduling work; requests without a cached prefix wait longer",
         certainty="low",
         option=True,
     ),
@@ -550,19 +557,23 @@ RULES: tuple[Rule, ...] = (
         option=True,
     ),
 )
+"""All rules of advice, in the order in which advice is given."""
 BY_NAME = {rule.name: rule for rule in RULES}
+"""All rules of advice by their names."""
 DEATHS = frozenset(
     {"oom-prefill", "oom-decode", "oom-graph", "oom-weights", "oom-general", "killed", "crashed"}
 )
-"""Rules that need no load samples, so that a dead server gets advice even after the shortest run."""
+"""Rules on a dead server. They need no load samples, so advice is given even after the shortest run."""
 
 
 def apply_all(situation: Situation, flags: Flags) -> list[Advice]:
-    """Return the advice of all rules: first changes, then options, then what is fine."""
+    """Return the advice of all rules: first changes, then options, then signs that nothing has to change."""
     rules = [rule for rule in RULES if situation.is_judged or rule.name in DEATHS]
     all_advice = [advice for rule in rules if (advice := rule.apply(situation, flags))]
-    advising, silenced = {advice.rule for advice in all_advice if advice.change}, set[str]()
-    for rule, targets in SILENCES.items():
-        silenced |= set(targets) if rule in advising - silenced else set()
+    rules_with_change = {advice.rule for advice in all_advice if advice.change}
+    silenced = set[str]()
+    for rule, silenced_rules in SILENCES.items():
+        if rule in rules_with_change and rule not in silenced:
+            silenced.update(silenced_rules)
     remaining = [advice for advice in all_advice if not (advice.change and advice.rule in silenced)]
     return sorted(remaining, key=lambda advice: (not advice.change, BY_NAME[advice.rule].option))

@@ -18,10 +18,11 @@ from batchrunner.tuning.flags import FLAGS, Flag
 from batchrunner.tuning.measurement import LEAST_GAIN, Incumbent, TrialResult, TrialSigns
 from batchrunner.tuning.space import TUNED_FLAGS, Args, FlagChange, Machine, candidates, together
 
-GUESS, GUESS_WEIGHT = 0.05, 4
-"""Assumed standard deviation of a trial's log speed, and the number of repetitions as which this assumption
-counts. A shared machine of two cores shows 5 %. A machine without other users shows about 1 %, which a few
-repetitions reveal."""
+GUESS = 0.05
+"""Assumed standard deviation of a trial's log speed before any repetition. A shared machine of two cores
+shows 5 %. A machine without other users shows about 1 %, which a few repetitions reveal."""
+GUESS_WEIGHT = 4
+"""Number of repetitions of a trial as which the assumption GUESS counts."""
 MOST_TURNS = 3
 """Maximum number of trials of each of two settings that are compared."""
 SAME_WORK = 0.01
@@ -31,6 +32,7 @@ _T95 = (2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.
 on the safe side."""
 
 RaceVerdict = Literal["faster", "no faster", "again"]
+"""Result of a comparison of two settings; `again` calls for further trials."""
 
 
 def compare(
@@ -41,7 +43,7 @@ def compare(
     more_per_pass: bool = False,
     worth: float = LEAST_GAIN,
 ) -> tuple[RaceVerdict, str]:
-    """Return whether a challenger is faster than the best, and the interval of their ratio as text.
+    """Return the verdict on a challenger against the best setting, and the interval of their ratio as text.
 
     `challenger` and `best` are the speeds of their trials, and `spread` is the result of `trial_noise`. The
     verdict is "again" as long as the difference is unclear. After MOST_TURNS trials of both, a challenger
@@ -50,14 +52,15 @@ def compare(
     maximum.
     """
     deviation, freedom = spread
-    gain = fmean(map(math.log, challenger)) - fmean(map(math.log, best))
-    half = _quantile(freedom) * deviation * math.sqrt(1 / len(challenger) + 1 / len(best))
-    text = f"{math.exp(gain):.3f} [{math.exp(gain - half):.3f}, {math.exp(gain + half):.3f}] x the best"
-    if gain - half > 0:
+    gain = fmean(map(math.log, challenger)) - fmean(map(math.log, best))  # of the logarithms
+    half_width = _quantile(freedom) * deviation * math.sqrt(1 / len(challenger) + 1 / len(best))
+    low, high = gain - half_width, gain + half_width
+    text = f"{math.exp(gain):.3f} [{math.exp(low):.3f}, {math.exp(high):.3f}] x the best"
+    if low > 0:
         return "faster", text
     if more_per_pass and gain > worth:
-        return "faster", f"{text}, and more output tokens a pass"
-    if gain + half < 0 or (gain < worth and not more_per_pass):
+        return "faster", f"{text}, and more output tokens per pass"
+    if high < 0 or (gain < worth and not more_per_pass):
         return "no faster", text
     turns = min(len(challenger), len(best))
     if turns >= MOST_TURNS or (more_per_pass and turns > 1):
@@ -89,33 +92,38 @@ def margin_to_stop(spread: tuple[float, int]) -> float:
 
 
 def same_work(challenger: TrialSigns, best: TrialSigns) -> bool:
-    """Tell whether two trials had the same passes and batches; False if that is unknown."""
-    more = _more(challenger.tokens_per_pass, best.tokens_per_pass)
-    apart = (more, _more(challenger.running, best.running), challenger.cached_share - best.cached_share)
-    return more is not None and all(abs(difference or 0.0) <= SAME_WORK for difference in apart)
+    """Tell whether two trials had the same passes and batches; False if the passes are unknown."""
+    tokens_per_pass = _relative_difference(challenger.tokens_per_pass, best.tokens_per_pass)
+    if tokens_per_pass is None:
+        return False
+    running = _relative_difference(challenger.running, best.running) or 0.0
+    cached_share = challenger.cached_share - best.cached_share
+    return all(abs(difference) <= SAME_WORK for difference in (tokens_per_pass, running, cached_share))
 
 
 def more_per_pass(challenger: TrialSigns, best: TrialSigns) -> bool:
     """Tell whether the challenger generated more tokens per forward pass; False if that is unknown."""
-    return (_more(challenger.tokens_per_pass, best.tokens_per_pass) or 0.0) > SAME_WORK
+    difference = _relative_difference(challenger.tokens_per_pass, best.tokens_per_pass)
+    return difference is not None and difference > SAME_WORK
 
 
-def _more(challenger: float | None, best: float | None) -> float | None:
+def _relative_difference(challenger: float | None, best: float | None) -> float | None:
     """Return the relative difference between the challenger's value and the best's; None if unknown."""
     return challenger / best - 1 if challenger is not None and best else None
 
 
 def _quantile(freedom: int) -> float:
+    """Return Student's 95 % quantile for these degrees of freedom."""
     return _T95[min(freedom - GUESS_WEIGHT, len(_T95) - 1)]
 
 
 FAILED_MORE = 0.01
-"""A challenger is unsafe if its share of failed rows exceeds the best's by more than this. A smaller
-difference is allowed, because trials do not answer the same rows."""
+"""Maximum difference, between a challenger's share of failed rows and the best's, at which the challenger is
+safe. It is not 0, because trials do not answer the same rows."""
 MOST_MISSES = 2
-"""A flag is given up after this many changes in a row that are not faster."""
+"""Number of changes of a flag in a row without a gain after which the flag is given up."""
 TOGETHER = Flag("together", {})
-"""Stands for one change of all flags whose signs the best trial shows; flags that need a GPU are left out."""
+"""Stands for one change of all flags whose signs the best trial shows, except those that need a GPU."""
 
 
 @dataclass(slots=True)
@@ -126,7 +134,9 @@ class FlagSetting:
     replicas: int
     """Number of replicas with these flags for which the GPUs suffice. A trial measures one of them."""
     results: list[TrialResult] = field(default_factory=list)
+    """Results of the trials, the oldest first."""
     verdict: str = ""
+    """Result of the race against the best setting, in words; empty before the race has ended."""
 
     @property
     def speeds(self) -> list[float]:
@@ -146,7 +156,7 @@ class TrialRequest:
     args: Args
     why: str
     turn: int
-    """Number of earlier trials of these flags."""
+    """Number of earlier trials of the same flags."""
     incumbent: Incumbent | None = None
 
 
@@ -179,7 +189,7 @@ class Search:
         self.reason = "no change of a flag is faster"
         while self._beats_own() == "again":
             slower = min(self.best, self.own, key=lambda setting: len(setting.results))
-            yield from self._try(slower, "the best beside the job's own flags, in turn", None)
+            yield from self._try(slower, "the best and the job's own flags, in turn", None)
 
     @property
     def winner(self) -> FlagSetting:
@@ -192,9 +202,13 @@ class Search:
             return "no faster"
         if not self.own.newest.is_speed:  # The job's own flags failed when they were tried again.
             return "faster"
-        signs = self.best.newest.signs, self.own.newest.signs
-        fuller = _only_schedules(changes(self.best.args, self.own.args)) and more_per_pass(*signs)
-        return compare(self.best.speeds, self.own.speeds, self._noise(), more_per_pass=fuller)[0]
+        has_fuller_passes = _only_schedules(changes(self.best.args, self.own.args)) and more_per_pass(
+            self.best.newest.signs, self.own.newest.signs
+        )
+        verdict, _ = compare(
+            self.best.speeds, self.own.speeds, self._noise(), more_per_pass=has_fuller_passes
+        )
+        return verdict
 
     def _tune(self, tuned_flag: Flag) -> Generator[TrialRequest, TrialResult, bool]:
         """Try changes of a flag until MOST_MISSES in a row fail; return whether the best changed."""
@@ -215,11 +229,15 @@ class Search:
         return won
 
     def _next_change(self, tuned_flag: Flag) -> FlagChange | None:
-        if tuned_flag is TOGETHER:
-            all_flags = [flag for flag in self._tuned_flags if flag.needs in {None, "a CPU"}]
-            change = together([next_change for flag in all_flags if (next_change := self._untried(flag))])
-            return change if change and key_of(self._changed_to(change)) not in self.settings else None
-        return self._untried(tuned_flag)
+        """Return the next untried change of a flag, or of all flags for TOGETHER; None if there is none."""
+        if tuned_flag is not TOGETHER:
+            return self._untried(tuned_flag)
+        all_flags = [flag for flag in self._tuned_flags if flag.needs in {None, "a CPU"}]
+        all_changes = [change for flag in all_flags if (change := self._untried(flag))]
+        combined = together(all_changes)
+        if combined is None or key_of(self._changed_to(combined)) in self.settings:
+            return None
+        return combined
 
     def _untried(self, tuned_flag: Flag) -> FlagChange | None:
         """Return the next untried change of a flag. If there is none, note why and return None."""
@@ -244,9 +262,11 @@ class Search:
         return args
 
     def _missing(self, change: FlagChange) -> str:
-        """Return the first flag of a change that this version of SGLang lacks; empty if it has all."""
-        setting = self._machine.flags.setting
-        return next((command_line({n: v}) for n, v in change.args.items() if not setting(n, v)), "")
+        """Return the first flag of a change that this version of SGLang lacks; empty if it lacks none."""
+        for name, value in change.args.items():
+            if not self._machine.flags.setting(name, value):
+                return command_line({name: value})
+        return ""
 
     def _race(
         self, setting: FlagSetting, change: FlagChange, tuned_flag: Flag
@@ -267,7 +287,8 @@ class Search:
     def _try(
         self, setting: FlagSetting, why: str, incumbent: Incumbent | None
     ) -> Generator[TrialRequest, TrialResult, None]:
-        result = yield TrialRequest(setting.args, why, len(setting.results), incumbent)
+        """Request a trial of a setting, and add its result to the setting."""
+        result = yield TrialRequest(setting.args, why=why, turn=len(setting.results), incumbent=incumbent)
         setting.results.append(result)
 
     def _incumbent(self, setting: FlagSetting) -> Incumbent:
@@ -292,12 +313,17 @@ class Search:
             return False, f"unsafe: {failed}"
         if not best.is_speed:
             return True, f"safer: the best failed when it was tried again: {best.why}"
-        schedules = _only_schedules(change.args)
-        if schedules and same_work(newest.signs, best.signs):
+        only_schedules = _only_schedules(change.args)
+        if only_schedules and same_work(newest.signs, best.signs):
             return False, "no faster: the same passes and batches as the best"
-        fuller = schedules and more_per_pass(newest.signs, best.signs)
-        worth = -LEAST_GAIN if tuned_flag.small_steps else LEAST_GAIN
-        verdict, text = compare(setting.speeds, best_speeds, self._noise(), more_per_pass=fuller, worth=worth)
+        verdict, text = compare(
+            setting.speeds,
+            best_speeds,
+            self._noise(),
+            more_per_pass=only_schedules and more_per_pass(newest.signs, best.signs),
+            # With fuller passes, a small step may even seem to lose a little: that is noise.
+            worth=-LEAST_GAIN if tuned_flag.small_steps else LEAST_GAIN,
+        )
         return None if verdict == "again" else (verdict == "faster", f"{verdict}: {text}")
 
 

@@ -64,7 +64,7 @@ def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
 
 
 def data_parallel(s: Situation, flags: Flags) -> Finding | None:
-    """Find data-parallel replicas inside one server."""
+    """Find data-parallel replicas inside one server, which get requests whatever their load."""
     dp = s.facts.number("dp_size") or 1
     if dp < 2 or s.facts.attn_dp > 1:  # noqa: PLR2004
         return None
@@ -166,8 +166,8 @@ def attention_backend(s: Situation, _: Flags) -> Finding | None:
 KEEPS_ORDER = frozenset({"fcfs", "lpm"})
 """Values of `--schedule-policy` that keep the order of arrival (fcfs) or prefer cached prefixes (lpm)."""
 OUT_OF_REACH = 0.1
-"""Minimum fraction of the prompt tokens, of those that could have come from the prefix cache but did not, at
-which the server's order of rows counts as bad."""
+"""Fraction of the prompt tokens that could have come from the prefix cache but did not, from which on the
+server's order of rows counts as bad."""
 PAGED = ("mla", "mha", "dsa", "nsa")
 """Parts of the names of attention backends that need KV cache pages of several tokens."""
 LOST_IN_PAGES = 0.15

@@ -27,25 +27,24 @@ class Thresholds:
     """A sign is frequent if at least this fraction of the readings show it (the guides only say
     "frequently")."""
     span_s: float = 10.0
-    """Minimum number of seconds of work that the samples must cover for advice."""
+    """Minimum number of seconds of work that the load samples must cover for advice."""
     samples: float = 8
-    """Minimum number of samples for advice."""
+    """Minimum number of load samples for advice."""
     queue_low: float = 100
-    """A healthy queue, `#queue-req`, has at least this many requests (the guides: 100, one of them 50)."""
+    """Minimum length of a healthy queue, `#queue-req`, in requests (the guides: 100, one of them 50)."""
     queue_deep: float = 2000
-    """A healthy queue, `#queue-req`, has at most this many requests (the guides: 2000, one of them 1000)."""
+    """Maximum length of a healthy queue, `#queue-req`, in requests (the guides: 2000, one of them 1000)."""
     usage_good: float = 0.9
-    """From this token usage on, the KV pool counts as well used (the guides)."""
+    """Minimum token usage at which the KV pool counts as well used (the guides)."""
     peaks: float = 0.1
     """Memory is the limit if the KV pool is full in at least this fraction of the samples. It need not be
     full all the time, because outputs that begin together end together, so that token usage comes in
     waves."""
     retractions_per_min: float = 1.0
-    """Up to this many retractions per minute are fine (the guides: about one)."""
+    """Maximum number of retractions per minute that is fine (the guides: about one)."""
     overfull: float = 3.0
-    """The KV pool is overfull if the count of recent retractions is at least this. The count halves each
-    minute. At one retraction a minute the count averages 1.4, and two retractions in a row are no pattern
-    yet."""
+    """Minimum count of recent retractions, which halves each minute, at which the KV pool is overfull. At one
+    retraction a minute the count averages 1.4, and two retractions in a row are no pattern yet."""
     recomputed: float = 0.25
     """Running fewer requests may pay if at least this fraction of the generated tokens is lost to
     retractions. With fewer requests, a real SGLang was slower at a loss of 21 %, and no faster at 1 %
@@ -94,6 +93,7 @@ class Thresholds:
 
 
 GUIDES = Thresholds()
+"""The thresholds in use, mostly from SGLang's tuning guides."""
 
 
 class Gauges(Protocol):
@@ -173,18 +173,21 @@ def holds_back(load: Gauges) -> bool:
 
 
 def _is_in_band(sample: LoadSample) -> bool | None:
+    """Tell whether the queue has a healthy length; None if no row remains to be sent."""
     if sample.unsent == 0:
         return None
     return GUIDES.queue_low <= sample.queue <= GUIDES.queue_deep
 
 
 def _runs_far_below(sample: LoadSample) -> bool | None:
+    """Tell whether requests wait although far fewer run than allowed; None if the maximum is unknown."""
     if not sample.max_running:
         return None
     return waits_beside_room(sample) and sample.running < GUIDES.far_below * sample.max_running
 
 
 def _lacks_graph(sample: LoadSample, largest_batch: float) -> bool | None:
+    """Tell whether a decode pass ran without a CUDA graph; None if unknown, or if the batch is larger."""
     if sample.graph is None or sample.running > largest_batch:
         return None
     return not sample.graph
@@ -211,7 +214,10 @@ SIGNS: dict[str, Callable[[LoadSample], bool | None]] = {
 
 
 def share(samples: Iterable[LoadSample], sign: str) -> float:
-    """Return the fraction of the applicable samples that show a sign; 0 if it applies to none."""
+    """Return the fraction of the samples that show a sign; 0 if the sign applies to none of them.
+
+    Samples to which the sign does not apply are left out.
+    """
     shows = SIGNS[sign]
     results = [result for sample in samples if (result := shows(sample)) is not None]
     return sum(results) / len(results) if results else 0.0
@@ -259,7 +265,7 @@ def retractions_cost(series: Series) -> bool:
 
 
 def span_in_words(series: Series) -> str:
-    """Say how many samples there are, and over how many seconds.
+    """Return the number of load samples and the seconds that they cover, in words.
 
     A time that is too short for advice is rounded down, so that it never reads as long enough.
     """
@@ -270,7 +276,7 @@ def span_in_words(series: Series) -> str:
 
 
 class Corner(StrEnum):
-    """State of a scheduler's load, as shown to users. The event log and report.json contain the values."""
+    """Load state of a scheduler that users see. The event log and report.json contain the values."""
 
     SHORT = "short"
     FULL = "full"
@@ -286,7 +292,7 @@ class Corner(StrEnum):
 
     @property
     def meaning(self) -> str:
-        """Clause on the consequence of the state. In an event it follows the figures."""
+        """Clause on the consequence of the state, which follows the figures in the event log."""
         return _WORDS[self][1]
 
 
@@ -328,16 +334,16 @@ FLAG_SIGNS = {
     "held": "requests wait although the KV pool has room",
     "retracting": "more than one retraction a minute from a full KV pool",
     "full": "requests wait for room in the KV pool",
-    "memory-left": "memory of the card is unused",
-    "memory-tight": "little memory of the card is left",
+    "memory-left": "memory of the GPU is unused",
+    "memory-tight": "little memory of the GPU is free",
     "chunk-full": "prefill passes take all the tokens that they may",
     "capped": "as many requests run as are allowed, and the KV pool has room",
     "states": "requests wait for room in the model's state pool, and the KV pool has room",
     "no-states": "the state pool is too small",
     "graph-off": "decode passes run without a CUDA graph",
-    "reordered": "the server takes rows in an order of its own",
+    "reordered": "the server takes rows in another order than they are sent in",
     "shared": "prompts share prefixes, and few requests wait",
-    "slow-backend": "the card has an attention backend of its own",
+    "slow-backend": "the GPU has a faster attention backend",
     "evicted": "prompts share prefixes, and the KV pool is full",
     "starved": "no request waits, and fewer run than are allowed",
     "no-media": "the model takes images, sounds or videos, and the job has none",
@@ -348,7 +354,7 @@ FLAG_SIGNS = {
     "wide-numbers": "weights or KV cache have 16-bit numbers",
     "repeated": "outputs repeat what earlier outputs say",
     "small-prefills": "decoding stops often for small prefill passes",
-    "large-pages": "requests are short beside a page",
+    "large-pages": "requests are short compared to a page of the KV cache",
     "cache-off": "the prefix cache is off, and prompts share prefixes",
     "small-model": "a small model runs small batches",
 }

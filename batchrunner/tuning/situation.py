@@ -1,4 +1,4 @@
-"""The situation that advice judges: the load, the server and, for a run, what the runner did."""
+"""The situation that advice judges: the load, the server and, for a run, the runner's activity."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -24,20 +24,21 @@ from batchrunner.tuning.signals import (
 Certainty = Literal["high", "medium", "low"]
 
 RESERVED = 0.8
-"""The KV pool counts as the limit, even if it is not full, when at least this fraction of it is reserved."""
+"""Minimum fraction of the KV pool that is reserved for outputs, at which the pool counts as the limit even if
+it is not full."""
 POOL_SHARE = 4
 """Divisor of a machine's free memory: a KV pool may grow by at most a quarter of it."""
 FLOAT32_BYTES = 4
 """Maximum number of bytes of a number in a CPU's KV pool (float32)."""
 FEW_PROMPTS = 50
-"""With fewer prompts than this, the share of cached tokens says little."""
+"""Minimum number of prompts for which the share of cached tokens is meaningful."""
 LONGEST_LINE = 160
 """Maximum number of characters of a log line that advice shows."""
 
 
 @dataclass(slots=True)
 class ClientActivity:
-    """The runner's part in the load: its settings, and what it did while the engine's queue was empty."""
+    """The runner's settings, and its activity while the queue of the engine was empty."""
 
     empty: int = 0
     """Number of load samples with an empty queue while rows were still unsent."""
@@ -54,15 +55,17 @@ class ClientActivity:
     widest: int = 0
     """Largest number of requests that were in flight at once."""
     tokenize: str | None = None
-    """Where prompts are tokenized: `client` or `server`."""
+    """The side that tokenizes prompts: `client` or `server`; None if unknown."""
     max_new_tokens: int | None = None
+    """The job's `max_new_tokens`; None if it comes from a column or is not set."""
     ignore_eos: bool = False
-    """Whether every output has `max_new_tokens`."""
+    """Whether every output has exactly `max_new_tokens` tokens."""
     output_tokens: int = 0
     """Number of tokens in the outputs whose lengths were read."""
     outputs: int = 0
     """Number of outputs whose lengths were read."""
     order: str = "auto"
+    """The job's `order` of rows."""
     simulated: bool = False
     """Whether the engine is simulated."""
     decodes: bool = True
@@ -78,8 +81,8 @@ class ClientActivity:
     speculates_exactly: bool = False
     """Whether answers keep their distribution with speculation (`ngrams.is_exact`)."""
     possible_share: float | None = None
-    """Share of the prompt tokens that a cache could serve, estimated from the rows sampled to choose the
-    order."""
+    """Fraction of the prompt tokens that the prefix cache could serve; None if unknown. It is estimated from
+    the rows that were sampled to choose the order."""
 
     @property
     def mean_output(self) -> float | None:
@@ -116,12 +119,14 @@ class Situation:
     """A server and its load, as far as they are known."""
 
     load: Series
-    """Queue, running requests and token usage over time."""
+    """Load samples: queue, running requests and token usage over time."""
     log: Series
-    """Load from log lines, which also tell CUDA graphs, prefill passes and retractions. May be the same as
-    `load`."""
+    """Load samples from the server's log, with CUDA graphs, prefill passes and retractions. May be the same
+    as `load`."""
     facts: Facts = field(default_factory=Facts)
+    """Facts about the server, from its log and its arguments."""
     client: ClientActivity | None = None
+    """Activity of the runner; None if the server does not belong to a run."""
 
     @property
     def is_judged(self) -> bool:
@@ -139,9 +144,9 @@ class Situation:
         ready = self.facts.ready or ServerReady(max_running_requests=self.max_running)
         return Server(
             replace(self.facts, ready=ready),
-            self.load.median("running"),
-            self.load.median("usage"),
-            self.decodes,
+            running=self.load.median("running"),
+            usage=self.load.median("usage"),
+            decodes=self.decodes,
             output_tokens=self.decoded / max(1, self.log.prefills.prompts),
             longest_output=self.client.longest_output if self.client else None,
             shared=self._shared,
@@ -153,11 +158,12 @@ class Situation:
 
     @property
     def _shared(self) -> float | None:
-        """Share of the prompt tokens that a cache serves or could serve; None if unknown."""
-        prefills, possible = self.log.prefills, self.client.possible_share if self.client else None
+        """Fraction of the prompt tokens that the prefix cache serves or could serve; None if unknown."""
+        possible_share = self.client.possible_share if self.client else None
+        prefills = self.log.prefills
         if prefills.prompts < FEW_PROMPTS:
-            return possible
-        return max(prefills.cached_share, possible or 0.0)
+            return possible_share
+        return max(prefills.cached_share, possible_share or 0.0)
 
     @property
     def waits_for_states(self) -> bool:
@@ -166,7 +172,7 @@ class Situation:
 
     @property
     def decode_steps(self) -> int:
-        """Number of decode steps, estimated from the log: it has one line for several steps."""
+        """Number of decode steps, estimated from the log, which has one line for several steps."""
         return self.log.counted * self.facts.steps_a_line
 
     @property
@@ -181,10 +187,10 @@ class Situation:
         It is the present pool plus the tokens that fit into a quarter of the free memory. If the model is
         unknown, it is twice the present pool.
         """
-        now = in_effect(self.facts, "max-total-tokens") or 0.0
+        present = in_effect(self.facts, "max-total-tokens") or 0.0
         free_gb = self.facts.ready.cpu_gb if self.facts.ready else None
-        more = pool_tokens(self.facts.config, (free_gb or 0.0) * (1 << 30))
-        return now + (now if more is None else more)
+        free_tokens = pool_tokens(self.facts.config, (free_gb or 0.0) * (1 << 30))
+        return 2 * present if free_tokens is None else present + free_tokens
 
     @property
     def max_running(self) -> int | None:
@@ -198,13 +204,13 @@ class Situation:
 
     @property
     def reserved_share(self) -> float:
-        """Share of the KV pool that SGLang reserves with `ignore_eos`; 0 without it, or if unknown."""
-        pool = self.facts.ready.max_total_num_tokens if self.facts.ready else None
-        if self.client is None or not self.client.ignore_eos or not pool:
+        """Share of the KV pool that SGLang reserves for outputs; 0 without `ignore_eos`, or if unknown."""
+        pool_tokens = self.facts.ready.max_total_num_tokens if self.facts.ready else None
+        if self.client is None or not self.client.ignore_eos or not pool_tokens:
             return 0.0
         page = self.facts.number("page_size") or 1  # Admission reserves one more page for each request.
-        row = self.log.prefills.mean_prompt + (self.client.mean_output or 0.0) + page
-        return self.load.median("running") * row / pool
+        row_tokens = self.log.prefills.mean_prompt + (self.client.mean_output or 0.0) + page
+        return self.load.median("running") * row_tokens / pool_tokens
 
     @property
     def short_of_pool(self) -> bool:
@@ -235,11 +241,11 @@ class Situation:
         return has_enough(self.load) and admits_too_few(share_held=held, retracts=self.retracts_often)
 
     def often(self, sign: str) -> str:
-        """Say in how many of the samples a sign was seen."""
+        """Return a phrase with the share of the load samples that show a sign."""
         return f"in {share(self.load.samples, sign):.0%} of {span_in_words(self.load)}"
 
     def evidence(self, *signs: str) -> dict[str, Any]:
-        """Return the figures behind signs, for `--json`."""
+        """Return figures of the load, and the share of the samples that show each sign, for `--json`."""
         shares = {f"{sign}_share": round(share(self.load.samples, sign), 4) for sign in signs}
         return {
             "samples": self.load.counted,
@@ -252,22 +258,24 @@ class Situation:
 
 
 def pool_tokens(config: Mapping[str, Any], free_bytes: float) -> int | None:
-    """Return how many tokens a quarter of the free memory holds; None for an unknown model."""
+    """Return the number of tokens that a quarter of the free memory holds; None for an unknown model."""
     token_bytes = kv_bytes(config, FLOAT32_BYTES)
     return int(free_bytes / POOL_SHARE / token_bytes) if token_bytes else None
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The finding of a rule: a sign with its figures, and the change to make."""
+    """The finding of a rule of advice: a sign with its figures, and the change to make."""
 
     sign: str
+    """The sign in words."""
     args: dict[str, Any] | None = None
     """Server flags for `engine.args`; None means the next value of the rule's flag. If there are neither
     flags nor a `change`, the rule gives no advice."""
     change: str = ""
-    """The change in words, if flags alone do not say it."""
+    """The change in words; empty if `args` say it all."""
     evidence: dict[str, Any] = field(default_factory=dict)
+    """The figures behind the sign, for `--json`."""
     certainty: Certainty | None = None
     """Certainty of the finding, if it differs from the rule's."""
     fine: bool = False

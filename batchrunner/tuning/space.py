@@ -1,7 +1,7 @@
 """Flag changes that `batchrun tune` tries, by the table of flags and the signs of the best trial.
 
-A flag is tried only if a sign of the best trial calls for it. If none does, a note says so. SGLang's tuning
-guides begin with the length of the queue, but no flag sets that. The runner's concurrency law does.
+A flag is tried only if a sign of the best trial calls for the flag. If no sign does, a note says so. SGLang's
+tuning guides begin with the length of the queue, which no flag sets. The runner's concurrency law sets it.
 """
 
 import math
@@ -26,10 +26,13 @@ class Machine:
     """Facts about the machine and the job that limit which flags a search may try."""
 
     flags: Flags
+    """Flags of the installed version of SGLang."""
     cpu: bool = True
+    """Whether the model runs on a CPU."""
     card: str | None = None
-    """Name of the GPU as `nvidia-smi` prints it."""
+    """Name of the GPU as `nvidia-smi` prints it; None without a GPU."""
     card_gb: float = 0.0
+    """Memory of one GPU in GB; 0 without a GPU."""
     most_pool_tokens: int = 0
     """Largest KV pool, in tokens, that a CPU's memory allows; 0 if unknown."""
     ignores_eos: bool = False
@@ -56,7 +59,7 @@ class Machine:
 
 
 def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> Machine:
-    """Describe this machine. The installed SGLang is asked for its flags, which takes about 6 s."""
+    """Return the facts about this machine and the job. Asking SGLang for its flags takes about 6 s."""
     cpu = on_cpu(engine.device)
     gpu_cards = [] if cpu else cards()
     config = read_config(engine.model, engine.args.get("revision"))
@@ -83,11 +86,12 @@ def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> M
 
 
 Args = dict[str, Any]
+"""Flags of the server and their values, as in `engine.args`."""
 PASS_IS_FULL = 0.6
-"""The prefill chunk counts as the limit if the mean prefill pass is at least this fraction of it. The mean is
-below the chunk even then, because the last pass of a prompt is short."""
+"""Minimum size of the mean prefill pass, as a fraction of the prefill chunk, at which the chunk counts as the
+limit. The fraction is below 1, because the last pass of a prompt is short."""
 GRAPH_OFF_OFTEN = 0.1
-"""Larger CUDA graphs are tried if at least this fraction of the decode passes ran without a graph."""
+"""Minimum fraction of the decode passes without a CUDA graph at which larger graphs are tried."""
 
 
 def server_of(result: TrialResult, machine: Machine) -> Server:
@@ -103,8 +107,8 @@ def server_of(result: TrialResult, machine: Machine) -> Server:
     )
     return Server(
         facts,
-        signs.running / signs.schedulers,
-        signs.usage,
+        running=signs.running / signs.schedulers,
+        usage=signs.usage,
         output_tokens=signs.output_tokens,
         longest_output=signs.longest_output,
         shared=signs.cached_share,
@@ -120,21 +124,31 @@ class FlagChange:
     """A change of flags to try."""
 
     args: Args
+    """Flags to change, with their new values."""
     why: str
+    """Sign that calls for the change, with its figures, in words."""
 
 
-def _waits_below_cap(s: TrialSigns) -> bool:
-    """Tell whether requests wait although fewer run than max-running-requests allows."""
-    return s.shows("conservative") or s.shows("kv_bound")
+def _holds_back(signs: TrialSigns) -> bool:
+    """Tell whether the server holds requests back often, and retracts few."""
+    held_share, retracts = signs.shares.get("conservative", 0.0), retracts_often(signs.retractions_per_min)
+    return admits_too_few(share_held=held_share, retracts=retracts)
+
+
+def _has_small_prefills(signs: TrialSigns, server: Server) -> bool:
+    """Tell whether decoding stops for small prefill passes more often than the best interval would."""
+    if not signs.shows("waiting") or not signs.prefill_per_pass or not signs.decodes_per_prefill:
+        return False
+    is_small = signs.prefill_per_pass < GUIDES.small_pass * (server.facts.chunk or 0)
+    return is_small and signs.decodes_per_prefill < math.sqrt(2 * signs.output_tokens)
 
 
 SEEN: Mapping[str, Callable[[TrialSigns, Server], bool]] = {
     "layout": lambda _, __: True,
-    "held": lambda s, _: admits_too_few(
-        share_held=s.shares.get("conservative", 0.0), retracts=retracts_often(s.retractions_per_min)
-    ),
+    "held": lambda s, _: _holds_back(s),
     "retracting": lambda s, _: s.shows("kv_bound") and retracts_often(s.retractions_per_min),
-    "full": lambda s, _: _waits_below_cap(s),
+    # requests wait although fewer run than max-running-requests allows
+    "full": lambda s, _: s.shows("conservative") or s.shows("kv_bound"),
     "chunk-full": lambda s, v: (s.prefill_per_pass or 0.0) >= PASS_IS_FULL * (v.facts.chunk or 1),
     "capped": lambda s, _: s.shows("capped"),
     "states": lambda s, _: s.shows("states"),
@@ -146,11 +160,7 @@ SEEN: Mapping[str, Callable[[TrialSigns, Server], bool]] = {
     "starved": lambda s, _: s.shows("empty") and not s.shows("at_cap"),
     "split-experts": lambda _, __: True,
     "kv-copies": lambda _, __: True,
-    "small-prefills": lambda s, v: (
-        s.shows("waiting")
-        and (s.prefill_per_pass or math.inf) < GUIDES.small_pass * (v.facts.chunk or 0)
-        and (s.decodes_per_prefill or math.inf) < math.sqrt(2 * s.output_tokens)
-    ),
+    "small-prefills": _has_small_prefills,
     "repeated": lambda _, __: True,
     "no-media": lambda _, v: v.media is False,
     "speculates": lambda _, v: bool(v.facts.arguments.get("speculative_algorithm")),
@@ -158,33 +168,38 @@ SEEN: Mapping[str, Callable[[TrialSigns, Server], bool]] = {
 }
 """For each sign that calls for a flag, a test of whether a trial shows the sign."""
 TUNED_FLAGS = tuple(flag for flag in FLAGS.values() if SEEN.keys() & flag.moves.keys())
+"""Flags for which a trial can show a sign that calls for a change."""
 
 
 def candidates(flag: Flag, best: TrialResult, machine: Machine) -> list[FlagChange] | str:
-    """Return the changes of a flag to try after the best trial, the best first, or why there are none."""
+    """Return the changes of a flag to try after the best trial, in order, or why there are none."""
     signs, server = best.signs, server_of(best, machine)
     if flag.needs and not NEEDS[flag.needs](server.facts):
         return f"it needs {flag.needs}"
     if flag.changes_answers and not machine.allow_fp8:
-        return "it changes answers: only with --allow fp8"
+        return "it changes answers, so it is tried only with --allow fp8"
     if machine.ignores_eos and flag.name in {"schedule-conservativeness", CLIP}:
         return "with ignore_eos SGLang reserves all of max_new_tokens, whatever its value"
     figures = f"#running-req {signs.running:.0f}, #queue-req {signs.queue:.0f}, token usage {signs.usage:.2f}"
-    calls = [sign for sign in flag.moves if sign in SEEN]
-    signs_shown = [sign for sign in calls if SEEN[sign](signs, server)]
+    warning = "; it changes answers" if flag.changes_answers else ""
+    possible_signs = [sign for sign in flag.moves if sign in SEEN]
+    signs_shown = [sign for sign in possible_signs if SEEN[sign](signs, server)]
     flag_changes: list[FlagChange] = []
     for sign in signs_shown:
-        values = flag.values(sign, server)
-        settings = [args for value in values for args in _with_others(flag, value, server, machine.flags)]
-        if settings and len(more := with_memory(sign, flag.name, server, machine.flags)) > 1:
-            settings.append(more)
-        warning = "; it changes answers" if flag.changes_answers else ""
-        flag_changes += [FlagChange(args, f"{FLAG_SIGNS[sign]}: {figures}{warning}") for args in settings]
+        settings: list[Args] = []
+        for value in flag.values(sign, server):
+            settings += _with_others(flag, value, server, machine.flags)
+        # If the first value may need more memory than is free, it is also tried with a smaller KV pool.
+        with_smaller_pool = with_memory(sign, flag.name, server, machine.flags)
+        if settings and len(with_smaller_pool) > 1:
+            settings.append(with_smaller_pool)
+        why = f"{FLAG_SIGNS[sign]}: {figures}{warning}"
+        flag_changes += [FlagChange(args, why) for args in settings]
     if flag_changes:
         return flag_changes
     if signs_shown:
         return "no further value is left to try, or too little is known"
-    return f"not the case: {', '.join(FLAG_SIGNS[sign] for sign in calls)}"
+    return f"not the case: {', '.join(FLAG_SIGNS[sign] for sign in possible_signs)}"
 
 
 def _with_others(flag: Flag, value: Any, server: Server, flags: Flags) -> list[Args]:

@@ -421,7 +421,7 @@ def test_files_that_are_not_ours(tmp_path: Path) -> None:
     batch.results.write_text("precious")
     result = batch.do()
     assert (result.exit_code, batch.results.read_text()) == (2, "precious")
-    assert "--fresh to replace it" in result.stderr
+    assert "--fresh to replace the file" in result.stderr
     for target in (batch.requests, batch.results):
         same = batch.do("--errors", target)
         assert (same.exit_code, "give different files" in same.stderr) == (2, True)

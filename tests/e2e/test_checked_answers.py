@@ -164,6 +164,7 @@ ANSWERS: dict[str, tuple[Any, dict[str, str | None]]] = {
     ),
     "integer": ({"type": "integer"}, {"9" * 30: f"{'9' * 30} has more than 64 bits"}),
     "half a letter": ({"type": "string"}, {'"\\ud800"': "the answer is not JSON: "}),
+    "an empty schema": ({}, {"5": None, "five": "the answer is not JSON"}),
     "a slow pattern": ({"pattern": r"^(a*)*\1b$"}, {f'"{"a" * 60}"': "Max limit for backtracking"}),
 }
 
@@ -416,7 +417,10 @@ def test_a_run_that_was_killed(tmp_path: Path, server: FakeSGLang) -> None:
     server.script = every_third_fails
     result = run_job(job, tmp_path)
     assert report_of(job)["rows_resumed"] == 50
-    told = "90 rows asked again 90 times: 60 then had a good answer, 30 failed; 120 of the output tokens"
+    told = (
+        "90 rows retried 90 times after a rejected answer: 60 then had a good answer, 30 failed; "
+        "120 of the output tokens"
+    )
     assert told in result.stderr
     merged = printed("merge", run)
     kept = sum(column_of(job, "completion_tokens"))

@@ -217,7 +217,7 @@ print("Load weight begin. avail mem=14.2 GB")
 print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", flush=True); os._exit(1)"""
     job = job_of(tmp_path, hungry(tmp_path, "", AT_START=at_start), rows=20)
     result = run_job(job, tmp_path, code=2)
-    assert "the weights do not fit: use more cards (tp-size), quantise" in result.stderr
+    assert "the weights do not fit: use more GPUs (tp-size), quantise" in result.stderr
     assert len(starts_of(tmp_path)) == 1
 
 

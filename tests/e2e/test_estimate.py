@@ -52,7 +52,9 @@ def test_the_sample_tells_the_rest_and_is_not_sent_again(tmp_path: Path) -> None
     told = batchrun("estimate", path)
     assert "limited by: decode" in told.stdout
     state = batchrun("status", job["output"]["path"]).stdout
-    assert state.endswith("not running: a sample is done: the job asks no row again\n")
+    assert state.endswith(
+        "not running: the sample of an estimate is done; a run will not send its rows again\n"
+    )
 
     assert batchrun(path).exit_code == 0
     report = report_of(job)
@@ -134,9 +136,9 @@ def test_a_range_without_an_engine(tmp_path: Path) -> None:
     assert exact["tokens"]["output"] == {"median": 1000.0, "low": 1000.0, "high": 1000.0}
     unknown = batchrun("estimate", path, "--cold", "H1000")
     assert unknown.exit_code == 2
-    assert "H1000: unknown card: give one of A100, H100" in unknown.stderr
+    assert "H1000: unknown GPU: give one of A100, H100" in unknown.stderr
     elsewhere = batchrun("estimate", path, "--cold", "H100", "--set", "engine.model=somebody/else")
-    assert "needs the files of engine.model (somebody/else)" in elsewhere.stderr
+    assert "no model files on this machine (somebody/else)" in elsewhere.stderr
     assert not (tmp_path / "run" / "run.json").exists()
 
 
@@ -156,7 +158,7 @@ def test_rows_that_are_not_to_do(tmp_path: Path) -> None:
     again = job_of(tmp_path / "again", SIMULATED, sampling=job["sampling"])
     again["input"] = job["input"]
     again["output"]["reuse"] = job["output"]["path"]
-    with pytest.raises(BatchrunError, match="0 of 30 rows of the sample answered, too few"):
+    with pytest.raises(BatchrunError, match="only 0 of 30 rows of the sample got an answer, too few"):
         batchrunner.estimate(again)  # those that failed are asked again
     assert report_of(again)["rows_ok"] == 60
     again["input"] = {**job["input"], "filter": "id % 2 == 0"}

@@ -136,7 +136,7 @@ NO_ENGINE: dict[str, tuple[Body | OnWire, str]] = {
     "a page": (PAGE, "not an answer of SGLang: <!DOCTYPE html><title>Log in</title>"),
     "a redirect": (
         OnWire(b"HTTP/1.1 302 Found\r\nLocation: https://login.invalid/\r\n" + EMPTY),
-        "leads to https://login.invalid/: correct engine.urls",
+        "redirects to https://login.invalid/ (status 302): correct engine.urls",
     ),
 }
 

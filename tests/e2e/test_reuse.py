@@ -75,7 +75,7 @@ def test_what_the_report_says(tmp_path: Path, server: FakeSGLang) -> None:
     report = batchrunner.run(new)
     assert (report.rows_reused, report.rows_resumed, report.rows_deduplicated) == (33, 0, 0)
     assert 0 < report.output_tokens < first.output_tokens / 4
-    assert "33 rows given an answer of another run" in report.lines()
+    assert "33 rows got an answer of another run" in report.lines()
     later = batchrunner.run(new)
     assert (later.rows_reused, later.rows_resumed) == (33, 40)
     assert batchrunner.run(new, fresh=True).rows_reused == 33

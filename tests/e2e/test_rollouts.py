@@ -228,7 +228,7 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
         19: f"{name}: Only dicts with str-like or number-like keys are supported",
         20: f"{place}:32: batchrunner.GenerateError: generate: top_k: give a value, not a column",
         21: f"{place}:34: batchrunner.GenerateError: generate: n: must be 1; for several answers, "
-        "await several calls by asyncio.gather",
+        "await several calls with asyncio.gather",
     }
     asked = json.loads(rows[1]["conversation"])
     assert asked["prompt"] == [{"role": "user", "content": "row 1"}]
@@ -514,7 +514,7 @@ def test_a_function_that_asks_otherwise_when_it_is_run_again(tmp_path: Path, ser
     assert done.exit_code == 0
     told = [line for line in done.stderr.splitlines() if "starts anew" in line]
     assert len(told) == 2
-    assert all("hooks:solve sent other requests when run again" in line for line in told)
+    assert all("hooks:solve sent other requests when it was run again" in line for line in told)
     for row in results_of(job):
         texts = json.loads(row["returned"])["both"]
         assert all(f"row {row['row']} {os.getpid()}" in text for text in texts)

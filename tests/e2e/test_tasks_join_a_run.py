@@ -169,7 +169,7 @@ def test_the_last_worker_judges_the_run(tmp_path: Path, server: FakeSGLang) -> N
     job = job_of(
         tmp_path, server, input={"path": str(source)}, limits={"max_failed_rows": 4, "abort_failed_share": 1}
     )
-    told(run_job(job, tmp_path, "--join", code=3).stderr, "more rows failed than limits.max_failed_rows")
+    told(run_job(job, tmp_path, "--join", code=3).stderr, "done, but 5 rows of the run failed, more than")
     write_rows(source / "b.parquet", 20, first=20)
     told(run_job(job, tmp_path, "--join", code=3).stderr, "done, but 5 rows of the run failed, more than")
     told(run_job(job, tmp_path, "--join", code=3).stderr, "35 of 40 rows ok, 5 failed")
@@ -191,7 +191,7 @@ def test_a_part_that_is_moved_away_from_a_running_worker(
         rows = pq.read_table(part)["row"].to_pylist()
         part.rename(tmp_path / "moved")
         server.answer_held()
-        missing = f"{len(rows)} rows of the run are missing from all parts"
+        missing = f"{len(rows)} rows of the run are missing from all result files"
         worker.wait_for_line(f"{missing}: run the same command again")
         assert worker.end() == 1
     server.forget()

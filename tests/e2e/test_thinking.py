@@ -88,8 +88,8 @@ def test_thinking_that_took_all_is_counted(tmp_path: Path, server: FakeSGLang) -
     job = thinking_job(tmp_path, server, prompt=CHAT)
     outcome = run_job(job, tmp_path)
     assert report_of(job)["rows_thinking_cut"] == 3
-    told = "3 rows ok, but the thinking used all of max_thinking_tokens: raise it, or set on_length: longer"
-    assert told in outcome.stderr
+    told = "but the thinking used all of max_thinking_tokens: raise this limit, or set on_length: longer"
+    assert f"3 rows ok, {told}" in outcome.stderr
 
 
 def test_thinking_that_took_all_is_given_more(tmp_path: Path, server: FakeSGLang) -> None:
@@ -116,7 +116,7 @@ def test_thinking_that_took_all_is_given_more(tmp_path: Path, server: FakeSGLang
         ({"enable_strict_thinking": False}, "the server runs without --enable-strict-thinking"),
         (
             {"reasoning_parser": "deepseek-r1"},
-            "the server would ignore it with --reasoning-parser deepseek-r1",
+            "the server would ignore the budget with --reasoning-parser deepseek-r1",
         ),
     ],
 )

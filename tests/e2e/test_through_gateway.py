@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 import batchrunner
+from batchrunner.core.errors import AnotherModelError
 from batchrunner.core.timing import TIMING
 from tests.conftest import eventually, job_of, log_of, results_of, rows_in, run_job, write_rows
+from tests.support.answers import Said
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.real_gateway import RealGateway
 
@@ -80,6 +82,24 @@ def test_rows_go_through(tmp_path: Path, workers: Workers, prompt: dict[str, str
     assert min(len(rows_at(one)), len(rows_at(two))) > 10
     assert (report.engine["kind"], report.engine["model"]) == ("gateway", "fake/model")
     assert any(f"rows go through the gateway {gateway.url}" in note for note in report.engine["notes"])
+
+
+@pytest.mark.usefixtures("full_requests")
+@pytest.mark.parametrize("workers", ["unkeyed"], indirect=True)
+@pytest.mark.parametrize("documents", [12, 240])
+def test_rows_with_a_prefix_are_requests_of_their_own(
+    tmp_path: Path, workers: Workers, documents: int
+) -> None:
+    """A gateway that chooses the worker by the prompt looks at the first prompt of a request only."""
+    ids = [[row % documents] * 300 + [row] for row in range(240)]
+    path = write_rows(tmp_path / "ids.parquet", len(ids), ids=ids)
+    job = job_of(
+        tmp_path, through(workers[0]), input={"path": str(path)}, prompt={"input_ids": "ids"}, window=64,
+        bundle=8, sampling={"max_new_tokens": 16},
+    )  # fmt: skip
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, 240, 0)
+    assert (report.bundles["most_rows"] == 1) == (documents == 12)
 
 
 @pytest.mark.usefixtures("full_requests")
@@ -258,6 +278,124 @@ def test_a_worker_of_another_model(tmp_path: Path, workers: Workers, monkeypatch
         assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 300, 0)
         assert not rows_at(other)
         gateway.use()
+
+
+@pytest.mark.usefixtures("quick_retries")
+@pytest.mark.parametrize("policy", ["consistent_hashing", "round_robin"])
+def test_another_model_takes_the_address_of_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """The gateway does not notice it; the run stores none of its answers, and ends."""
+    gateway = RealGateway(
+        *("--policy", policy, "--disable-retries", "--disable-circuit-breaker"),
+        *("--disable-worker-overload-protection", "--load-monitor-interval", "1"),
+    )
+    monkeypatch.setenv(KEY_VARIABLE, gateway.key)
+    with FakeSGLang(api_key=gateway.key) as one, ThreadPoolExecutor(1) as thread:
+        two = FakeSGLang(api_key=gateway.key)
+        port = two.__enter__().url.rpartition(":")[2]
+        other = FakeSGLang(lambda _: Said("of another model"), api_key=gateway.key, port=int(port))
+        other.weights_gb = 30.0
+        gateway.use(one.url, two.url)
+        eventually(lambda: gateway.reporting() == {one.url, two.url})
+        replacing: list[Future[Any]] = []
+
+        def replace() -> None:
+            two.__exit__()
+            eventually(lambda: not one.sent or len(one.sent) > 60)
+            other.__enter__()
+
+        def script(sent: Sent) -> Behaviour:
+            if len(rows_at(one)) > 20 and not replacing:
+                replacing.append(thread.submit(replace))
+            return "answer"
+
+        one.script = script
+        one.delay_s = two.delay_s = 0.02
+        job = job_of(tmp_path, through(gateway), rows=20_000, window=8, limits={"max_attempts": 2})
+        try:
+            with pytest.raises(AnotherModelError, match=r"the memory of the weights in GB was '15.0'"):
+                batchrunner.run(job)
+            replacing[0].result()
+        finally:
+            other.__exit__()
+            gateway.end()
+    outputs = [row["output"] for row in results_of(job)]
+    assert len(outputs) > 60
+    assert "of another model" not in outputs
+
+
+@pytest.mark.usefixtures("quick_retries")
+@pytest.mark.parametrize("policy", ["consistent_hashing", "round_robin"])
+@pytest.mark.parametrize("restarts", [True, False])
+def test_another_model_under_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, *, restarts: bool
+) -> None:
+    """A worker that is added, or a restarted gateway's only worker: none of its answers is stored."""
+    gateway = RealGateway("--policy", policy, "--disable-retries", "--disable-circuit-breaker")
+    monkeypatch.setenv(KEY_VARIABLE, gateway.key)
+    with (
+        FakeSGLang(api_key=gateway.key) as one,
+        FakeSGLang(
+            lambda _: Said("of another model"), api_key=gateway.key, model="fake/other",
+            arguments={"served_model_name": "fake/model"},
+        ) as other,
+        ThreadPoolExecutor(1) as thread,
+    ):  # fmt: skip
+        gateway.use(one.url)
+        one.delay_s = 0.02
+        changing: list[Future[None]] = []
+
+        def change() -> None:
+            if restarts:
+                gateway.restart()
+            gateway.use(other.url, *(() if restarts else (one.url,)))
+
+        def script(_: Sent) -> Behaviour:
+            if len(rows_at(one)) > 60 and not changing:
+                changing.append(thread.submit(change))
+            return "answer"
+
+        one.script = script
+        job = job_of(tmp_path, through(gateway), rows=20_000, window=8, limits={"max_attempts": 2})
+        with pytest.raises(AnotherModelError, match="the model was 'fake/model' and is 'fake/other'"):
+            batchrunner.run(job)
+        changing[0].result()
+        gateway.end()
+    outputs = [row["output"] for row in results_of(job)]
+    assert len(outputs) > 40
+    assert "of another model" not in outputs
+
+
+@pytest.mark.usefixtures("quick_retries")
+def test_two_gateways_before_the_same_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs at once, each through a gateway of its own: each row is answered once."""
+    options = (
+        *("--policy", "consistent_hashing", "--disable-retries", "--disable-circuit-breaker"),
+        *("--disable-worker-overload-protection", "--load-monitor-interval", "1"),
+    )
+    first, second = RealGateway(*options, key="shared"), RealGateway(*options, key="shared")
+    monkeypatch.setenv(KEY_VARIABLE, "shared")
+    with (
+        FakeSGLang(api_key="shared") as one,
+        FakeSGLang(api_key="shared") as two,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        one.delay_s = two.delay_s = 0.02
+        jobs = []
+        for name, gateway in (("a", first), ("b", second)):
+            gateway.use(one.url, two.url)
+            path = tmp_path / name
+            path.mkdir()
+            jobs.append(job_of(path, through(gateway), rows=300))
+        list(threads.map(lambda job: run_job(job, Path(job["output"]["path"]).parent, code=0), jobs))
+        first.end()
+        second.end()
+        sent = Counter(rows_at(one) + rows_at(two))
+    for job in jobs:
+        assert rows_in(job) == list(range(300))
+    assert set(sent.values()) == {2}  # both jobs have the same 300 rows
+    assert len(sent) == 300
 
 
 def test_what_stands_in_the_way(keyed: RealGateway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

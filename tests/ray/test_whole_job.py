@@ -133,7 +133,7 @@ def test_what_the_cluster_cannot_give_is_one_line(nodes: RayNodes, tmp_path: Pat
     done = on_cluster(nodes, path, "--workers", 2)
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1] == (
-        "batchrun: engine: it needs 2 GPUs, but no node of the Ray cluster has more than 0: "
+        "batchrun: engine: an actor needs 2 GPUs, but no node of the Ray cluster has more than 0: "
         "lower engine.tp, or add a node with enough GPUs"
     )
     path = write_job(job_of(tmp_path, input={"path": str(tmp_path / "nothing.csv")}), tmp_path)

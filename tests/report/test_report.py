@@ -110,7 +110,7 @@ def test_what_to_look_at_next() -> None:
     shows = "batchrun report 'out/my run' shows the run"
     assert (
         Report("out/my run", wall_s=1).lines()[-2]
-        == f"{shows}, batchrun advise 'out/my run' judges its flags"
+        == f"{shows}, batchrun advise 'out/my run' judges SGLang's flags"
     )
     assert Report("out/my run", wall_s=1, simulated=True).lines()[-2] == shows
 

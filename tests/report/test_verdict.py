@@ -8,9 +8,10 @@ from batchrunner.core.errors import EngineLostError, JobError
 from batchrunner.report.verdict import RunEnd, RunVerdict, verdict_of
 
 STOP = RunVerdict(143, "SIGTERM")
+SAMPLE = "the sample of an estimate is done; a run will not send its rows again"
 LEFT = "3 rows are left that no living worker holds: run the same command again"
 ADDED = "appeared in the input, or grew, during the run: run the same command again"
-TOO_MANY = "done, but more rows failed than limits.max_failed_rows tolerates"
+TOO_MANY = "rows of the run failed, more than limits.max_failed_rows tolerates"
 
 
 @pytest.mark.parametrize(
@@ -18,12 +19,12 @@ TOO_MANY = "done, but more rows failed than limits.max_failed_rows tolerates"
     [
         ({}, 0, "done"),
         ({"rows_failed": 2, "max_failed_rows": 2}, 0, "done"),
-        ({"rows_failed": 3, "max_failed_rows": 2}, 3, TOO_MANY),
+        ({"rows_failed": 3, "max_failed_rows": 2}, 3, f"done, but 3 {TOO_MANY}"),
         ({"rows_failed": 5, "max_failed_rows": 0.5}, 0, "done"),
-        ({"rows_failed": 6, "max_failed_rows": 0.5}, 3, TOO_MANY),
+        ({"rows_failed": 6, "max_failed_rows": 0.5}, 3, f"done, but 6 {TOO_MANY}"),
         ({"rows_failed": 1, "max_failed_rows": 1.0}, 0, "done"),
         ({"rows_left": 3}, 1, "stopped"),
-        ({"rows_left": 3, "is_sample": True}, 1, "a sample is done: the job asks no row again"),
+        ({"rows_left": 3, "is_sample": True}, 1, SAMPLE),
         ({"rows_left": 3, "stop": STOP}, *STOP),
         ({"rows_left": 3, "is_sample": True, "stop": STOP}, *STOP),
         ({"rows_left": 3, "rows_unheld": 2}, 1, "stopped"),
@@ -32,19 +33,17 @@ TOO_MANY = "done, but more rows failed than limits.max_failed_rows tolerates"
         ({"rows_unheld": 3, "stop": STOP}, *STOP),
         ({"rows_held": 3}, 0, "done"),
         ({"rows_held": 3, "was_empty": True}, 0, "no rows are free: other workers hold the rest"),
-        ({"rows_held": 3, "was_empty": True, "rows_failed": 9}, 3, TOO_MANY),
+        ({"rows_held": 3, "was_empty": True, "rows_failed": 9}, 3, f"done, but 9 {TOO_MANY}"),
         ({"rows_held": 3, "stop": STOP}, 0, "done"),
         ({"stop": STOP}, 0, "done"),
         ({"added_files": ["b"]}, 1, f"b {ADDED}"),
         ({"added_files": ["b", "c", "d"]}, 1, f"b and 2 more {ADDED}"),
         ({"added_files": ["b"], "rows_failed": 9}, 1, f"b {ADDED}"),
         ({"added_files": ["b"], "rows_unheld": 3}, 1, LEFT),
-        ({"rows_lost": 3}, 1, "3 rows of the run are missing from all parts: run the same command again"),
-        ({"rows_failed": 3, "rows_failed_here": 3}, 3, TOO_MANY),
         (
-            {"rows_failed": 3, "rows_failed_here": 2},
-            3,
-            "done, but 3 rows of the run failed, more than limits.max_failed_rows tolerates",
+            {"rows_lost": 3},
+            1,
+            "3 rows of the run are missing from all result files: run the same command again",
         ),
         ({"failure": EngineLostError("lost"), "rows_left": 3, "stop": STOP}, 1, "lost"),
         ({"failure": JobError("wrong")}, 2, "wrong"),

@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Literal, TypeAlias
 
 from aiohttp import web
@@ -91,6 +92,9 @@ SILENT = {"empty", "said nothing"}
 
 class FakeSGLang(ServerThread):
     """`with FakeSGLang(script) as server: ... server.url`; `script` says what becomes of each request."""
+
+    weights_gb = 15.0
+    """Memory of the model's weights, which the load tells."""
 
     def __init__(
         self,
@@ -292,8 +296,12 @@ class FakeSGLang(ServerThread):
             "max_total_num_tokens": 20000,
             "max_running_requests": self.max_running,
             "token_usage": self.used_tokens / 20000,
+            "memory": {"weight_gb": self.weights_gb},
         }
-        return self._locked(request) or web.json_response({"version": "0.5.23", "loads": [load]})
+        timestamp = datetime.now(UTC).isoformat()
+        return self._locked(request) or web.json_response(
+            {"timestamp": timestamp, "version": "0.5.23", "loads": [load]}
+        )
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

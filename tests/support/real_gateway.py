@@ -13,8 +13,8 @@ from tests.conftest import eventually
 class RealGateway:
     """The real gateway in a process of its own, with whatever workers a test gives it."""
 
-    def __init__(self, *arguments: str) -> None:
-        self.key = secrets.token_hex(8)
+    def __init__(self, *arguments: str, key: str | None = None) -> None:
+        self.key = key or secrets.token_hex(8)
         self.url = f"http://127.0.0.1:{free_port()}"
         self._arguments = arguments
         self._http = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.key}"})

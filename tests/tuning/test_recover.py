@@ -268,7 +268,7 @@ def test_the_reason_why_recovery_gives_up_is_the_true_one(
         assert healer.heal("replica 0", ended._replace(args=healer.args))
     caplog.clear()
     assert not healer.heal("replica 0", ended._replace(args=healer.args))
-    assert f"gives up after {MOST_CHANGES} changes of its arguments; max-running-requests" in caplog.text
+    assert f"given up after {MOST_CHANGES} changes of its arguments; max-running-requests" in caplog.text
 
 
 def test_how_long_a_silence_is_borne() -> None:

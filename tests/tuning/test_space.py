@@ -122,7 +122,7 @@ LEFT: list[tuple[str, Args, dict[str, Any], str]] = [
     ("cuda-graph-max-bs-decode", {}, {"graph_off_share": 0.02}, "not the case: decode passes run without"),
     ("speculative-algorithm", {}, {"repeated": 1.1}, "no further value"),
     ("speculative-algorithm", {}, {"repeated": 3.0, "running": 100}, "no further value"),
-    ("quantization", {}, {}, "it changes answers: only with --allow fp8"),
+    ("quantization", {}, {}, "it changes answers, so it is tried only with --allow fp8"),
     ("tp-size", {}, {}, "no further value"),
     ("enable-hierarchical-cache", {}, {"cached_share": 0.5}, "not the case: prompts share prefixes"),
 ]  # fmt: skip

@@ -132,6 +132,7 @@ class Decision:
     old: int
     new: int
     state: str
+    """Phase of the law, see `Controller.state`; `share` if the route's share of the rows is the limit."""
     reason: str
 
 
@@ -218,7 +219,7 @@ class Controller:
 
     @property
     def is_overfull(self) -> bool:
-        """Whether more than about one request a minute is retracted."""
+        """Whether the KV pool is overfull: more than about one request a minute is retracted."""
         return is_overfull(self._recent_retractions)
 
     def _learn(self, now: float, reading: Reading) -> float:

@@ -1,6 +1,6 @@
-"""HTTP: requests to SGLang servers and gateways, and what their replies and failures mean.
+"""HTTP: requests to SGLang servers and gateways, and the meaning of their replies and failures.
 
-A row passes through `client` (sends it), `wire` (writes its request) and `replies` (reads its answer).
-`server` holds all that is known of one server, and `guard` compares its model with the run's. Other packages
-import `server_info`: what a server says of itself, and its load.
+`client` sends a row, `wire` writes its request, and `replies` reads its answer. `server` has the client's
+state of one server, and `guard` compares the server's model with the run's. Other packages import
+`server_info`, which reads what a server reports about itself, and its load.
 """

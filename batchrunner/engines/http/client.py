@@ -379,6 +379,32 @@ class HttpEngine(Engine):
             log.debug("the load of %s could not be read: %r", url, failure)
             return None if isinstance(failure, NOT_REACHED) else []
 
+    def _pause_hanging_servers(self, loads: Sequence[SchedulerLoad]) -> None:
+        """Send no rows to a server that hangs, for `limits.hang` seconds or until it makes progress."""
+        for endpoint in self.serving:
+            progress = progress_of(load for load in loads if load.server == endpoint.url)
+            if endpoint.hang_pause is not None:
+                if endpoint.hang_pause.is_over(time.monotonic(), progress):
+                    self._reopen(endpoint)
+            elif hang := endpoint.hang_among(loads):
+                self._pause(endpoint, hang, progress)
+
+    def _pause(self, endpoint: Endpoint, hang: Hang, progress: object) -> None:
+        why = f"{endpoint.url} {hang.why}"
+        self._incidents.append(Incident("hangs", endpoint.url, why))
+        hang_s = self._limits.hang
+        message = (
+            "%s: its rows are sent again, and the server gets no rows for %g s, or until it makes progress"
+        )
+        log.warning(message, why, hang_s)
+        endpoint.pause(HangPause(why, until=time.monotonic() + hang_s, progress=progress))
+
+    def _reopen(self, endpoint: Endpoint) -> None:
+        """Send rows to a paused server again."""
+        log.warning("%s gets rows again", endpoint.url)
+        self._incidents.append(Incident("back", endpoint.url))
+        endpoint.resume()
+
     def _open_sessions(self) -> None:
         """Open one session for rows, and another for polls and for questions about the model.
 
@@ -903,13 +929,7 @@ class AttachedServers(HttpEngine):
             failed_loop, self._watch_loop = self._watch_loop, asyncio.create_task(self._watch())
             failed_loop.result()
         loads = await super().loads()
-        for endpoint in self.serving:
-            progress = progress_of(load for load in loads if load.server == endpoint.url)
-            if endpoint.hang_pause is not None:
-                if endpoint.hang_pause.is_over(time.monotonic(), progress):
-                    self._reopen(endpoint)
-            elif hang := endpoint.hang_among(loads):
-                self._pause(endpoint, hang, progress)
+        self._pause_hanging_servers(loads)
         return loads
 
     async def close(self) -> None:
@@ -959,20 +979,3 @@ class AttachedServers(HttpEngine):
                 endpoint = self.endpoints[url] = self._new_endpoint(url)
                 self._watch_model(endpoint)
         self.serving = [self.endpoints[url] for url in urls]
-
-    def _pause(self, endpoint: Endpoint, hang: Hang, progress: object) -> None:
-        """Send no rows to a server that hangs, for `limits.hang` seconds or until it makes progress."""
-        why = f"{endpoint.url} {hang.why}"
-        self._incidents.append(Incident("hangs", endpoint.url, why))
-        hang_s = self._limits.hang
-        message = (
-            "%s: its rows are sent again, and the server gets no rows for %g s, or until it makes progress"
-        )
-        log.warning(message, why, hang_s)
-        endpoint.pause(HangPause(why, until=time.monotonic() + hang_s, progress=progress))
-
-    def _reopen(self, endpoint: Endpoint) -> None:
-        """Send rows to a paused server again."""
-        log.warning("%s gets rows again", endpoint.url)
-        self._incidents.append(Incident("back", endpoint.url))
-        endpoint.resume()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,7 +51,7 @@ from batchrunner.engines.http.gateway_workers import (
     urls_in_use,
 )
 from batchrunner.engines.http.guard import common_model, refuse_another
-from batchrunner.engines.http.server import Endpoint
+from batchrunner.engines.http.server import Endpoint, SentRequest
 from batchrunner.engines.http.server_info import (
     NOT_REACHED,
     ServerStatus,
@@ -192,40 +193,69 @@ class WorkerState:
     """State of one worker: its load, its model and its routing key."""
 
     watch: WorkerWatch
+    unlisted_at: float = -math.inf
+    """Time of the worker's first answer if the gateway's list did not have the worker by then."""
     load: LoadEstimate = field(default_factory=LoadEstimate)
     key: str | None = None
     """Routing key that leads to the worker; None if there is none, or if it was not found yet."""
+
+
+@dataclass(slots=True)
+class WorkerStates:
+    """States of a gateway's workers. They decide which answers count: those of the run's model."""
+
+    of: dict[str, WorkerState] = field(default_factory=dict)
+    """States by the URLs of the workers."""
+    listed_at: float = -math.inf
+    """Time of the last question for the list of workers that was answered."""
+    gateway_lost_at: float = -math.inf
+    """Time of the last failure of a connection to the gateway."""
+
+    def see(self, url: str, unlisted_at: float = -math.inf) -> WorkerState:
+        """Return the state of a worker; create it if the worker is new."""
+        state = self.of.get(url)
+        if state is None:
+            state = self.of[url] = WorkerState(WorkerWatch(url), unlisted_at)
+        return state
+
+    @property
+    def is_gateway_in_doubt(self) -> bool:
+        """Whether the gateway may have been restarted, with other workers, since its list was read."""
+        return self.gateway_lost_at >= self.listed_at
+
+    def is_in_doubt(self, url: str) -> bool:
+        """Tell whether a worker may serve another model: it is new, or another server took its address."""
+        state = self.see(url, unlisted_at=time.monotonic())
+        return state.unlisted_at >= self.listed_at or state.watch.in_doubt
 
 
 class GatewaySender(PostSender):
     """Posts rows to a gateway, and refuses the answers of workers that may serve another model."""
 
     def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        url: URL,
-        headers: Mapping[str, str],
-        workers: Mapping[str, WorkerState],
+        self, session: aiohttp.ClientSession, url: URL, headers: Mapping[str, str], workers: WorkerStates
     ) -> None:
-        """Take the further headers of each request, and the gateway's workers by URL, which may change."""
+        """Take the further headers of each request, and the states of the workers, which change."""
         super().__init__(session, url, headers=headers)
         self._workers = workers
         self.answered_by: str | None = None
         """URL of the worker that answered last; None before the first answer."""
 
     async def post(self, body: bytes) -> PostedAnswer:
-        """Send a body; see `PostSender.post`. Raises EngineDownError for an answer of a worker in doubt."""
+        """Send a body; see `PostSender.post`.
+
+        Raises EngineDownError while the gateway is in doubt, and for an answer of a worker in doubt.
+        """
+        if self._workers.is_gateway_in_doubt:
+            raise EngineDownError("the gateway was away, and its list of workers must be read first")
         answer = await super().post(body)
         url = answer.headers.get(ROUTED_TO)
         if url is None:
             return answer
         self.answered_by = url
-        worker = self._workers.get(url)
-        if worker is not None and worker.watch.in_doubt and answer.status == HTTPStatus.OK:
+        if answer.status == HTTPStatus.OK and self._workers.is_in_doubt(url):
             answer.release()
-            raise EngineDownError(
-                f"{url} was away: its answers count once its next load report shows the run's model"
-            )
+            raise EngineDownError(f"{url} was away or is new: its answers count once its model is known")
         return answer
 
 
@@ -255,8 +285,7 @@ class ThroughGateway(HttpEngine):
         self._key_header = routing_key_header
         self._gateway: GatewayQuestions | None = None
         self._model_id = ""
-        self._workers: dict[str, WorkerState] = {}
-        """Workers that the gateway has listed so far, by URL."""
+        self._workers = WorkerStates()
         self._has_keys = False
         """Whether the gateway routes by keys."""
         self._key_numbers = itertools.count()
@@ -286,6 +315,8 @@ class ThroughGateway(HttpEngine):
                 hint="set engine.route: workers, or list the workers as engine.urls",
             )
         workers = await _workers_at_start(self._gateway, self.url)
+        self._observe(workers)
+        self._workers.listed_at = time.monotonic()
         model, server = await self._describe(workers)
         self._model_id = next((w.model_id for w in workers if w.model_id), str(model["served_model_name"]))
         self.model_to_send = self._model_id
@@ -293,13 +324,12 @@ class ThroughGateway(HttpEngine):
         self.guard.model = common_model([worker.model for worker in workers if worker.labels] or [{}])
         self._vocabulary = vocabulary_of(str(model["model_path"]))
         check_does(self._task, model, f"{self.url}: serves {model['model_path']}")
-        self._observe(workers)
         self._in_use = urls_in_use(workers)
         peculiarity = next((f"{w.url} {w.peculiarity}" for w in workers if w.peculiarity), None)
         keys = {} if peculiarity else await self._keys_of(self._in_use)
         self._has_keys = bool(keys)
         for url, key in keys.items():
-            self._workers[url].key = key
+            self._workers.see(url).key = key
         for url in keys or (self.url,):
             endpoint = self.endpoints[url] = self._new_endpoint(url)
             endpoint.arguments = server
@@ -367,8 +397,8 @@ class ThroughGateway(HttpEngine):
 
     def _new_sender(self, endpoint: Endpoint, path: str) -> PostSender:
         assert self._row_session is not None
-        worker = self._workers.get(endpoint.url)
-        headers = {} if worker is None or worker.key is None else {self._key_header: worker.key}
+        key = self._workers.see(endpoint.url).key if self._has_keys else None
+        headers = {} if key is None else {self._key_header: key}
         return GatewaySender(self._row_session, URL(endpoint.address + path), headers, self._workers)
 
     async def tokens_of(self, request: Request, *, special: bool = True) -> list[int] | None:  # noqa: ARG002
@@ -386,12 +416,17 @@ class ThroughGateway(HttpEngine):
         """Return the error of a refused row; a worker that the gateway could not reach is in doubt."""
         error = refusal_of(answer)
         if isinstance(error, (EngineDownError, EngineDiedError)):
-            # The message has the URL of the worker. The endpoint is the worker only if there are keys.
-            named = [url for url in self._workers if url.encode() in answer.content]
-            for url in named or [endpoint.url]:
-                if url in self._workers:
-                    self._workers[url].watch.record_failure()
+            for url, state in self._workers.of.items():
+                if url == endpoint.url or url.encode() in answer.content:
+                    state.watch.record_failure()
         return error or super()._refusal(endpoint, answer)
+
+    async def _transport_error(
+        self, endpoint: Endpoint, failure: Exception, request: SentRequest
+    ) -> Exception:
+        """Return the error of the rows of a request that failed on its way to the gateway."""
+        self._workers.gateway_lost_at = time.monotonic()
+        return await super()._transport_error(endpoint, failure, request)
 
     async def _abort(self, endpoint: Endpoint, rids: Sequence[str]) -> bool:  # noqa: ARG002 - not needed
         """Do nothing, because the gateway has no `/abort_request`.
@@ -413,9 +448,11 @@ class ThroughGateway(HttpEngine):
         """
         if self._gateway is None or not self._reports_load:
             return []
+        asked_at = time.monotonic()
         try:
             workers = await self._gateway.workers(TIMING.status_timeout)
         except (EngineDownError, *NOT_REACHED) as failure:
+            self._workers.gateway_lost_at = time.monotonic()
             self._log_absence(str(failure))
             return []
         self._log_absence(None)
@@ -424,8 +461,12 @@ class ThroughGateway(HttpEngine):
             if worker.labels:
                 refuse_another(worker.url, self.guard.model, worker.model)
         self._observe(workers)
+        self._workers.listed_at = asked_at
         self._follow(workers)
-        return self._loads_now(workers, time.monotonic())
+        loads = self._loads_now(workers, time.monotonic())
+        if self._has_keys:  # otherwise the rows of one worker cannot be told from those of others
+            self._pause_hanging_servers([load for load in loads if load.used_tokens is not None])
+        return loads
 
     def _log_absence(self, why: str | None) -> None:
         """Log when the gateway goes away (`why` is the reason), and when it is back (`why` is None)."""
@@ -442,7 +483,7 @@ class ThroughGateway(HttpEngine):
     def _observe(self, workers: Sequence[GatewayWorker]) -> None:
         """Process the load reports of all workers; raises AnotherModelError for other weights."""
         for worker in workers:
-            state = self._workers.setdefault(worker.url, WorkerState(WorkerWatch(worker.url)))
+            state = self._workers.see(worker.url)
             state.watch.observe(worker)
             state.load.observe(worker.report, self._in_flight_at(worker))
 
@@ -458,7 +499,7 @@ class ThroughGateway(HttpEngine):
 
     def _load_of(self, worker: GatewayWorker, now: float) -> SchedulerLoad:
         is_route = worker.url in self.endpoints
-        return self._workers[worker.url].load.now(
+        return self._workers.see(worker.url).load.now(
             self._in_flight_at(worker),
             scheduler=worker.url if is_route else f"{self.url}#{worker.url}",
             route=worker.url if is_route else self.url,
@@ -505,7 +546,7 @@ class ThroughGateway(HttpEngine):
             return
         for endpoint in self.serving if is_changed else ():
             endpoint.set_listed(is_listed=endpoint.url in in_use)
-        lack_keys = any(self._workers[url].key is None for url in in_use)
+        lack_keys = any(self._workers.see(url).key is None for url in in_use)
         is_searching = self._key_search is not None and not self._key_search.done()
         if (is_changed or lack_keys or self._leads_astray(time.monotonic())) and not is_searching:
             self._key_search = asyncio.create_task(self._renew_keys())
@@ -542,7 +583,7 @@ class ThroughGateway(HttpEngine):
                 await asyncio.sleep(TIMING.model_check)
             is_current = urls == self._in_use
             for url, key in keys.items():
-                self._workers[url].key = key
+                self._workers.see(url).key = key
                 endpoint = self.endpoints.get(url)
                 if endpoint is None:
                     endpoint = self.endpoints[url] = self._new_endpoint(url)

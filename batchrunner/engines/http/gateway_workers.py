@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -39,8 +40,6 @@ LOADS = "/loads"
 """Path under which a gateway returns the load reports of its workers."""
 REMEDY = "start the gateway, or correct engine.url"
 """Advice to a user whose gateway does not answer."""
-NEAR_USAGE = 0.8
-"""Minimum token usage at which the KV pool counts as nearly full; the concurrency law has the same value."""
 _LEAVING = "draining"
 """Status of a worker that finishes its requests and gets no new ones."""
 
@@ -180,58 +179,65 @@ def sum_of(loads: Sequence[WorkerLoad]) -> WorkerLoad:
     )
 
 
+REPORTS_KEPT = 3
+"""Number of load reports from which the number of requests at work is taken."""
+
+
 @dataclass(slots=True)
 class LoadEstimate:
-    """Estimate of a worker's load now, from its last report and the number of requests in flight there. Pure.
+    """Estimate of a worker's load now, from its last reports and its number of requests in flight. Pure.
 
-    The report may be 10 s old, but the number of requests in flight is exact at any time. Of these requests
-    some wait in the scheduler's queue (`#queue-req`). The others are at work: they run, or they or their
-    answers are on the way between the client and the scheduler. The number at work changes slowly. So it is
-    computed at each new report, and the queue is the rest of the requests in flight until the next report.
+    A report may be 10 s old, but the number of requests in flight is exact at any time. Of these requests,
+    some wait in the scheduler's queue (`#queue-req`). The others are *at work*: they run, or they or their
+    answers are on the way between the client and the scheduler. How many can be at work changes slowly. So
+    the estimate takes this number from the reports, and counts all further requests in flight as queued.
     """
 
-    _report: WorkerLoad | None = None
-    _at_work: int | None = None
-    """Maximum number of requests at work; None if any number may be."""
+    _report: WorkerLoad = field(default_factory=WorkerLoad)
+    _at_work: deque[int] = field(default_factory=lambda: deque(maxlen=REPORTS_KEPT))
+    """How many requests each of the last reports has shown to be at work; reports without requests are left
+    out."""
     _from_others: int = 0
-    """Requests that the worker has reported and the gateway does not count, such as those of another
-    gateway."""
+    """Requests in the last report that the gateway does not count, such as those of another gateway."""
 
     def observe(self, report: WorkerLoad, in_flight: int) -> None:
         """Process a worker's last report, which may be an old one; `in_flight` requests are there now."""
         if report == self._report:
             return
-        is_first = self._report is None
         self._report = report
-        reported = report.num_running_reqs + report.num_waiting_reqs
-        self._from_others = max(0, reported - in_flight)
-        self._at_work = max(in_flight, reported) - report.num_waiting_reqs
-        is_full = report.num_waiting_reqs > 0 and report.token_usage >= NEAR_USAGE
-        limit = report.max_running_requests
-        if limit is None:
-            if is_first:
-                self._at_work = None
-        elif not is_full and (is_first or self._at_work < limit):
-            # The scheduler has room for more requests: it has not been sent more, or it was between batches.
-            self._at_work = limit
+        running, waiting = report.num_running_reqs, report.num_waiting_reqs
+        self._from_others = max(0, running + waiting - in_flight)
+        if not running + waiting:
+            return  # an idle worker does not show how many requests it can run
+        at_work = in_flight + self._from_others - waiting
+        if not waiting:
+            # The scheduler has room for more requests, up to its limit. More than twice as many as now are
+            # not assumed, because the KV pool may be too small for them.
+            limit = report.max_running_requests
+            at_work += at_work if limit is None else min(at_work, max(0, limit - running))
+        self._at_work.append(at_work)
 
     def now(self, in_flight: int, *, scheduler: str, route: str, now: float) -> SchedulerLoad:
-        """Return the load now, in seconds of the monotonic clock, with `in_flight` requests there."""
-        report = self._report or WorkerLoad()
+        """Return the load at the time `now`, in seconds of the monotonic clock, with `in_flight` requests.
+
+        Before the first report with requests, `taken_at` stays 0. So the concurrency law ignores these loads.
+        """
+        limit = self._report.max_running_requests
         requests = in_flight + self._from_others
-        at_work = requests if self._at_work is None else min(requests, self._at_work)
-        limit = report.max_running_requests
+        # The largest number counts: a report from between two batches shows few requests at work.
+        most_at_work = max(self._at_work, default=requests if limit is None else limit)
+        at_work = min(requests, most_at_work)
         return SchedulerLoad(
             scheduler=scheduler,
             source="gateway",
-            running=at_work if limit is None else min(at_work, limit),
+            running=at_work,
             queue=requests - at_work,
-            token_usage=report.token_usage if requests else 0.0,
-            used_tokens=report.num_used_tokens,
-            max_total_tokens=report.max_total_num_tokens,
+            token_usage=self._report.token_usage if requests else 0.0,
+            used_tokens=self._report.num_used_tokens,
+            max_total_tokens=self._report.max_total_num_tokens,
             max_running=limit,
             route=route,
-            taken_at=now,
+            taken_at=now if self._at_work else 0.0,
         )
 
 

@@ -1,6 +1,6 @@
-"""Reports of servers on themselves: load, model, arguments, and a Model Gateway's workers.
+"""Reads what servers report about themselves: their load, model and arguments.
 
-The load is from `/v1/loads`. `/model_info` and `/server_info` make EngineInfo and TokenizerInfo.
+The load comes from `/v1/loads`, EngineInfo and TokenizerInfo come from `/model_info` and `/server_info`.
 """
 
 import contextlib
@@ -23,39 +23,43 @@ from batchrunner.job.tasks import TASKS, TaskName
 from batchrunner.sglang.flags import attention_ranks, slots_per_request
 from batchrunner.sglang.model_files import model_identity, takes_mean
 
-MODEL_INFO, SERVER_INFO = "/model_info", "/server_info"
-"""Paths of the server's description of itself."""
+MODEL_INFO = "/model_info"
+"""Path at which a server describes its model."""
+SERVER_INFO = "/server_info"
+"""Path at which a server reports its arguments and limits."""
 MODELS = "/v1/models"
-"""Path of the names that requests in OpenAI's form may ask for."""
-LOADS, METRICS = "/v1/loads?include=core,queues", "/metrics"
-"""Paths of the server's load, and of its counters."""
+"""Path at which a server lists its model and its loaded LoRA adapters."""
+LOADS = "/v1/loads?include=core,queues"
+"""Path at which a server reports the load of its schedulers."""
+METRICS = "/metrics"
+"""Path at which a server reports its counters, in Prometheus's format."""
 WORKERS = "/workers"
-"""Path of a Model Gateway's list of workers."""
+"""Path at which a Model Gateway lists its workers."""
 NO_SUCH_PATH = frozenset({404, 405})
-"""Statuses of a path that a server does not have."""
+"""HTTP statuses of a path that a server does not have."""
 KEY_REFUSED = frozenset({401, 403})
-"""Statuses with which a server refuses the API key."""
+"""HTTP statuses with which a server refuses the API key."""
 PREFIX = "sglang:"
-"""Beginning of the names of SGLang's metrics."""
+"""Prefix of the names of SGLang's metrics."""
 MOST_BYTES = 8 << 20
-"""Maximum bytes of a body that are read; `/metrics` of a large server has a tenth of that."""
+"""Maximum bytes of a reply that are read. The `/metrics` of a large server has a tenth of that."""
 MOST = 1 << 53
-"""Largest value of a gauge or counter: up to there a double holds every integer."""
+"""Maximum of a gauge or counter: up to this value a double can hold every integer."""
 NOT_REACHED = (aiohttp.ClientError, TimeoutError, OSError)
-"""Errors that every request here may raise if the server does not answer in time."""
+"""Errors that every request in this module may raise if the server does not answer in time."""
 NOT_SGLANG = (ValueError, KeyError, TypeError, msgspec.MsgspecError)
-"""Errors that `load` raises too, for a reply that is not SGLang's."""
+"""Errors that `ServerStatus.load` may also raise, for a reply that does not come from SGLang."""
 
 
 def in_words(failure: Exception) -> str:
-    """Return the reason why a server gave no answer, in one line, which not all errors of aiohttp have."""
+    """Return one line with the reason why a server gave no answer. Some errors of aiohttp have no text."""
     if isinstance(failure, aiohttp.TooManyRedirects):
         return "its redirects form a loop"
     return " ".join(str(getattr(failure, "os_error", failure)).split()) or type(failure).__name__
 
 
 class ServerStatus:
-    """Questions to the server at `url`, each of which ends after its `timeout_s`."""
+    """Requests to the server at `url`. Each request ends after its `timeout_s`."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self.url = url
@@ -64,7 +68,7 @@ class ServerStatus:
         self._options = proxy.options if proxy else {}
 
     async def get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
-        """Return the status and the body of a path; a body that is too long comes back empty."""
+        """Return the status and the body of a reply; a body of more than MOST_BYTES is returned empty."""
         return await self._ask("GET", path, timeout_s)
 
     async def post(self, path: str, fields: Mapping[str, Any], timeout_s: float) -> tuple[int, bytes]:
@@ -83,11 +87,11 @@ class ServerStatus:
                 return response.status, bytes(body)
         except NOT_REACHED:
             raise
-        except Exception as failure:  # what no HTTP library foresaw
+        except Exception as failure:  # malformed bytes can raise errors that aiohttp does not document
             raise aiohttp.ClientPayloadError(f"the answer cannot be read: {failure!r}") from failure
 
     async def mapping(self, path: str, timeout_s: float) -> tuple[int, dict[str, Any]]:
-        """Return the status of a path and its JSON object, which is empty if the reply has none."""
+        """Return the status and the JSON object of a reply; the object is empty if the reply has none."""
         status, body = await self.get(path, timeout_s)
         with contextlib.suppress(orjson.JSONDecodeError):
             reply = orjson.loads(body) if status == 200 else None  # noqa: PLR2004
@@ -98,7 +102,8 @@ class ServerStatus:
     async def load(self, timeout_s: float, running_by_states: int | None = None) -> list[SchedulerLoad]:
         """Return the load of each scheduler; empty if the server does not have the path LOADS.
 
-        Any other refusal raises, since the server may answer later. For `running_by_states` see `load_in`.
+        Any other status raises ClientPayloadError, because the server may answer later. For
+        `running_by_states` see `load_in`.
         """
         status, body = await self.get(LOADS, timeout_s)
         if status in NO_SUCH_PATH:
@@ -108,7 +113,7 @@ class ServerStatus:
         return load_in(body, self.url, running_by_states)
 
     async def is_alive(self) -> bool:
-        """Tell whether the server answers within 2 s, with whatever status."""
+        """Tell whether the server answers within 2 s, with any status."""
         try:
             await self.get(MODEL_INFO, TIMING.status_timeout)
         except NOT_REACHED:
@@ -120,20 +125,24 @@ Requests = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
 """Number of requests at one scheduler. The maximum is about sixteen times the number of ports of an
 address."""
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+"""Number of tokens in a reply of a server."""
 Amount = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
+"""Any other number in a reply of a server."""
 
 
 class _Queues(msgspec.Struct):
+    """The `queues` of a scheduler's load."""
+
     retracted: Requests | None = None
 
 
 class _Scheduler(msgspec.Struct):
-    """Load of a scheduler in `/v1/loads`; a gauge outside its range makes the whole load invalid."""
+    """Load of a scheduler in `/v1/loads`. A value outside its range makes the whole reply invalid."""
 
     num_running_reqs: Requests
     num_waiting_reqs: Requests
     token_usage: Annotated[float, msgspec.Meta(ge=0, le=10)]
-    """Share of the KV pool; SGLang's is 1, or a little more while requests are moved."""
+    """Fraction of the KV pool in use. SGLang reports up to 1, or a little more while it moves requests."""
     num_used_tokens: Tokens | None = None
     max_total_num_tokens: Tokens | None = None
     max_running_requests: Requests | None = None
@@ -152,107 +161,116 @@ _read_loads = msgspec.json.Decoder(_Loads)
 
 
 def load_in(body: bytes, url: str, running_by_states: int | None = None) -> list[SchedulerLoad]:
-    """Read the load of each DP rank of the server at `url`; raises ValueError if `body` is no load.
+    """Return the loads of the DP ranks of the server at `url`, as read from a reply's `body`.
 
-    The load does not say how full the state pool of a hybrid model is. That pool holds the states of
-    `running_by_states` requests. If this is also the load's limit of running requests, the number of running
-    requests tells how full the pool is.
+    A reply does not say how full the state pool of a hybrid model is. The pool holds the states of
+    `running_by_states` requests; None means a model without states. If this number is also the scheduler's
+    limit of running requests, the number of running requests tells how full the pool is. Raises ValueError if
+    the body is not a load.
     """
     try:
         loads = _read_loads.decode(body).loads
     except Exception as failure:
-        raise ValueError(f"no load: {type(failure).__name__}: {failure}") from failure
-    return [
-        SchedulerLoad(
-            scheduler=url if len(loads) == 1 else f"{url}#dp{load.dp_rank}",
-            source="loads",
-            running=load.num_running_reqs,
-            queue=load.num_waiting_reqs,
-            token_usage=load.token_usage,
-            used_tokens=load.num_used_tokens,
-            max_total_tokens=load.max_total_num_tokens,
-            max_running=load.max_running_requests,
-            route=url,
-            taken_at=load.timestamp if type(load.timestamp) in {int, float} else None,
-            work=_work(load),
-            retracted=load.queues.retracted if load.queues else None,
-            state_usage=(
-                load.num_running_reqs / running_by_states
-                if running_by_states and running_by_states == load.max_running_requests
-                else 0.0
-            ),
+        raise ValueError(f"not a load: {type(failure).__name__}: {failure}") from failure
+    scheduler_loads = []
+    for load in loads:
+        state_usage = 0.0
+        if running_by_states and running_by_states == load.max_running_requests:
+            state_usage = load.num_running_reqs / running_by_states
+        scheduler_loads.append(
+            SchedulerLoad(
+                scheduler=url if len(loads) == 1 else f"{url}#dp{load.dp_rank}",
+                source="loads",
+                running=load.num_running_reqs,
+                queue=load.num_waiting_reqs,
+                token_usage=load.token_usage,
+                used_tokens=load.num_used_tokens,
+                max_total_tokens=load.max_total_num_tokens,
+                max_running=load.max_running_requests,
+                route=url,
+                taken_at=load.timestamp if type(load.timestamp) in {int, float} else None,
+                work=_work(load),
+                retracted=load.queues.retracted if load.queues else None,
+                state_usage=state_usage,
+            )
         )
-        for load in loads
-    ]
+    return scheduler_loads
 
 
 def counters_in(text: str) -> dict[str, float]:
-    """Return SGLang's numbers of `GET /metrics`, summed over schedulers, by their names without `sglang:`.
+    """Return SGLang's counters and gauges in `/metrics`, by their names without `sglang:`.
 
-    Values that no counter or gauge has (infinite, not a number, negative) are left out. All pipeline stages
-    and tensor-parallel ranks of a DP rank report the same values, so only the first rank counts. With DP
-    attention the first rank is not always rank 0. Raises ValueError if the text is not in Prometheus's
+    Each is the sum over all schedulers. All pipeline stages and tensor-parallel ranks of a DP rank report the
+    same values, so only the lowest rank counts, which is not always rank 0 with DP attention. Invalid values
+    (infinite, not a number, negative) are left out. Raises ValueError if the text is not in Prometheus's
     format.
     """
     from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415 - only where needed
 
-    samples = [
-        (
-            sample.labels.get("dp_rank", ""),
-            (int(sample.labels.get("pp_rank") or 0), int(sample.labels.get("tp_rank") or 0)),
-            sample,
-        )
-        for family in text_string_to_metric_families(text)
-        if family.type in {"counter", "gauge"} and family.name.startswith(PREFIX)
-        for sample in family.samples
-    ]
-    first: dict[str, tuple[int, int]] = {}
-    for dp, rank, _ in samples:
-        first[dp] = min(rank, first.get(dp, rank))
+    samples = []
+    for family in text_string_to_metric_families(text):
+        if family.type in {"counter", "gauge"} and family.name.startswith(PREFIX):
+            for sample in family.samples:
+                labels = sample.labels
+                rank = int(labels.get("pp_rank") or 0), int(labels.get("tp_rank") or 0)
+                samples.append((labels.get("dp_rank", ""), rank, sample))
+    lowest_ranks: dict[str, tuple[int, int]] = {}
+    for dp_rank, rank, _ in samples:
+        lowest_ranks[dp_rank] = min(rank, lowest_ranks.get(dp_rank, rank))
     sums: defaultdict[str, float] = defaultdict(float)
-    for dp, rank, sample in samples:
-        if rank == first[dp] and 0 <= sample.value <= MOST:
+    for dp_rank, rank, sample in samples:
+        if rank == lowest_ranks[dp_rank] and 0 <= sample.value <= MOST:
             sums[sample.name.removeprefix(PREFIX)] += sample.value
     return dict(sums)
 
 
 def _work(load: _Scheduler) -> float | None:
-    """Return the microseconds of prefill and decode steps so far; None before SGLang 0.5.23."""
+    """Return the microseconds that a scheduler has computed so far; None before SGLang 0.5.23.
+
+    They are the sum of all prefill and decode passes.
+    """
     if load.total_prefill_busy_us is None:
         return None
-    return load.total_prefill_busy_us + (load.decode_moments or [0])[0]
+    decode_us = (load.decode_moments or [0])[0]
+    return load.total_prefill_busy_us + decode_us
 
 
 def check_does(task: TaskName, model: Mapping[str, Any], who: str) -> None:
-    """Raise EngineStartError if a model cannot do a task, as far as its `/model_info` tells.
+    """Raise EngineStartError if the `/model_info` of a server shows that its model cannot do a task.
 
-    `who` names the server and its model.
+    `who` is the beginning of the message, which names the server and its model.
     """
-    kind, generates = TASKS.get(task), model.get("is_generation")
-    by_generation = kind is None or kind.by_generation
-    if by_generation and generates is False:
+    forward_task, generates = TASKS.get(task), model.get("is_generation")
+    needs_generation = forward_task is None or forward_task.by_generation
+    if needs_generation and generates is False:
         raise EngineStartError(f"{who}, which does not generate text")
-    if generates is True and not by_generation:
+    if generates is True and not needs_generation:
         raise EngineStartError(
-            f"{who}, which generates text", hint=f"start it with --is-embedding for task: {task}"
+            f"{who}, which generates text",
+            hint=f"start the server with --is-embedding for task: {task}",
         )
     check_architecture(task, model.get("architectures"), who)
 
 
 def check_architecture(task: TaskName, architectures: object, who: str) -> None:
-    """Raise EngineStartError if a model's known architectures have no head for a task."""
-    kind = TASKS.get(task)
-    if kind is None or not kind.architectures or not isinstance(architectures, list) or not architectures:
+    """Raise EngineStartError if the architectures in a model's config.json have no head for a task.
+
+    `who` is the beginning of the message. Nothing is raised if the architectures are unknown.
+    """
+    forward_task = TASKS.get(task)
+    if forward_task is None or not forward_task.architectures:  # any model can do the task
+        return
+    if not isinstance(architectures, list) or not architectures:
         return
     names = ", ".join(map(str, architectures))
-    if re.search(kind.architectures, names) is None:
+    if re.search(forward_task.architectures, names) is None:
         raise EngineStartError(f"{who}, whose architecture {names} has no head for task: {task}")
 
 
 async def is_gateway(url: str, headers: Mapping[str, str]) -> bool:
-    """Tell whether a Model Gateway is at an address; a server that does not answer soon counts as none.
+    """Tell whether a Model Gateway answers at a URL within a few seconds.
 
-    `/loads` is asked too, because it is open to a key that may not read the list of workers.
+    The path `/loads` is asked too, because a key that may not read the list of workers may read the loads.
     """
     async with aiohttp.ClientSession(headers=headers) as session:
         status = ServerStatus(session, url)
@@ -265,14 +283,14 @@ async def is_gateway(url: str, headers: Mapping[str, str]) -> bool:
 
 
 class ServerQuestions:
-    """Questions to servers about their model and arguments: at the start, and later in the run."""
+    """Questions to servers about their model and arguments, at the start of a run and later."""
 
     def __init__(self, session: aiohttp.ClientSession, remedy: str) -> None:
         """`remedy` is the advice to a user whose server does not answer."""
         self._session, self._remedy = session, remedy
 
     async def at_start(self, url: str, task: TaskName) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what a server says of its model, and of its arguments and limits.
+        """Return a server's replies to `/model_info` and `/server_info`.
 
         Raises EngineAwayError if the server does not answer, EngineStartError if it is a gateway or its model
         cannot do the task.
@@ -289,26 +307,26 @@ class ServerQuestions:
         check_does(task, model, f"{url}: serves {model['model_path']}")
         if server.get("skip_tokenizer_init"):
             raise EngineStartError(
-                f"{url}: runs with --skip-tokenizer-init and returns no text",
-                hint="start it without this flag",
+                f"{url}: the server runs with --skip-tokenizer-init, so it returns no text",
+                hint="start the server without this flag",
             )
         return model, server
 
     async def _refuse_gateway(self, url: str) -> None:
-        """Raise EngineStartError if a Model Gateway is at the address of a server."""
+        """Raise EngineStartError if a Model Gateway answers at a URL that should be a server's."""
         reply = dict[str, Any]()
         with contextlib.suppress(EngineDownError):
             reply = await self._ask(url, WORKERS, TIMING.server_open)
         if isinstance(reply.get("workers"), list):
             raise EngineStartError(
-                f"{url}: is a Model Gateway, not a server",
+                f"{url}: this is a Model Gateway, not a server",
                 hint=f"write `engine: {{kind: gateway, url: {url}}}`",
             )
 
     async def model(self, url: str, run_model: Model) -> dict[str, str]:
-        """Return a server's description of its model now; raises EngineDownError if it gives none.
+        """Return the description of the model that a server serves now; raises EngineDownError.
 
-        The server's arguments are read only if the run's model has a field that `/model_info` lacks.
+        The server's arguments are read only if `run_model` has a field that `/model_info` lacks.
         """
         timeout_s = TIMING.server_open
         model_info = await self._model_info(url, timeout_s)
@@ -323,6 +341,7 @@ class ServerQuestions:
         return frozenset(str(card.get("id")) for card in cards if card.get("parent"))
 
     async def _model_info(self, url: str, timeout_s: float) -> dict[str, Any]:
+        """Return a server's reply to `/model_info`; raises EngineDownError if it is not SGLang's."""
         model_info = await self._ask(url, MODEL_INFO, timeout_s)
         if not model_info.get("model_path"):
             raise EngineDownError(
@@ -331,7 +350,10 @@ class ServerQuestions:
         return model_info
 
     async def _ask(self, url: str, path: str, timeout_s: float) -> dict[str, Any]:
-        """Return a server's reply at a path; raises EngineDownError if it gives none or refuses the key."""
+        """Return the JSON object at a path of a server; empty if the reply has none.
+
+        Raises EngineDownError if the server does not answer or refuses the API key.
+        """
         try:
             status, reply = await ServerStatus(self._session, url).mapping(path, timeout_s)
         except NOT_REACHED as failure:
@@ -346,36 +368,36 @@ class ServerQuestions:
 
 
 def _in_all(models: Sequence[Mapping[str, Any]], key: str) -> bool | None:
+    """Return whether a flag is set in the `/model_info` of all replicas; None if one lacks the flag."""
     values = [model.get(key) for model in models]
     return all(values) if all(isinstance(value, bool) for value in values) else None
 
 
-# Server arguments that change the tokens of a chat, or its answer. Where all are unset, the chat endpoint
-# does nothing that /generate would not do with the same token ids (serving_chat.py of SGLang 0.5.23).
 _CHAT_ARGUMENTS = (
     *("reasoning_parser", "tool_call_parser", "chat_template", "hf_chat_template_name"),
     "default_chat_template_kwargs",
     "preferred_sampling_params",
 )
+"""Server arguments that change the token ids or the answer of a chat. If none of them is set, `/generate`
+gives the same answer for the same token ids as the chat endpoint (serving_chat.py of SGLang 0.5.23)."""
 OWN_CHAT_MODELS = {"gpt_oss", "gemma4", "gemma4_unified", "minimax_m3_vl"}
-"""Models whose chats SGLang handles in its own way (special tokens in the answer, rules for messages)."""
+"""Model types whose chats SGLang treats specially: special tokens in the answer, rules for the messages."""
 _IN_PIECES = ("incremental_streaming_output", "stream_output")
-"""Arguments with which an event has only the text since the last event; the second is the older name. With
-them each row should be a request of its own."""
-
-
+"""Arguments with which each event has only the text since the last event. The second is the older name. With
+such a server, each row is sent in a request of its own."""
 BUDGET_PARSERS = {
     *("deepseek-v3", "deepseek-v4", "deepseek-v41", "dots", "glm45", "interns1", "kimi_k2", "kimi_k3"),
     *("ling3", "mimo", "minimax", "nanbeige", "poolside_v1", "qwen3", "qwen3-thinking"),
 }  # fmt: skip
-"""Reasoning parsers with which SGLang 0.5.23 obeys a limit of thinking by itself: those whose detector has
+"""Reasoning parsers with which SGLang 0.5.23 obeys a request's `max_thinking_tokens`. Their detectors have
 `think_excluded_tokens` (parser/reasoning_parser.py, constrained/reasoner_grammar_backend.py)."""
 
 
 def why_no_budget(server: Mapping[str, Any], *, any_parser: bool = False) -> str | None:
-    """Say why a server would ignore or refuse a limit of thinking; None where it obeys.
+    """Return why a server would ignore or refuse `max_thinking_tokens`; None if it obeys the budget.
 
-    `any_parser`: it has a limit for all rows too (SGLANG_MAX_THINK_TOKENS), so that each parser obeys.
+    `any_parser` says that the server also has a budget for all rows (SGLANG_MAX_THINK_TOKENS), with which
+    every parser obeys.
     """
     parser = server.get("reasoning_parser")
     if not parser:
@@ -383,14 +405,14 @@ def why_no_budget(server: Mapping[str, Any], *, any_parser: bool = False) -> str
     if not server.get("enable_strict_thinking"):
         return "the server runs without --enable-strict-thinking"
     if not any_parser and parser not in BUDGET_PARSERS:
-        return f"the server would ignore it with --reasoning-parser {parser}"
+        return f"the server would ignore the budget with --reasoning-parser {parser}"
     return None
 
 
 def describe(
     models: Sequence[Mapping[str, Any]], servers: Sequence[Mapping[str, Any]], loads: Sequence[SchedulerLoad]
 ) -> EngineInfo:
-    """Describe replicas of one model by the `/model_info` and `/server_info` of each, and their loads."""
+    """Describe replicas of one model from the `/model_info` and `/server_info` of each, and their loads."""
     first = servers[0]
     version = first.get("version")
     takes_images = _in_all(models, "has_image_understanding")
@@ -416,24 +438,27 @@ def describe(
 
 
 def prefill_tokens(arguments: Mapping[str, Any]) -> int | None:
-    """Return the maximum number of prompt tokens in a prefill pass, by a server's resolved arguments."""
+    """Return the maximum number of prompt tokens in a prefill pass, from a server's resolved arguments."""
     limits = (limit_of(arguments.get(name)) for name in ("chunked_prefill_size", "max_prefill_tokens"))
     return min((limit for limit in limits if limit), default=None)
 
 
 def limit_of(value: Any) -> int | None:
-    """Return the reported value if it is a limit (an integer from 1 to MOST), else None."""
+    """Return a reported value if it is a valid limit (an integer from 1 to MOST), else None."""
     return value if type(value) is int and 0 < value <= MOST else None
 
 
 def scheduler_states(server: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what each scheduler adds to `/server_info`: its limits in effect, its memory."""
+    """Return the state of each scheduler in `/server_info`, with its limits in effect and its memory."""
     states = server.get("internal_states")
     return [state for state in states if isinstance(state, dict)] if isinstance(states, list) else []
 
 
 def limit_in_effect(state: Mapping[str, Any], argument: str) -> Any:
-    """Return one scheduler's limit; with DP attention `max_running_requests` is divided among the ranks."""
+    """Return the limit of a scheduler that belongs to a server argument; None if unknown.
+
+    With DP attention SGLang divides `max_running_requests` among the DP ranks.
+    """
     limit = state.get(argument)
     if argument == "max_running_requests":
         return state.get("effective_max_running_requests_per_dp") or limit
@@ -441,9 +466,10 @@ def limit_in_effect(state: Mapping[str, Any], argument: str) -> Any:
 
 
 def running_by_states(server: Mapping[str, Any]) -> int | None:
-    """Return how many requests have room for their states in the pool of a server's first scheduler.
+    """Return the number of requests whose states fit into the state pool of a server's first scheduler.
 
-    `server` is its `/server_info`. Return None if there is no state pool: only a hybrid model has one.
+    `server` is the server's `/server_info`. Return None for a model without states; only hybrid models have
+    a state pool.
     """
     state = next(iter(scheduler_states(server)), {})
     slots = limit_of(state.get("max_mamba_cache_size"))
@@ -451,14 +477,14 @@ def running_by_states(server: Mapping[str, Any]) -> int | None:
 
 
 LEAST_DEFAULT_RUNNING = 2048
-"""Smallest `max_running_requests` that SGLang chooses if nothing caps it."""
+"""Minimum of the `max_running_requests` that SGLang chooses by default, if memory does not cap it."""
 
 
 def memory_caps_running(server: Mapping[str, Any]) -> bool:
-    """Tell whether a server's first scheduler runs fewer requests than its arguments ask for.
+    """Tell whether memory lets a server's first scheduler run fewer requests than its arguments ask for.
 
-    `server` is its `/server_info`. If the arguments set no limit, this tells whether a hybrid model (one with
-    a `max_mamba_cache_size`) runs fewer requests than SGLang's default.
+    `server` is the server's `/server_info`. If the arguments set no limit, the limit in effect is compared
+    with SGLang's default, for a hybrid model only (which has a `max_mamba_cache_size`).
     """
     state = next(iter(scheduler_states(server)), {})
     in_effect = limit_of(state.get("effective_max_running_requests_per_dp"))
@@ -471,7 +497,7 @@ def memory_caps_running(server: Mapping[str, Any]) -> bool:
 
 
 def tokenizer_info(model: Mapping[str, Any], server: Mapping[str, Any]) -> TokenizerInfo:
-    """Describe how a server tokenizes prompts."""
+    """Describe how a server tokenizes prompts, from its `/model_info` and `/server_info`."""
     return TokenizerInfo(
         tokenizer=str(server.get("tokenizer_path") or model["model_path"]),
         model=str(model["model_path"]),
@@ -484,13 +510,13 @@ def tokenizer_info(model: Mapping[str, Any], server: Mapping[str, Any]) -> Token
 
 
 def _sum(limits: Iterable[Any]) -> int | None:
-    """Return the sum of a limit over all schedulers; None if one of them does not report it."""
+    """Return the sum of a limit over all schedulers; None if one of them does not report the limit."""
     checked = [limit_of(limit) for limit in limits]
     return sum(limit or 0 for limit in checked) if checked and all(checked) else None
 
 
 def _common_to(infos: Sequence[TokenizerInfo]) -> TokenizerInfo:
-    """Return how all replicas tokenize; if their arguments differ, only the servers can tokenize."""
+    """Return how all replicas tokenize prompts. If the replicas differ, only the servers can tokenize."""
     first = infos[0]
     if any(info != first for info in infos):
         return TokenizerInfo(first.tokenizer, first.model, why_server="the replicas' arguments differ")
@@ -498,48 +524,52 @@ def _common_to(infos: Sequence[TokenizerInfo]) -> TokenizerInfo:
 
 
 def sends_pieces(server: Mapping[str, Any]) -> str | None:
-    """Return words for the argument by which a server sends only new text in each event, or None."""
+    """Return a phrase that names the argument by which a server sends only the new text in each event.
+
+    The phrase is "the server runs with --…". Return None if each event has the whole text so far.
+    """
     return _runs_with(server, _IN_PIECES)
 
 
 def _runs_with(server: Mapping[str, Any], arguments: Iterable[str]) -> str | None:
-    """Return a phrase with the first of these arguments that a server runs with; None if there is none."""
+    """Return the phrase "the server runs with --…" for the first argument that is set; None if none is."""
     argument = next((name for name in arguments if server.get(name)), None)
     return argument and f"the server runs with --{argument.replace('_', '-')}"
 
 
 def _why_server(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
-    """Return why only the server can tokenize prompts; None if the client can too."""
+    """Return why only the server can tokenize prompts; None if the run can tokenize them too."""
     if "sampling_defaults" not in server:
         return "the server does not report its arguments"
     for name, usual in (("tokenizer_mode", "auto"), ("tokenizer_backend", "huggingface")):
         if server.get(name, usual) != usual:
             return f"the server runs with {name} {server[name]}"
     if model.get("has_image_understanding") or model.get("has_audio_understanding"):
-        return "the model takes more than text"
+        return "the model accepts images or audio"
     return None
 
 
 def _why_server_chat(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
-    """Return why only the server can tokenize messages; None if the client can too."""
+    """Return why only the server can tokenize the messages of chats; None if the run can do it too."""
     if reason := _runs_with(server, _CHAT_ARGUMENTS):
         return reason
     if str(model.get("model_type")) in OWN_CHAT_MODELS:
-        return f"SGLang has chat rules of its own for {model['model_type']}"
+        return f"SGLang treats the chats of model type {model['model_type']} specially"
     return None
 
 
 def pooling_note(model: Mapping[str, Any]) -> str | None:
-    """Return a note for the user if a server pools vectors differently than the model's authors.
+    """Return a note for the user if a server pools the vectors of a model otherwise than its authors do.
 
-    `model` is its `/model_info`. None if they agree, or if either is unknown.
+    `model` is the server's `/model_info`. Return None if the two agree, or if one of them is unknown.
     """
     embedding, path = model.get("embedding"), str(model.get("model_path"))
     pooling = embedding.get("pooling") if isinstance(embedding, dict) else None
     if pooling not in ("cls", "last") or not takes_mean(path):
         return None
+    token = "first" if pooling == "cls" else "last"
     return (
-        f"the server makes vectors of the {'first' if pooling == 'cls' else 'last'} token, but the authors "
-        f"of {path} make them of the mean over all tokens: the vectors will differ, unless the server was "
-        "started with SGLANG_EXTERNAL_MODEL_PACKAGE=mean_pooling"
+        f"the server takes the vector of the {token} token, but the authors of {path} take the mean over all "
+        "tokens. So the vectors will differ, unless the server was started with "
+        "SGLANG_EXTERNAL_MODEL_PACKAGE=mean_pooling"
     )

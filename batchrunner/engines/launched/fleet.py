@@ -1,4 +1,4 @@
-"""The engine of a run that starts its own servers: one, or replicas."""
+"""The engine of a run that starts its own servers: one server, or replicas."""
 
 import asyncio
 import dataclasses
@@ -62,7 +62,7 @@ class LaunchedFleet(HttpEngine):
         task: TaskName = GENERATE,
         shape: str | None = None,
     ) -> None:
-        # Hexadecimal, because a leading - would look like an option.
+        # The key is hexadecimal, because a key that begins with - would look like an option.
         self._key = os.environ.get(API_KEY_VARIABLE) or secrets.token_hex(24)
         super().__init__(
             api_key=self._key,
@@ -75,8 +75,9 @@ class LaunchedFleet(HttpEngine):
         self._healer: Healer | None = None
         self._shape = shape
         self.memory: FlagMemory | None = None
-        """Learned flags for jobs of this shape; None where flags are not tuned."""
+        """Learned flags for jobs of this shape; None if flags are not tuned during the run."""
         self._watching: list[asyncio.Task[None]] = []
+        """Tasks that restart the servers and the gateway."""
         self.gateway: LaunchedGateway | None = None
         """The gateway in front of the servers; None without `engine.gateway`."""
 
@@ -115,6 +116,7 @@ class LaunchedFleet(HttpEngine):
             await self.gateway.start([*self._replicas])
             self._watching.append(asyncio.create_task(self.gateway.watch()))
             notes = (f"other clients can use the replicas through the gateway {self.gateway.url}", *notes)
+        # Only a single server is known to have all GPUs of its machines.
         has_all_gpus = len(servers) == 1 and not (cpu or "CUDA_VISIBLE_DEVICES" in spec.env)
         return dataclasses.replace(
             info,
@@ -129,7 +131,7 @@ class LaunchedFleet(HttpEngine):
 
     @property
     def servers(self) -> Sequence[SGLangServer]:
-        """All servers."""
+        """All servers of the run, those that are lost included."""
         return [*self._replicas.values()]
 
     def may_speculate(self) -> bool:
@@ -156,19 +158,21 @@ class LaunchedFleet(HttpEngine):
         await super().generate_many(requests, route, ended)
 
     async def _until_up(self, route: str) -> None:
+        """Wait until the server of a route is up; raises EngineDownError or EngineLostError if it is lost."""
         server = self._replicas[route]
         if server.lost and not all(replica.lost for replica in self._replicas.values()):
             raise EngineDownError(str(server.lost))  # its rows go to other replicas
         await server.ready()
 
     async def loads(self) -> Sequence[SchedulerLoad]:
-        """Return the load of each server, and have servers that hang restarted."""
+        """Return the load of each server, and let servers that hang be restarted."""
         loads = await super().loads()
         for url, replica in self._replicas.items():
+            endpoint = self.endpoints[url]
             if not replica.up:
-                replica.has_work = self.endpoints[url].in_flight > 0
-                self.endpoints[url].hangs.restarted()
-            elif hang := self.endpoints[url].hang_among(loads):
+                replica.has_work = endpoint.in_flight > 0
+                endpoint.hangs.restarted()
+            elif hang := endpoint.hang_among(loads):
                 replica.hangs(hang)
         return loads
 
@@ -192,6 +196,7 @@ class LaunchedFleet(HttpEngine):
         await asyncio.gather(*(replica.close() for replica in self._replicas.values()))
 
     def _make_servers(self, model: str, *, cpu: bool) -> list[SGLangServer]:
+        """Return the servers, not yet started. Replicas divide the GPUs among them."""
         spec = self._spec
         make = functools.partial(
             SGLangServer, spec, model, key=self._key, cpu=cpu, healer=self._healer,
@@ -211,25 +216,25 @@ class LaunchedFleet(HttpEngine):
 
 
 def _refuse_several_gpus(spec: ServerEngine) -> None:
-    """Raise EngineStartError for a job that needs several GPUs on a machine that has none.
+    """Raise EngineStartError for a job that needs several GPUs on a machine without a GPU.
 
-    A job of one GPU is tried on the CPU instead. Several servers, or several ranks of one server, would only
-    share that CPU.
+    A job that needs one GPU runs on the CPU instead. Several servers, or several ranks of one server, would
+    only share that CPU.
     """
     gpu_count = cards_of(spec.args) * (1 if spec.replicas == "auto" else spec.replicas)
     if gpu_count > 1:
         raise EngineStartError(
             f"engine.replicas {spec.replicas} with {cards_of(spec.args)} each (engine.tp, times pp-size and "
             f"dp-size) needs {gpu_count} GPUs: this machine has none",
-            hint="run it on a machine that has them, or set engine.device: cpu to try it on the CPU",
+            hint="run the job on a machine with GPUs, or set engine.device: cpu to try the job on the CPU",
         )
 
 
 def gpu_slices(devices: Sequence[str], size: int, replicas: int | str) -> list[list[str]]:
-    """Divide the GPUs among the replicas, `size` for each; an empty slice does not set CUDA_VISIBLE_DEVICES.
+    """Divide the GPUs among the replicas: return the devices of each replica, `size` of them.
 
-    `auto` is one replica if the GPUs cannot be counted, on a CPU or if the vendor names devices in its own
-    way. Raises EngineStartError if there are too few.
+    `devices` is empty on a CPU, or if the GPUs are unknown. Then the slices are empty too, and `auto` means
+    one replica. Raises EngineStartError if there are too few GPUs.
     """
     if not devices:
         return [[] for _ in range(1 if replicas == "auto" else int(replicas))]

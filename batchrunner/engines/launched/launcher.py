@@ -1,24 +1,24 @@
-"""Run a server that dies with its owner process, and hide its API key from other users.
+"""Runs a server that dies with its owner process, and hides its API key from other users of the machine.
 
-This script imports nothing from the package: any Python >= 3.9 runs it as `OTHER_PYTHON launcher.py`, with a
-pipe as standard input. The first line of the pipe is a JSON object:
+This script imports nothing from the package, so that any Python >= 3.9 can run it as
+`OTHER_PYTHON launcher.py`, with a pipe as standard input. The first line of the pipe is a JSON object:
 
     {"module": "sglang.launch_server", "argv": ["--port", "30000"], "log": "engine-server.log", "key": "..."}
 
 `key` may be empty. With `copy` the server loads a copy of its model from this machine's disk. `ranks` says
 that srun has started this script on several machines, which share the pipe.
 
-The owner keeps the pipe open for as long as the server is to run. When the owner closes it, or is killed,
-this script kills the server and all processes that the server has started. The script ends with the server's
-exit status, or 128 + signal if a signal ended the server.
+The owner keeps the pipe open for as long as the server is to run. When the owner closes the pipe, or is
+killed, this script kills the server and all processes that the server has started. The script ends with the
+server's exit status, or 128 + signal if a signal ended the server.
 
-Slurm, systemd and `timeout` send the signals that stop a run (Ctrl-C, SIGTERM, SIGHUP, SIGUSR1) to all of its
-processes. This script, the server and its processes ignore them: the run still waits for its rows in flight,
-and then closes the pipe.
+Slurm, systemd and `timeout` send the signals that stop a run (Ctrl-C, SIGTERM, SIGHUP, SIGUSR1) to all
+processes of the run. This script, the server and its processes ignore these signals, because the run still
+waits for its rows in flight, and then closes the pipe.
 
 The server is a fork of this process that runs the module in place. So the key reaches `sys.argv` without
-being in any argument vector or environment. Processes that the server starts with `multiprocessing` get it
-through the pipe of that module. SGLang writes its arguments to the log, which only its owner can read.
+being in any argument vector or environment. Processes that the server starts with `multiprocessing` get the
+key through the pipe of that module. SGLang writes its arguments to the log, which only the owner can read.
 """
 
 from __future__ import annotations
@@ -47,9 +47,11 @@ from pathlib import Path
 from typing import Any
 
 POLL_S = 0.1
+"""Seconds between two checks for ended processes."""
 KILL_S = 10.0
+"""Maximum seconds to wait until all killed processes have ended."""
 NO_MODEL = (".", "checkpoint-", "original")
-"""Name prefixes of subfolders of a model that SGLang does not read; they are not copied."""
+"""Prefixes of the names of a model's subfolders that SGLang does not read, so they are not copied."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that stop a run; see `batchrunner.core.processes`."""
 
@@ -59,13 +61,13 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def _prctl(option: int, value: int) -> None:
-    """Call prctl(2). On systems without it only the end of the pipe stops the server."""
+    """Call prctl(2). On a system without prctl, only the end of the pipe stops the server."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def read_config(descriptor: int) -> dict[str, Any]:
-    """Read the first line of `descriptor` byte by byte, so that the rest stays in the pipe."""
+    """Return the configuration in the first line of a pipe. The rest of the pipe is not read."""
     line = bytearray()
     while not line.endswith(b"\n"):
         byte = os.read(descriptor, 1)
@@ -77,10 +79,10 @@ def read_config(descriptor: int) -> dict[str, Any]:
 
 
 def of_rank(config: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Return the configuration for one of several machines, with a separate log and port."""
+    """Return the configuration for one of several machines, which has a log and a port of its own."""
     argv = [*config["argv"], "--node-rank", str(rank)]
     log = Path(config["log"])
-    if rank:
+    if rank:  # rank 0 listens at the port of the server
         log = log.with_name(f"{log.stem}-node{rank}{log.suffix}")
         log.parent.mkdir(parents=True, exist_ok=True)
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -92,33 +94,34 @@ def of_rank(config: dict[str, Any], rank: int) -> dict[str, Any]:
 def local_copy(source: str, cache: str, name: str) -> str:
     """Copy a model's directory into `cache`, once for all servers; return the path of the copy.
 
-    A model that has changed gets a new copy. Servers that start meanwhile wait for the copy. Its path exists
-    only once the copy is complete. `cache` may contain environment variables. Raises SystemExit with a
-    reason.
+    A model that has changed gets a new copy. Servers that start at the same time wait for one of them to
+    copy. The path exists only once the copy is complete. `cache` may contain environment variables. Raises
+    SystemExit with a reason.
     """
     cache = os.path.expandvars(cache)
-    failed = f"copy of the model: error: engine.cache_dir {cache}"
+    error_prefix = f"copy of the model: error: engine.cache_dir {cache}"
     if "$" in cache:
-        raise SystemExit(f"{failed}: an environment variable in the path is not set on this machine")
+        raise SystemExit(f"{error_prefix}: an environment variable in the path is not set on this machine")
     try:
         files = files_of(source)
-        state = hashlib.sha256(repr((source, files)).encode()).hexdigest()
-        copy = Path(cache, state[:12], name)
+        files_hash = hashlib.sha256(repr((source, files)).encode()).hexdigest()
+        copy = Path(cache, files_hash[:12], name)
         if not copy.exists():
             copy.parent.mkdir(parents=True, exist_ok=True)
             with copy.with_name(f"{name}.lock").open("wb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                if not copy.exists():
+                if not copy.exists():  # another server may have copied while this one waited for the lock
                     copy_files(source, files, copy)
     except OSError as failure:
-        raise SystemExit(f"{failed}: cannot copy {source}: {failure}") from None
+        raise SystemExit(f"{error_prefix}: cannot copy {source}: {failure}") from None
     return str(copy)
 
 
 def files_of(source: str) -> dict[str, tuple[int, int]]:
-    """Map the path of each file below a directory to its size in bytes and its modification time in ns."""
+    """Return the size in bytes and the modification time in ns of each file below a directory, by path."""
     files = {}
     for directory, folders, names in os.walk(source, followlinks=True):
+        # `os.walk` visits only the folders that stay in this list, in their order.
         folders[:] = sorted(folder for folder in folders if not folder.startswith(NO_MODEL))
         for file in sorted(Path(directory, name) for name in names):
             stat = file.stat()
@@ -127,10 +130,17 @@ def files_of(source: str) -> dict[str, tuple[int, int]]:
 
 
 def copy_files(source: str, files: dict[str, tuple[int, int]], copy: Path) -> None:
-    """Copy the files of a model's directory to a new one; raises OSError, also if a file changes."""
+    """Copy the `files` of the directory `source` to the new directory `copy`; raises OSError.
+
+    A copy that was killed is continued. A file that changes during the copy is an error.
+    """
     unfinished = copy.with_name(f"{copy.name}.part")
-    existing = files_of(str(unfinished))  # left by a copy that was killed
-    sizes = {file: size for file, (size, _) in files.items() if existing.get(file, (-1,))[0] != size}
+    existing = files_of(str(unfinished))
+    sizes = {}
+    for file, (size, _) in files.items():
+        is_copied = file in existing and existing[file][0] == size
+        if not is_copied:
+            sizes[file] = size
     bytes_to_copy, free_bytes = sum(sizes.values()), shutil.disk_usage(copy.parent).free
     amount = f"{bytes_to_copy / 2**30:.1f} GiB"
     if bytes_to_copy > free_bytes:
@@ -145,29 +155,30 @@ def copy_files(source: str, files: dict[str, tuple[int, int]], copy: Path) -> No
         if files_of(source) != files:
             raise OSError("the model changed while it was copied")  # noqa: TRY301
         unfinished.rename(copy)
-    except OSError:  # also if the disk is full
+    except OSError:  # for instance a full disk, which the unfinished copy must not keep full
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
 
 
 def descendants(root: int) -> list[int]:
-    """Return the living descendants of a process, by /proc."""
+    """Return the process IDs of all living descendants of a process, from /proc."""
     children: dict[int, list[int]] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
-        try:  # the fields are "pid (name) state parent …", and the name may contain anything
+        # The fields are "pid (name) state parent …". The name may contain anything, even ")".
+        try:
             state, parent, *_ = file.read_bytes().rpartition(b")")[2].split()
         except OSError:  # the process ended after the listing
             continue
-        if state not in b"ZX":
+        if state not in b"ZX":  # zombies and dead processes
             children.setdefault(int(parent), []).append(int(file.parent.name))
     tree = [root]
-    for pid in tree:
+    for pid in tree:  # the list grows while it is read, so that grandchildren are found too
         tree += children.get(pid, [])
     return tree[1:]
 
 
 class ServerTree:
-    """The server's processes. Reaps each one that ends, and kills all of them when the server is stopped."""
+    """The server's processes. Reaps processes that end, and kills all of them when the server is stopped."""
 
     def __init__(self, server: int) -> None:
         """`server` is the ID of the server's first process."""
@@ -176,7 +187,7 @@ class ServerTree:
         """The server's exit status; None while it runs."""
 
     def reap(self) -> None:
-        """Reap all ended processes. Orphans of the tree are children of this process, so it reaps them."""
+        """Reap all ended processes, among them orphans of the tree, which become children of this process."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -187,9 +198,10 @@ class ServerTree:
                     self.status = 128 + os.WTERMSIG(status) if was_killed else os.WEXITSTATUS(status)
 
     def serve(self, lifeline: int) -> None:
-        """Wait until the server or the pipe `lifeline` ends."""
+        """Wait until the server ends, or until the owner closes the pipe `lifeline`."""
         while self.status is None:
-            if select.select([lifeline], [], [], POLL_S)[0] and not os.read(lifeline, 1):
+            is_readable = bool(select.select([lifeline], [], [], POLL_S)[0])
+            if is_readable and not os.read(lifeline, 1):  # nothing to read means that the pipe is closed
                 return
             self.reap()
 
@@ -203,8 +215,9 @@ class ServerTree:
         return 128 + signal.SIGKILL if self.status is None else self.status
 
     def kill_all(self) -> bool:
-        """Send SIGKILL to the whole tree; return False once no process of it lives."""
-        if self.status is None:  # without /proc the descendants are unknown, but the process group is known
+        """Send SIGKILL to all processes of the tree; return False once none of them lives."""
+        # Without /proc the descendants are unknown, but the process group of the server is known.
+        if self.status is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.server, signal.SIGKILL)
         alive = descendants(os.getpid())
@@ -215,7 +228,10 @@ class ServerTree:
 
 
 def run_server(config: dict[str, Any], parent: int, log: int) -> None:
-    """Become the server: start a session, write to the log, run the module in this process."""
+    """Become the server: start a session, write to the log, run the module in this process.
+
+    `parent` is the ID of the launcher's process, `log` the file descriptor of the log.
+    """
     os.setsid()
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the line above, so no signal will come
@@ -223,16 +239,17 @@ def run_server(config: dict[str, Any], parent: int, log: int) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
-    ensure_running()  # before the next line: to start this helper of `multiprocessing` unblocks signals
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # its child processes inherit the mask
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")  # for its child processes
+    # The resource tracker of `multiprocessing` unblocks signals when it starts, so it must start first.
+    ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # child processes inherit the mask
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")  # for child processes
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if config.get("copy"):
         argv = config["argv"]
         argv[argv.index("--model-path") + 1] = local_copy(**config["copy"])
     key = ["--api-key", config["key"]] if config["key"] else []
     sys.argv = [config["module"], *config["argv"], *key]
-    # The same as `python -m`, so that `multiprocessing` finds `__main__` by the module's name.
+    # This runs the module like `python -m`, so that `multiprocessing` finds `__main__` by the module's name.
     runpy.run_module(config["module"], run_name="__main__", alter_sys=True)
 
 

@@ -34,34 +34,37 @@ from batchrunner.tuning.recover import EndedServer, Healer
 log = logging.getLogger(__name__)
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
+"""Script that starts a server and ends it with this process."""
 MODULE = "sglang.launch_server"
-PLANNED = Hang(0.0, "is started again as planned")
-"""Marks a planned restart with other flags, which is not a hang."""
+PLANNED = Hang(silent_s=0.0, why="is started again as planned")
+"""Stands in place of a hang for a planned restart with other flags."""
 START_TRIES = 3
-"""Maximum number of tries of a start if another process has taken one of its ports. SGLang draws ports for
-its processes and binds them seconds later. If eight servers start on a node at once, two of them draw the
-same port in 28 of 8,000 starts."""
+"""Maximum number of attempts at a start that fails because another process has taken a port of the server.
+SGLang draws ports for its processes and binds them seconds later. If eight servers start on a node at the
+same time, two of them draw the same port in 28 of 8,000 starts."""
 GROUP = "BATCHRUN_RAY_GROUP"
 """Environment variable with the placement group of a Ray worker whose engine spans several machines."""
 RAY_RANKS = Path(__file__).parents[2] / "ray" / "ranks.py"
+"""Script that starts a program on all machines of a Ray worker's placement group."""
 TOKENIZERS = "tokenizer-worker-num"
-"""Argument that excludes an API key: with a key, SGLang 0.5.23 refuses to start if its value exceeds 1."""
+"""Argument for the number of tokenizer processes. If it exceeds 1, SGLang 0.5.23 refuses to start with an API
+key."""
 NO_GPU = re.compile(
     "No accelerator .* is available|No CUDA GPUs are available|Found no NVIDIA driver"
     "|Torch not compiled with CUDA enabled"
 )
 """Messages of SGLang and torch on a machine without a usable GPU."""
 MOST_QUICK_DEATHS = 8
-"""Maximum number of quick deaths in a row; one more counts as a crash loop. A row that kills the engine fails
-after four deaths, so the limit tolerates two such rows, one after the other."""
+"""Maximum number of quick deaths in a row; after one more the server is not restarted. A row that kills the
+server fails after four deaths, so the limit tolerates two rows that kill it, one after the other."""
 VERDICT_S = 30.0
 """Maximum seconds to wait for the cause of a death. A launcher takes up to 20 s to kill all processes."""
 
 
 class SGLangServer:
-    """One `sglang.launch_server` with the job's arguments or safer ones. It never outlives this process.
+    """One `sglang.launch_server` with the job's arguments, or with safer ones after a death.
 
-    `start` starts it; from then on `watch` restarts it.
+    `start` starts the server. From then on `watch` restarts it. The server never outlives this process.
     """
 
     def __init__(
@@ -80,18 +83,18 @@ class SGLangServer:
     ) -> None:
         """`spec` describes all servers of the job; `environ` has variables for this server alone."""
         self.name = name
-        """Its name in messages."""
+        """Name of the server in messages."""
         self.log_path = log_path
         self.incidents = incidents
         self.liveness = Liveness()
 
-        # What every start of it needs.
+        # The program, environment and arguments of every start.
         offline: dict[str, str] = {}
-        if Path(model).exists():
+        if Path(model).exists():  # a local model needs no network
             offline = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
         self.environ = program_environment({**offline, **spec.env, **(environ or {})}, cpu=cpu)
         self.key = key
-        """Its API key, which no argument vector or environment shows."""
+        """API key of the server. It is in no argument vector and in no environment variable."""
         self._python = spec.python or sys.executable
         self._nodes = spec.nodes
         self._launch_prefix = _launch_prefix(spec.nodes) if spec.nodes > 1 else ()
@@ -105,57 +108,66 @@ class SGLangServer:
         ]  # fmt: skip
         self._start_timeout_s = spec.start_timeout
 
-        # Its flags: the job's, tuned ones, and those that a death has changed.
+        # The flags of the job, tuned flags, and flags that were changed after a death.
         self._job_args = server_args(spec.args, cpu=cpu)
         self._set_by_job = {**spec.args, **spec.env}
         self._healer = healer
         self._memory = memory
         self.adapted = dict(memory.args) if memory else {}
-        """Tuned flags and variables beside the job's own."""
-        self._is_recalled = bool(self.adapted)  # whether they come from an earlier run
+        """Tuned flags and variables, in addition to those of the job."""
+        # Whether the tuned flags come from an earlier run.
+        self._is_recalled = bool(self.adapted)
         self._previous: Mapping[str, Any] | None = {} if self._is_recalled else None
-        """Flags to go back to if the server dies; None if its present flags are not on trial."""
-        self._flags_are_final = False  # no restart for other flags is allowed; one after a death is
+        """Tuned flags to which the server returns if it dies; None if its present flags are not on trial."""
+        # Whether restarts with other flags are forbidden. A restart after a death is still allowed.
+        self._flags_are_final = False
 
         # The last start.
         self._process: asyncio.subprocess.Process | None = None
         self._args: dict[str, Any] = {}
-        self._logs: Mapping[Path, int] = {}  # offset in bytes of the start in each log
-        self._kills: int | None = None  # processes that the kernel had killed for want of memory by then
+        # Byte offset in each log at which the last start begins.
+        self._logs: Mapping[Path, int] = {}
+        # Number of processes that the kernel had killed for lack of memory before the last start.
+        self._kills: int | None = None
         self.start_s = 0.0
-        """Seconds that its last start took."""
+        """Seconds that the last start took."""
 
-        # Its state now.
+        # The present state.
         self.up = False
-        """Whether it is ready and takes rows."""
+        """Whether the server is ready and takes rows."""
         self.has_work = False
-        """Whether it had rows at the last poll; updated only while it is not up."""
+        """Whether the server had rows at the last poll. It is updated only while the server is not up."""
         self.lost: EngineLostError | None = None
-        """Why it will not be restarted again; None while it may be restarted."""
-        self._settled = asyncio.Event()  # set while it is up or lost
+        """Reason why the server will not be restarted again; None while it may be restarted."""
+        # Set while the server is up or lost, so that no row needs to wait.
+        self._settled = asyncio.Event()
+        # Future of the server's next hang; None before the server is watched.
         self._hang: asyncio.Future[Hang] | None = None
 
-        # The verdict on its last death.
+        # The result of recovery after the last death.
+        # Whether recovery has found safer arguments.
         self._was_healed = False
+        # Time of the result, in seconds of the monotonic clock.
         self._judged_at = -math.inf
-        self._verdict = asyncio.Event()  # set at the next death
+        # Set when the result for the next death is known.
+        self._verdict = asyncio.Event()
 
     async def start(self) -> None:
-        """Start it and wait until it takes requests; raises EngineStartError if that fails.
+        """Start the server and wait until it takes requests; raises EngineStartError if that fails.
 
-        A start that fails for want of memory is repeated with safer arguments, as after a death.
+        A start that fails for lack of memory is repeated with safer arguments, as after a death.
         """
         tries_left = START_TRIES
         while True:
             self._args = {**self._job_args, **arguments_in(self.adapted), **self._safer}
             if self._nodes > 1:
-                meeting = f"{socket.gethostname()}:{free_port()}"
-                self._args |= {"nnodes": self._nodes, "dist-init-addr": meeting}
+                rendezvous = f"{socket.gethostname()}:{free_port()}"
+                self._args |= {"nnodes": self._nodes, "dist-init-addr": rendezvous}
             if str(self._args.get(TOKENIZERS, 1)) != "1":
                 self.key = ""
                 log.warning(
-                    "%s has no API key, because SGLang refuses one with --%s: "
-                    "every user of this machine can use it",
+                    "%s has no API key, because SGLang refuses a key with --%s: "
+                    "every user of this machine can send requests to it",
                     self.name, TOKENIZERS,
                 )  # fmt: skip
             self._kills = oom_kills()
@@ -167,34 +179,38 @@ class SGLangServer:
             except EngineStartError:
                 tries_left -= 1
                 if tries_left and self._found_port_taken():
-                    log.warning("%s: another process took one of its ports: starting it again", self.name)
+                    log.warning("%s: starts again, because another process took one of its ports", self.name)
                 elif not self._heal():
                     raise
                 await self.stop()
             else:
                 self.start_s = time.monotonic() - began
+                # The start failed with the flags of an earlier run, and has succeeded without them. Before
+                # the success it was not clear that the flags were at fault.
                 if self._is_recalled and self._previous is None and self._memory:
-                    self._memory.forget()  # not before: without these flags the start could have failed too
+                    self._memory.forget()
                     self._is_recalled = False
                 return
 
     @property
     def _safer(self) -> Mapping[str, Any]:
+        """Arguments that recovery has changed after deaths of the job's servers."""
         return self._healer.args if self._healer else {}
 
     def may_change(self, name: str) -> bool:
         """Tell whether flag tuning may change a flag or variable.
 
-        It may not change a flag that the job sets, even abbreviated, or that a death has changed. Nor may it
-        change a variable that was tuned already.
+        Tuning may not change a flag that the job sets, even abbreviated, or that recovery has changed after a
+        death. Nor may it change a variable that was tuned already.
         """
-        fixed = {**self._set_by_job, **self._safer, **variables_in(self.adapted)}
-        return not any(spelling.startswith(name_set) for spelling in spellings(name) for name_set in fixed)
+        fixed_names = {**self._set_by_job, **self._safer, **variables_in(self.adapted)}
+        # argparse accepts any beginning of a flag's name.
+        return not any(spelling.startswith(fixed) for spelling in spellings(name) for fixed in fixed_names)
 
     def adapt(self, args: Mapping[str, Any], why: str) -> None:
-        """Restart it with other flags and variables once its rows have ended.
+        """Restart the server with other tuned flags and variables once its rows have ended.
 
-        If it dies with them, the previous flags come back.
+        If the server dies with the new flags, it returns to the previous flags.
         """
         self._change(args, why)
         self.up = self._is_recalled = self._flags_are_final = False
@@ -202,15 +218,16 @@ class SGLangServer:
         self.hangs(PLANNED)
 
     def keep(self) -> None:
-        """End the trial of its flags: from now on a death does not revert them."""
+        """End the trial of the tuned flags: from now on a death does not revert them."""
         self._previous, self._is_recalled = None, False
 
     def stay(self) -> None:
-        """Forbid restarts with other flags, and let no row wait for one."""
+        """Forbid restarts with other flags, and let no row wait for a restart."""
         self._flags_are_final = True
         self._settled.set()
 
     def _change(self, args: Mapping[str, Any], why: str) -> None:
+        """Set the tuned flags of the next start, and report the change."""
         flags = command_line(args) or "the job's flags"
         log.warning("%s: starts again with %s: %s", self.name, flags, why)
         change = {"old": self.adapted, "new": dict(args)}
@@ -219,25 +236,29 @@ class SGLangServer:
         self.adapted = dict(args)
 
     async def _drain(self) -> None:
-        """Wait until its rows have ended, at most as long as a start takes; new rows wait or go elsewhere."""
-        self.has_work = True
+        """Wait until the server's rows have ended, at most for as long as a start takes.
+
+        New rows wait for the restart, or go to other servers.
+        """
+        self.has_work = True  # until a poll says otherwise
         deadline = time.monotonic() + self.start_s
         while self.has_work and time.monotonic() < deadline and not self._flags_are_final:  # noqa: ASYNC110 - polls set it
             await asyncio.sleep(TIMING.load_poll)
 
     def _heal(self) -> bool:
-        """Choose arguments for the next start by the cause of death; return whether they may help."""
-        if self._previous is not None:
+        """Choose arguments for the next start by the cause of the last death; tell whether they may help."""
+        if self._previous is not None:  # the flags on trial are the most likely cause
             self._change(self._previous, self._failure_message("died with the new flags"))
             self._previous = None
             return True
         if self._healer is None or self._exit_code is None:
             return False
         kills = (oom_kills() or 0) - (self._kills or 0)
-        return self._healer.heal(self.name, EndedServer(self._logged(), self._args, self._exit_code, kills))
+        ended_server = EndedServer(self._logged(), self._args, self._exit_code, kills)
+        return self._healer.heal(self.name, ended_server)
 
     async def close(self) -> None:
-        """End it, and release its port."""
+        """End the server, and release its port."""
         if self._healer and self.up:
             self._healer.outlived(self._args)
         await self.stop()
@@ -245,32 +266,32 @@ class SGLangServer:
 
     @property
     def _exit_code(self) -> int | None:
-        """The exit status of the last start; None while it runs, and after `stop`."""
+        """Exit status of the server's process; None while it runs, and after `stop`."""
         return self._process.returncode if self._process else None
 
     @property
     def log_begins(self) -> int:
-        """Byte offset in its log at which the last start begins."""
+        """Byte offset in the server's log at which the last start begins."""
         return self._logs.get(self.log_path, 0)
 
     def _logged(self) -> list[str]:
-        """Return the first and the last lines that it has logged since its last start."""
+        """Return the first and the last lines that the server has logged since its last start."""
         return [line for log in self._all_logs() for line in head_and_tail(log, self._logs.get(log, 0))]
 
     def _all_logs(self) -> list[Path]:
-        """Return its log, and the logs of its other machines."""
+        """Return the server's log on this machine, and its logs on other machines."""
         node_logs = self.log_path.parent.glob(f"{self.log_path.stem}-node*{self.log_path.suffix}")
         return [self.log_path, *sorted(node_logs)]
 
     def _cause(self) -> str:
-        """Return the causes of its last end, each once, from the logs of all its machines."""
+        """Return the causes of the server's last end, each once, from the logs of all its machines."""
         causes = [cause_in(log, self._logs.get(log, 0)) for log in self._all_logs()]
         return " / ".join(filter(None, dict.fromkeys(causes)))
 
     async def _launch(self) -> None:
         """Start the launcher; raises EngineStartError if the interpreter cannot be run."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        # The logs of earlier starts stay: later reads begin where this start does.
+        # The logs of earlier starts are kept. Later reads begin at the present ends of the logs.
         self._logs = {log: log.stat().st_size for log in self._all_logs() if log.exists()}
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -280,7 +301,8 @@ class SGLangServer:
             )  # fmt: skip
         except OSError as failure:
             raise EngineStartError(f"engine.python {self._python}: cannot be run: {failure}") from None
-        config = {  # see launcher.py; it goes through a pipe, because other users can read arguments
+        # The configuration (see launcher.py) goes through a pipe, because other users can read arguments.
+        config = {
             "module": MODULE,
             "argv": [*self._base_argv, *to_argv(self._args)],
             "key": self.key,
@@ -293,29 +315,30 @@ class SGLangServer:
         await self._process.stdin.drain()
 
     async def _wait_until_ready(self) -> None:
-        """Wait until it is ready; raises EngineStartError if it ends or takes too long."""
+        """Wait until the server is ready; raises EngineStartError if it ends or takes too long."""
         began = time.monotonic()
-        next_word_s = TIMING.launch_word
+        next_status_s = TIMING.launch_word
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {self.key}"}) as session:
             while not await _is_ready(session, self.url + "/ready"):
                 waited_s = time.monotonic() - began
                 cannot_listen = False
-                if waited_s > next_word_s:
-                    next_word_s += TIMING.launch_word
+                if waited_s > next_status_s:
+                    next_status_s += TIMING.launch_word
                     step = next(filter(None, map(step_in, reversed(self._logged()))), "")
                     log.info(
                         "%s is still starting, %.0f s%s", self.name, waited_s, f": {step}" if step else ""
                     )
-                    cannot_listen = self._found_port_taken()  # SGLang would run on, but never listen
+                    # Without its port, SGLang would go on running, but never listen.
+                    cannot_listen = self._found_port_taken()
                 if self._exit_code is not None or cannot_listen:
                     raise EngineStartError(self._failure_message("did not start"))
                 if waited_s > self._start_timeout_s:
-                    what = f"was not ready within {self._start_timeout_s:g} s"
-                    raise EngineStartError(self._failure_message(what))
+                    failure = f"was not ready within {self._start_timeout_s:g} s"
+                    raise EngineStartError(self._failure_message(failure))
                 await asyncio.sleep(TIMING.launch_poll)
 
     async def stop(self) -> None:
-        """End it and all its processes; may be called again if it was cancelled."""
+        """End the server and all its processes; may be called again if it was cancelled."""
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()  # the launcher ends the server when its pipe ends
@@ -326,27 +349,27 @@ class SGLangServer:
         """Tell whether the log names a port that another process has taken."""
         return "address already in use" in self._cause().lower()
 
-    def _failure_message(self, what: str) -> str:
-        """Return the message of a failure `what`, with the exit status and the cause from the log."""
+    def _failure_message(self, failure: str) -> str:
+        """Return a message about a failure, such as "did not start", with the cause from the log."""
         cause = self._cause()
         if "No module named 'sglang'" in cause or "No module named sglang" in cause:
             return (
-                f"{self.name} {what}: {self._python} has no SGLang: set engine.python, or, "
+                f"{self.name} {failure}: {self._python} has no SGLang: set engine.python, or, "
                 f"{install_command('engine')}"
             )
         if NO_GPU.search(cause):
             return (
-                f"{self.name} {what}: SGLang finds no GPU on this machine ({cause}): start it where one is, "
-                f"or set engine.device: cpu to try the job [{self.log_path}]"
+                f"{self.name} {failure}: SGLang finds no GPU on this machine ({cause}): run the job on a "
+                f"machine with a GPU, or set engine.device: cpu to try the job [{self.log_path}]"
             )
         status = "" if self._exit_code is None else f" (exit {self._exit_code})"
-        return f"{self.name} {what}{status}: {cause or 'its log says nothing'} [{self.log_path}]"
+        return f"{self.name} {failure}{status}: {cause or 'the log names no cause'} [{self.log_path}]"
 
     async def ready(self) -> None:
         """Wait until the server is up.
 
-        Raises EngineLostError if it will never be up again. After `stay` the run is ending, so no row waits:
-        EngineDownError is raised if the server is not up.
+        Raises EngineLostError if it will never be up again. After `stay` no row waits, because the run is
+        ending, so EngineDownError is raised if the server is not up.
         """
         if not self._flags_are_final:
             await self._settled.wait()
@@ -356,32 +379,34 @@ class SGLangServer:
             raise EngineDownError(f"{self.name} is not up, because the run is stopping")
 
     def hangs(self, hang: Hang) -> None:
-        """Report that it hangs, so that `watch` ends and restarts it."""
+        """Report that the server hangs, so that `watch` ends and restarts it."""
         if self._hang is not None and not self._hang.done():
             self._hang.set_result(hang)
 
     async def excuses(self, sent_at: float) -> bool:
-        """Tell whether it died after `sent_at` of a cause that safer arguments may cure.
+        """Tell whether the server died after `sent_at` of a cause that safer arguments may cure.
 
-        No row is at fault then.
+        If so, no row is at fault.
         """
-        if self._judged_at < sent_at:
+        if self._judged_at < sent_at:  # recovery has not looked at the death yet
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(VERDICT_S):
                     await self._verdict.wait()
         return self._judged_at >= sent_at and self._was_healed
 
     async def watch(self) -> None:
-        """Restart it whenever it ends; return when it is lost."""
+        """Restart the server whenever it ends; return when it is lost."""
         try:
             await self._watch()
-        except Exception as failure:  # otherwise callers of `ready` would wait for ever
+        except Exception as failure:
+            # Callers of `ready` must learn that nobody restarts the server any more.
             self.lost = EngineLostError(f"{self.name}: {type(failure).__name__}: {failure}")
             raise
         finally:
             self._settled.set()
 
     async def _watch(self) -> None:
+        """Restart the server whenever it ends or hangs; return after too many quick deaths."""
         quick_deaths = 0
         self.up = True
         self._settled.set()
@@ -390,7 +415,7 @@ class SGLangServer:
             hang = await self._end()
             if hang is PLANNED:
                 await self._drain()
-                if self._flags_are_final:  # the run is ending: the restart is no longer worth it
+                if self._flags_are_final:  # the run is ending, so a restart is no longer worth its time
                     self.up = True
                     continue
             self.up = False
@@ -399,7 +424,7 @@ class SGLangServer:
             lived_s = time.monotonic() - up_since - silent_s
             cause = await self._take_down(hang)
             self._judge(healed=hang is PLANNED or self._heal())
-            if not self._was_healed:
+            if not self._was_healed:  # a restart with other arguments is not a repetition of the death
                 died_quickly = lived_s < TIMING.quick_death
                 quick_deaths = quick_deaths + 1 if died_quickly else 1
             if quick_deaths > MOST_QUICK_DEATHS:
@@ -411,7 +436,7 @@ class SGLangServer:
             up_since = time.monotonic()
 
     async def _restart(self, quick_deaths: int) -> None:
-        """Start it again, after a pause that doubles with each quick death; tell that it is back."""
+        """Start the server again, after a pause that doubles with each quick death; report its return."""
         count = f" ({quick_deaths} of at most {MOST_QUICK_DEATHS} times in a row)"
         log.warning("%s: started again%s", self.name, "" if self._was_healed else count)
         if quick_deaths > 1:
@@ -429,13 +454,13 @@ class SGLangServer:
         log.warning("%s is back", self.name)
 
     def _judge(self, *, healed: bool) -> None:
-        """Record whether recovery found safer arguments after a death, and wake all who wait for that."""
+        """Record whether recovery has found safer arguments after a death, and wake the callers that wait."""
         self._was_healed, self._judged_at = healed, time.monotonic()
         self._verdict.set()
         self._verdict = asyncio.Event()
 
     async def _end(self) -> Hang | None:
-        """Wait until it ends or hangs; return the hang, or None if it ended."""
+        """Wait until the server ends or hangs; return the hang, or None if the server ended."""
         if self._process is None:
             return None
         self._hang = hang = asyncio.get_running_loop().create_future()
@@ -447,7 +472,7 @@ class SGLangServer:
         return hang.result() if hang.done() else None
 
     async def _take_down(self, hang: Hang | None) -> str:
-        """Report a death or hang, take the server out of use, and end it if it hangs; return the cause."""
+        """Report a death or hang, mark the server as dead, and end it if it hangs; return the cause."""
         cause = f"{self.name} {hang.why}" if hang else self._failure_message("died")
         if hang is not PLANNED:
             self.incidents.append(Incident("hangs" if hang else "died", self.name, cause))
@@ -459,7 +484,7 @@ class SGLangServer:
 
 
 def _model_copy(model: str, *, revision: str | None, cache_dir: str) -> dict[str, str]:
-    """Return the arguments with which the launcher copies the model's files to `engine.cache_dir`.
+    """Return the arguments of `local_copy` in launcher.py, for a copy of the model in `engine.cache_dir`.
 
     Raises EngineStartError if the files are not on this machine.
     """
@@ -467,17 +492,16 @@ def _model_copy(model: str, *, revision: str | None, cache_dir: str) -> dict[str
     if not files.is_dir():
         raise EngineStartError(
             f"engine.cache_dir: the files of {model} are not on this machine",
-            hint="download the model first (`hf download`), or leave out engine.cache_dir",
+            hint="download the model first (`hf download`), or remove engine.cache_dir",
         )
     name = model_identity(model).rpartition("/")[2]
     return {"source": str(files), "cache": cache_dir, "name": name}
 
 
 def _launch_prefix(nodes: int) -> tuple[str, ...]:
-    """Return the command prefix that runs a program on several machines, this one first.
+    """Return the command prefix that runs a program on all machines of this Slurm job or Ray worker.
 
-    They are the machines of this Slurm job or Ray worker. Raises EngineStartError if Slurm allocated another
-    number of machines.
+    Raises EngineStartError if Slurm allocated another number of machines than `nodes`.
     """
     if group := os.environ.get(GROUP):
         return sys.executable, str(RAY_RANKS), group
@@ -485,7 +509,7 @@ def _launch_prefix(nodes: int) -> tuple[str, ...]:
     if allocated != str(nodes):
         raise EngineStartError(
             f"engine.nodes {nodes}: needs a Slurm job with {nodes} machines "
-            f"(SLURM_JOB_NUM_NODES: {allocated})",
+            f"(SLURM_JOB_NUM_NODES is {allocated})",
             hint="start it with `batchrun slurm` or `batchrun ray`",
         )
     return (
@@ -495,7 +519,10 @@ def _launch_prefix(nodes: int) -> tuple[str, ...]:
 
 
 def to_argv(args: Mapping[str, Any]) -> list[str]:
-    """Convert `{mem-fraction-static: 0.8, enable-metrics: true}` to an argument vector."""
+    """Return arguments, such as `{mem-fraction-static: 0.8, enable-metrics: true}`, as an argument vector.
+
+    Arguments with the value None or False are left out.
+    """
     argv: list[str] = []
     for name, value in args.items():
         if value is None or value is False:
@@ -511,6 +538,7 @@ def to_argv(args: Mapping[str, Any]) -> list[str]:
 
 
 async def _is_ready(session: aiohttp.ClientSession, url: str) -> bool:
+    """Tell whether a server is ready. A release without the path `/ready` answers 404, which counts too."""
     try:
         async with session.get(url, timeout=aiohttp.ClientTimeout(total=5)) as response:
             return response.status in {200, 404}

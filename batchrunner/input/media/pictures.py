@@ -91,7 +91,7 @@ def _scale_to(width: float, height: float, max_pixels: int | None) -> float:
 
 
 def _is_upright(image: Any) -> bool:
-    """Tell whether a photo's metadata do not ask for it to be rotated or mirrored."""
+    """Tell whether an image needs no rotation or mirroring, by the orientation in its EXIF metadata."""
     try:
         return image.getexif().get(_ORIENTATION, 1) in {0, 1}
     except Exception:  # noqa: BLE001 - broken metadata do not harm the pixels

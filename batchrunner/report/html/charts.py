@@ -1,7 +1,7 @@
-"""Charts over time as SVG paths and ticks, with a description, in a frame of 1000 x 100 units.
+"""Charts of a run's load over time: SVG paths and ticks in a frame of 1000 x 100 units, with descriptions.
 
-The frame is stretched to the width of the screen. Texts are placed beside it by per cent of its width and
-height, so that they are not stretched.
+The browser stretches the frame to the width of the screen. Texts must not be stretched, so they stand outside
+the frame, at positions in per cent of its width and height.
 """
 
 import math
@@ -14,28 +14,33 @@ from typing import NamedTuple
 from batchrunner.report.html.history import RETRACTIONS, IncidentMark, Line, Timeline, WorkerHistory
 from batchrunner.tuning.signals import ADMITS_TOO_FEW, GUIDES
 
-WIDTH, HEIGHT = 1000.0, 100.0
+WIDTH = 1000.0
+"""Width of a chart's frame in SVG units; page.html repeats this number."""
+HEIGHT = 100.0
+"""Height of a chart's frame in SVG units; page.html repeats this number."""
 COLOURS = 8
 """Number of line colours in page.css."""
 _UNITS_S = ((86400, "d"), (3600, "h"), (60, "min"))
+"""Units of time for labels, longest first, with their lengths in seconds."""
 _STEPS_S = (
     *(0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800),
     *(3600, 7200, 3 * 3600, 6 * 3600, 12 * 3600, 86400),
 )
+"""Distances between two ticks of the time axis that give round labels, in seconds, ascending."""
 TICKS = 7
-"""Maximum number of ticks of the time axis, not counting that at 0."""
+"""Maximum number of ticks of the time axis, not counting the tick at 0."""
 
 
 class AxisTick(NamedTuple):
-    """A tick with its label beside the frame."""
+    """A tick of an axis, with its label beside the frame."""
 
     at: float
-    """Position in per cent of the frame's width from the left, or of its height from the top."""
+    """Position in per cent: of the frame's width from the left, or of the frame's height from the top."""
     label: str
 
 
 class EventMark(NamedTuple):
-    """An event that all charts show as a vertical line."""
+    """An event, such as the death of a server, that all charts show as a vertical line."""
 
     at: float
     """Position on the time axis in seconds."""
@@ -45,7 +50,7 @@ class EventMark(NamedTuple):
 
 
 class ValueZone(NamedTuple):
-    """A shaded range of values; a horizontal line if both ends are equal."""
+    """A range of values that a chart shades. If both ends are equal, the chart shows a horizontal line."""
 
     low: float
     high: float
@@ -53,17 +58,19 @@ class ValueZone(NamedTuple):
 
 
 class ChartLine(NamedTuple):
-    """One line of a chart, as drawn."""
+    """One line of a chart, ready to be drawn."""
 
     label: str
     colour: int
+    """Index of the colour in page.css."""
     path: str
+    """SVG path of the line."""
     values: list[float | None]
-    """Value at each point of the grid, for the readout under the cursor."""
+    """Value at each of `Timeline.places`, for the readout under the cursor; None without a load sample."""
 
 
 class ChartZone(NamedTuple):
-    """A ValueZone as drawn; `y` is the distance from the frame's top."""
+    """A ValueZone in SVG units, ready to be drawn; `y` is the distance from the frame's top."""
 
     y: float
     height: float
@@ -77,9 +84,9 @@ class Chart:
     key: str
     title: str
     about: str
-    """A sentence on what the chart shows and which values are good."""
+    """Sentence under the title that explains the values and which of them are good."""
     says: str
-    """Description for people who cannot see the chart."""
+    """Summary of the lines in words, for people who cannot see the chart."""
     strokes: list[ChartLine]
     shades: list[ChartZone]
     marks: list[tuple[float, EventMark]]
@@ -99,21 +106,23 @@ def draw_lines(
     marks: Sequence[EventMark] = (),
     top: float = 0.0,
 ) -> Chart:
-    """Draw lines over time; the vertical axis reaches from 0 to at least `top`."""
-    length_s = timeline.axis.length_s or 1.0
+    """Return a chart of lines over time; the vertical axis reaches from 0 to at least `top`."""
+    length_s = timeline.axis.length_s or 1.0  # A run without any length would divide by zero.
     values = [value for line in lines.values() for value in line if value is not None]
-    step, axis_end = _scale(max([*values, top, *(zone.low for zone in zones)]) or 1.0)
-    xs = [WIDTH * place / length_s for place in timeline.places]
+    # The lower end of a zone must be visible, too. A chart with only zeros gets an axis up to 1.
+    highest = max([*values, top, *(zone.low for zone in zones)]) or 1.0
+    step, axis_end = _scale(highest)
+    x_positions = [WIDTH * place / length_s for place in timeline.places]
     strokes = [
         ChartLine(
             label=label,
             colour=index % COLOURS,
-            path=_path(xs, line, timeline.breaks, axis_end),
-            values=[value and float(f"{value:.4g}") for value in line],
+            path=_path(x_positions, line, timeline.breaks, axis_end),
+            values=[value and float(f"{value:.4g}") for value in line],  # Short numbers keep the page small.
         )
         for index, (label, line) in enumerate(lines.items())
     ]
-    y_values = [at * step for at in range(round(axis_end / step) + 1)]
+    y_values = [number_of_steps * step for number_of_steps in range(round(axis_end / step) + 1)]
     return Chart(
         key=key,
         title=title,
@@ -128,20 +137,20 @@ def draw_lines(
 
 
 def time_ticks(length_s: float) -> list[AxisTick]:
-    """Return round times on an axis of `length_s` seconds."""
-    whole_days_s = 86400.0 * math.ceil(length_s / 86400 / TICKS)
+    """Return ticks at round times for an axis of `length_s` seconds."""
+    whole_days_s = 86400.0 * math.ceil(length_s / 86400 / TICKS)  # For runs that are too long for _STEPS_S.
     step_s = next((step_s for step_s in _STEPS_S if length_s / step_s <= TICKS), whole_days_s)
     unit_s, unit = next((pair for pair in _UNITS_S if step_s >= pair[0]), (1, "s"))
     ticks = [AxisTick(0.0, "0")]
-    for at in range(1, int(length_s / step_s) + 1):
-        time_s = at * step_s
+    for number_of_steps in range(1, int(length_s / step_s) + 1):
+        time_s = number_of_steps * step_s
         ticks.append(AxisTick(100 * time_s / length_s, f"{time_s / unit_s:g} {unit}"))
     return ticks
 
 
 def number(value: float) -> str:
     """Format a number with about three digits and a unit letter: 0.85, 12, 1,500, 12.3k, 31M."""
-    rounded = float(f"{value:.3g}")
+    rounded = float(f"{value:.3g}")  # 999,999 then becomes 1M, not 1000k.
     for least, size, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(rounded) >= least:
             return f"{rounded / size:.3g}{letter}"
@@ -149,8 +158,11 @@ def number(value: float) -> str:
 
 
 def _scale(highest: float) -> tuple[float, float]:
-    """Return the step of an axis (1, 2 or 5 times a power of ten) and its end, after at most five steps."""
-    rounding = 1e-9  # tolerance for the rounding of floats
+    """Return the step between two ticks of a vertical axis, and the value at the end of the axis.
+
+    The step is 1, 2 or 5 times a power of ten, and the axis has at most five steps up to `highest`.
+    """
+    rounding = 1e-9  # Tolerance for the rounding of floats.
     least_step = highest / 5
     power = 10.0 ** math.floor(math.log10(least_step))
     round_steps = [power, 2 * power, 5 * power, 10 * power]
@@ -160,12 +172,14 @@ def _scale(highest: float) -> tuple[float, float]:
 
 
 def _description(label: str, line: Line) -> str:
+    """Return a description of a line in words."""
     values = [value for value in line if value is not None]
     low, mean, high = map(number, (min(values), fmean(values), max(values)))
     return f"{label}: lowest {low}, mean {mean}, highest {high}"
 
 
 def _shade(zone: ValueZone, axis_end: float) -> ChartZone:
+    """Return a zone in SVG units, clipped at the end of the vertical axis."""
     high = min(zone.high, axis_end)
     return ChartZone(
         y=HEIGHT - HEIGHT * high / axis_end,
@@ -174,27 +188,29 @@ def _shade(zone: ValueZone, axis_end: float) -> ChartZone:
     )
 
 
-def _path(xs: Sequence[float], line: Line, breaks: frozenset[int], axis_end: float) -> str:
-    """Return the path of a line in its unbroken pieces; a piece of one point becomes a dot."""
-    path, is_drawing = "", False
-    for at, (x, value) in enumerate(zip(xs, line, strict=True)):
-        continues = is_drawing and at not in breaks
-        is_drawing = value is not None
+def _path(x_positions: Sequence[float], line: Line, breaks: frozenset[int], axis_end: float) -> str:
+    """Return the SVG path of a line, which is interrupted at `breaks` and where values are missing."""
+    path, has_previous_point = "", False
+    for index, (x, value) in enumerate(zip(x_positions, line, strict=True)):
+        is_connected = has_previous_point and index not in breaks
+        has_previous_point = value is not None
         if value is not None:
             point = f"{x:.1f} {HEIGHT - HEIGHT * value / axis_end:.1f}"
-            path += f"L{point}" if continues else f"M{point}h.01"
+            # The tiny stroke h.01 makes a single point visible as a dot.
+            path += f"L{point}" if is_connected else f"M{point}h.01"
     return path
 
 
 GOOD_USAGE = GUIDES.usage_good
+"""Token usage from which the KV pool counts as well used."""
 _MARKS = {"died": "bad", "hangs": "bad", "lost": "bad", "back": "good"}
-"""Styles of incidents; all others are plain."""
+"""Styles of the vertical lines of incidents. Incidents that are not listed have the style plain."""
 
 
 def load_charts(
     timeline: Timeline, histories: Sequence[WorkerHistory], incidents: Iterable[IncidentMark]
 ) -> list[Chart]:
-    """Return the charts of a run's load with its incidents, without charts that have no line."""
+    """Return the charts of a run's load that have a line; vertical lines in all charts mark the incidents."""
     draw = partial(draw_lines, timeline, marks=_marks(timeline, incidents))
     total, by_replica = partial(_total, timeline), partial(_by_replica, timeline)
     charts = [
@@ -204,20 +220,21 @@ def load_charts(
         ),
         draw(
             "replicas", "Output tokens a second, by replica",
-            "As above; lines close together mean an even load.", by_replica("output_tokens_per_s"),
+            "Tokens of the rows that ended on each replica. Lines close together mean an even load.",
+            by_replica("output_tokens_per_s"),
         ),
         draw(
-            "prompt", "Prompt tokens a second", "Tokens that the cache holds need not be computed.",
-            total(("prompt_tokens_per_s", "prompt tok/s"), ("cached_tokens_per_s", "of these cached")),
+            "prompt", "Prompt tokens a second", "Tokens from the prefix cache need not be computed.",
+            total(("prompt_tokens_per_s", "prompt tok/s"), ("cached_tokens_per_s", "from the prefix cache")),
         ),
         draw(
             "queue", "Waiting requests, #queue-req",
-            "In the band, the engine always has a next request, and the scheduler is not slowed down.",
+            "In the shaded range, the engine always has a next request without a slower scheduler.",
             by_replica("queue", "#queue-req"), zones=_bands(histories),
         ),
         draw(
             "usage", "Token usage",
-            f"Used share of the KV pool. Below {GOOD_USAGE} while requests wait, {ADMITS_TOO_FEW}.",
+            f"Fraction of the KV pool in use. Below {GOOD_USAGE} while requests wait, {ADMITS_TOO_FEW}.",
             by_replica("token_usage", "token usage"),
             zones=[ValueZone(GOOD_USAGE, GOOD_USAGE, f"{GOOD_USAGE}")], top=1.0,
         ),
@@ -227,16 +244,19 @@ def load_charts(
         ),
         draw(
             "window", "Window and requests in flight",
-            "At most a window of requests is in flight; it follows the queue.",
+            "The window is the concurrency limit: the most requests in flight. It follows the queue.",
             total(("window", "window"), ("in_flight", "in flight")),
         ),
-        draw("windows", "Window, by replica", "Each follows its own replica's queue.", by_replica("window")),
+        draw(
+            "windows", "Window, by replica", "The window of a replica follows the replica's queue.",
+            by_replica("window"),
+        ),
     ]  # fmt: skip
     if timeline.retractions:
         charts.append(
             draw(
                 "retractions", "Retractions so far",
-                f"{timeline.retractions:,} in all. A few are fine; more than one a minute wastes work.",
+                f"{timeline.retractions:,} in all. A few are fine, but more than one a minute wastes work.",
                 by_replica(RETRACTIONS) or total((RETRACTIONS, "retractions")),
             )
         )  # fmt: skip
@@ -244,8 +264,9 @@ def load_charts(
 
 
 def _marks(timeline: Timeline, incidents: Iterable[IncidentMark]) -> list[EventMark]:
+    """Return the vertical lines of all charts: new starts after a pause, and incidents."""
     axis = timeline.axis
-    marks = [EventMark(at, "plain", "started again") for at in axis.resumed()]
+    marks = [EventMark(position, "plain", "a new start after a pause") for position in axis.resumed()]
     for incident in incidents:
         label = f"{incident.what}: {incident.who} {incident.why}"
         marks.append(EventMark(axis.place(incident.time), _MARKS.get(incident.what, "plain"), label))
@@ -253,14 +274,15 @@ def _marks(timeline: Timeline, incidents: Iterable[IncidentMark]) -> list[EventM
 
 
 def _total(timeline: Timeline, *named: tuple[str, str]) -> dict[str, Line]:
-    """Return the sums of gauges over all workers, by label."""
+    """Return a line for each pair of a gauge and a label: the sum of the gauge over all workers, by label."""
     return {label: line for name, label in named if (line := timeline.total(name))}
 
 
 def _by_replica(timeline: Timeline, name: str, alone: str | None = None) -> dict[str, Line]:
-    """Return a line for each replica.
+    """Return a line of the gauge `name` for each replica, by label.
 
-    The line of a single replica has the label `alone`. Without this label a single replica has no line.
+    The line of a single replica has the label `alone`. Without this label, a single replica has no line,
+    because another chart shows the same values as a total.
     """
     lines = timeline.of_schedulers(name)
     if len(lines) > 1:
@@ -272,6 +294,7 @@ def _by_replica(timeline: Timeline, name: str, alone: str | None = None) -> dict
 
 
 def _bands(histories: Sequence[WorkerHistory]) -> list[ValueZone]:
+    """Return one zone that covers the healthy queues of all schedulers; an empty list if none is known."""
     bands = [band for history in histories for band in history.bands.values()]
     if not bands:
         return []
@@ -280,5 +303,9 @@ def _bands(histories: Sequence[WorkerHistory]) -> list[ValueZone]:
 
 
 def _most_running(histories: Sequence[WorkerHistory]) -> list[ValueZone]:
-    most = {most for history in histories for most in history.max_running.values()}
-    return [ValueZone(value, value, f"at most {value:,}") for value in sorted(most)[:1]]
+    """Return a horizontal line at the lowest limit of running requests; an empty list if none is known."""
+    limits = [limit for history in histories for limit in history.max_running.values()]
+    if not limits:
+        return []
+    lowest = min(limits)
+    return [ValueZone(lowest, lowest, f"at most {lowest:,}")]

@@ -1,4 +1,7 @@
-"""The history of a run: load and incidents in each worker's event log, and all workers on one time axis."""
+"""The history of a run for its page: load and incidents from the workers' event logs, on one time axis.
+
+The time is divided into cells of equal width. A cell has the mean of each gauge over its load samples.
+"""
 
 from bisect import bisect_right
 from collections import deque
@@ -13,53 +16,61 @@ from msgspec import UNSET
 from batchrunner.output.samples import LoggedSample, sample_of
 
 MOST_CELLS = 600
-"""Maximum number of cells of time into which a run is divided."""
+"""Maximum number of cells into which the time of a run is divided."""
 LEAST_CELL_S = 0.125
 """Minimum width of a cell, in seconds."""
 MOST_INCIDENTS = 200
-"""Maximum number of incidents of a worker on the page; older ones are dropped."""
+"""Maximum number of incidents of a worker on the page. Older incidents are dropped."""
 LONGEST = 300
-"""Maximum number of characters of a text on the page."""
+"""Maximum number of characters of a name or reason on the page."""
 
 RETRACTIONS = "retractions"
+"""Name of the gauge that counts retractions since the start."""
 WORKER_GAUGES = (
     "output_tokens_per_s", "prompt_tokens_per_s", "cached_tokens_per_s", "window", "in_flight", RETRACTIONS,
 )  # fmt: skip
+"""Gauges of a whole worker: attributes of LoggedSample."""
 SCHEDULER_GAUGES = ("queue", "running", "token_usage", "window", "output_tokens_per_s", RETRACTIONS)
+"""Gauges of one scheduler: attributes of the entries in `LoggedSample.signals`."""
 
 
 Key = tuple[str, str]
-"""The name of a gauge, and its scheduler ("" for all schedulers of the worker)."""
+"""The name of a gauge, and the name of its scheduler ("" for a gauge of a whole worker)."""
 
 
 Cell = dict[Key, tuple[float, int]]
-"""Sum and number of the values of each gauge in a cell of time."""
+"""Sum and number of the values of each gauge in one cell of time."""
 Line = list[float | None]
-"""Mean of a gauge at each point of the grid; None without a load sample."""
+"""Mean of a gauge at each of `Timeline.places`; None for a cell without a load sample."""
 
 
 @dataclass(slots=True)
 class AttemptLoad:
-    """The load during an attempt. Times are seconds since the epoch."""
+    """The load during one attempt (one start) of a worker. Times are seconds since the epoch."""
 
     began: float
+    """Time of the first event."""
     ended: float
-    """Time of its last event."""
+    """Time of the last event."""
     reason: str | None = None
-    """Why it ended; None if it was killed, or is running."""
+    """Reason why the attempt ended; None if it was killed, or is running."""
     cells: dict[int, Cell] = field(default_factory=dict)
     """Cells by number. The number is the time divided by the width of a cell, rounded down."""
     retractions: int = 0
-    """Retractions of all schedulers."""
+    """Number of retractions of all schedulers."""
 
 
 class IncidentMark(NamedTuple):
-    """An incident of an engine or a worker."""
+    """An incident of a server or a worker, such as a death or a takeover of its rows."""
 
     time: float
+    """Seconds since the epoch."""
     what: str
+    """Kind of the incident, such as `died`."""
     who: str
+    """Name of the server or worker."""
     why: str
+    """Reason, in words."""
 
 
 @dataclass(slots=True)
@@ -67,6 +78,7 @@ class WorkerHistory:
     """Summary of the events of all attempts of a worker."""
 
     task: str
+    """Name of the worker."""
     width_s: float
     """Width of a cell in seconds; see `cell_width`."""
     attempts: list[AttemptLoad] = field(default_factory=list)
@@ -76,17 +88,20 @@ class WorkerHistory:
     tokenize: dict[str, Any] = field(default_factory=dict)
     """The last `tokenize` event."""
     bands: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Healthy range of `#queue-req` of each scheduler in the newest attempt."""
+    """Healthy range of `#queue-req` of each scheduler in the last attempt that has load samples."""
     max_running: dict[str, int] = field(default_factory=dict)
-    """`max_running_requests` of each scheduler in the newest attempt."""
+    """`max_running_requests` of each scheduler in the last attempt that has load samples."""
     _replica_names: dict[str, str] | None = None
-    """Names of launched servers by URL, whose port changes with each attempt; None for attached servers."""
+    """Names of launched servers by URL. The port in the URL changes with each attempt, the name does not.
+    None for attached servers, which are named by their URLs."""
 
     def add(self, event: dict[str, Any]) -> None:
-        """Add the next event. An unknown event only extends its attempt."""
+        """Add the next event of the log. An event of unknown kind only extends its attempt."""
+        # A damaged log may begin without a `start` event.
         if event["event"] == "start" or not self.attempts:
-            self.attempts.append(AttemptLoad(event["time"], event["time"]))
-            self._replica_names = {} if (event.get("engine") or {}).get("log") else None
+            self.attempts.append(AttemptLoad(began=event["time"], ended=event["time"]))
+            is_launched = bool((event.get("engine") or {}).get("log"))
+            self._replica_names = {} if is_launched else None
         self.attempts[-1].ended = max(self.attempts[-1].ended, event["time"])
         if (sample := sample_of(event)) is not None:
             self._add_sample(sample)
@@ -106,8 +121,10 @@ class WorkerHistory:
                 self.incidents.append(IncidentMark(event["time"], what.removeprefix("engine_"), who, why))
 
     def _add_sample(self, sample: LoggedSample) -> None:
+        """Add a load sample to its cell, and update the limits of its schedulers."""
         attempt = self.attempts[-1]
         if not attempt.cells:
+            # The sample is the first of an attempt, whose servers and limits may differ from those before.
             self.bands, self.max_running = {}, {}
         cell = attempt.cells.setdefault(int(sample.time / self.width_s), {})
         for name in WORKER_GAUGES:
@@ -118,10 +135,11 @@ class WorkerHistory:
                 _measure(cell, (name, who), getattr(load, name))
             if load.max_running:
                 self.max_running[who] = load.max_running
-        attempt.retractions = sample.retractions
-        self.bands.update(sample.bands)
+        attempt.retractions = sample.retractions  # The sample has the number since the start of the attempt.
+        self.bands.update(sample.bands)  # Schedulers that are gone keep their last range.
 
     def _name_of(self, scheduler: str) -> str:
+        """Return the name of a scheduler on the page, which stays the same over all attempts."""
         if self._replica_names is None:
             return scheduler
         server, separator, dp_rank = scheduler.partition("#")
@@ -130,7 +148,10 @@ class WorkerHistory:
 
 
 def history_of(task: str, events: Iterable[dict[str, Any]], width_s: float) -> WorkerHistory:
-    """Return the history of events in cells of this width; events without a time are skipped."""
+    """Return the history of a worker from its events; events without a time are skipped.
+
+    `task` is the name of the worker, `width_s` the width of a cell in seconds.
+    """
     history = WorkerHistory(task, width_s)
     for event in events:
         if isinstance(event.get("time"), (int, float)):
@@ -139,12 +160,14 @@ def history_of(task: str, events: Iterable[dict[str, Any]], width_s: float) -> W
 
 
 def _measure(cell: Cell, key: Key, value: Any) -> None:
+    """Add a value of a gauge to a cell, unless the load sample lacks the gauge."""
     if value is not UNSET:
-        total, times = cell.get(key, (0.0, 0))
-        cell[key] = total + value, times + 1
+        total, number = cell.get(key, (0.0, 0))
+        cell[key] = total + value, number + 1
 
 
 def _short(text: object) -> str:
+    """Return a text of an event, which may be missing, with at most LONGEST characters."""
     return str(text or "")[:LONGEST]
 
 
@@ -152,29 +175,37 @@ MOST_SCHEDULER_LINES = 8
 """Maximum number of schedulers that have a line each in a chart. More schedulers share three lines: the
 lowest, the mean and the highest value."""
 GAP_S = 10.0
-"""Seconds without a load sample after which a line ends and a worker counts as idle. Five samples are missing
-then."""
+"""Time in seconds without a load sample after which a line ends and a worker counts as idle. A worker logs a
+load sample every two seconds."""
 STEADY_S = 4.0
-"""Minimum width of a cell in seconds if there are several workers. It spans two load samples, so that no cell
-lacks one."""
+"""Minimum width of a cell in seconds if a run has several workers. A worker logs a load sample every two
+seconds, so that each cell has a sample of each worker."""
 
 
-def cell_width(length_s: float, tasks: int) -> float:
-    """Return the width of the cells, in seconds, of a run of this length with this number of workers."""
-    return max(length_s / MOST_CELLS, STEADY_S if tasks > 1 else LEAST_CELL_S)
+def cell_width(length_s: float, workers: int) -> float:
+    """Return the width of a cell in seconds for a run of `length_s` seconds with this number of workers."""
+    return max(length_s / MOST_CELLS, STEADY_S if workers > 1 else LEAST_CELL_S)
 
 
 class TimeAxis:
-    """Maps times to seconds of work; pauses in which no worker ran take no time."""
+    """Maps times to positions on an axis on which pauses of the whole run take no space.
+
+    A period of work is a time in which at least one worker ran without a break.
+    """
 
     def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
-        """`spans` are the times of the first and last event of attempts, in any order."""
+        """Take the times of the first and last event of each attempt, in any order."""
         self._begins: list[float] = []
+        """Times at which the periods of work began, ascending."""
         self._ends: list[float] = []
+        """Times at which the periods of work ended."""
         self._places: list[float] = []
+        """Positions on the axis at which the periods of work begin, in seconds."""
         self.length_s = 0.0
+        """Length of the axis in seconds."""
         for begin, end in sorted(spans):
             if self._ends and begin <= self._ends[-1]:
+                # The attempt began during the last period of work, and may extend it.
                 self.length_s += max(0.0, end - self._ends[-1])
                 self._ends[-1] = max(self._ends[-1], end)
                 continue
@@ -184,14 +215,14 @@ class TimeAxis:
             self.length_s += end - begin
 
     def place(self, time: float) -> float:
-        """Return the position of a time on the axis, in seconds; all times of a pause have one position."""
-        stretch = self.stretch(time)
-        if stretch < 0:
+        """Return the position of a time on the axis, in seconds. All times of a pause have one position."""
+        period = self.period(time)
+        if period < 0:
             return 0.0
-        return self._places[stretch] + min(time, self._ends[stretch]) - self._begins[stretch]
+        return self._places[period] + min(time, self._ends[period]) - self._begins[period]
 
-    def stretch(self, time: float) -> int:
-        """Return the index of the stretch of work around or before a time; -1 before the first."""
+    def period(self, time: float) -> int:
+        """Return the index of the period of work around or before a time; -1 for an earlier time."""
         return bisect_right(self._begins, time) - 1
 
     def resumed(self) -> list[float]:
@@ -201,28 +232,32 @@ class TimeAxis:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The load of all workers of a run, at common points in time."""
+    """The load of all workers of a run, cell by cell on one time axis."""
 
     axis: TimeAxis
     places: list[float] = field(default_factory=list)
-    """Points of the grid on the axis, in seconds, ascending."""
+    """Positions of the middles of the cells on the axis, in seconds, ascending."""
     breaks: frozenset[int] = frozenset()
-    """Indices of the points before which lines are interrupted."""
+    """Indices in `places` of the cells before which lines are interrupted."""
     lines: dict[Key, Line] = field(default_factory=dict)
-    """Lines by gauge and scheduler; a line without a scheduler is the sum over all workers."""
+    """Lines by gauge and scheduler. A line without a scheduler is the sum over all workers."""
     retractions: int = 0
+    """Number of retractions in the whole run."""
 
     def total(self, name: str) -> Line | None:
-        """Return the sum of a gauge over all workers."""
+        """Return the line of the sum of a gauge over all workers; None for a gauge without values."""
         return self.lines.get((name, ""))
 
     def of_schedulers(self, name: str) -> dict[str, Line]:
-        """Return a line for each scheduler; for many, only the lowest, the mean and the highest."""
+        """Return the line of a gauge for each scheduler, by label.
+
+        More than MOST_SCHEDULER_LINES schedulers share lines of the lowest, the mean and the highest value.
+        """
         lines = {who: line for (gauge, who), line in self.lines.items() if gauge == name and who}
         if len(lines) <= MOST_SCHEDULER_LINES:
             return lines
-        columns = [
-            [value for value in column if value is not None] for column in zip(*lines.values(), strict=True)
+        values_by_cell = [
+            [value for value in values if value is not None] for values in zip(*lines.values(), strict=True)
         ]
         summaries: dict[str, Callable[[list[float]], float]] = {
             "lowest": min,
@@ -230,13 +265,13 @@ class Timeline:
             "highest": max,
         }
         return {
-            label: [summary(column) if column else None for column in columns]
+            label: [summary(values) if values else None for values in values_by_cell]
             for label, summary in summaries.items()
         }
 
 
 def make_timeline(histories: Sequence[WorkerHistory]) -> Timeline:
-    """Merge the histories of workers, whose cells have the same width."""
+    """Merge the histories of workers, whose cells must have the same width, into one timeline."""
     attempts = [attempt for history in histories for attempt in history.attempts]
     axis = TimeAxis((attempt.began, attempt.ended) for attempt in attempts)
     width_s = histories[0].width_s if histories else LEAST_CELL_S
@@ -254,38 +289,54 @@ def make_timeline(histories: Sequence[WorkerHistory]) -> Timeline:
 
 
 def _sums_of_workers(histories: Sequence[WorkerHistory]) -> dict[int, dict[Key, float]]:
-    """Return for each cell, by number, the means of its gauges; a gauge of workers is the sum over all."""
-    several = len(histories) > 1
+    """Return the values of all gauges by the number of the cell.
+
+    The value of a scheduler's gauge is its mean in the cell. The value of a worker's gauge is the sum of
+    these means over all workers.
+    """
+    has_several = len(histories) > 1
     grid: dict[int, dict[Key, float]] = {}
     for history in histories:
-        prefix = f"{history.task} " if several else ""
-        for number, cell in _cells(history, fill=several):
+        # Replicas of two workers may have the same name.
+        prefix = f"{history.task} " if has_several else ""
+        for number, cell in _cells(history, fill=has_several):
             sums = grid.setdefault(number, {})
-            for (name, scheduler), (total, times) in cell.items():
-                key = name, scheduler and prefix + scheduler
-                sums[key] = sums.get(key, 0.0) + total / times
+            for (name, scheduler), (total, number_of_values) in cell.items():
+                key = name, prefix + scheduler if scheduler else ""
+                sums[key] = sums.get(key, 0.0) + total / number_of_values
     return grid
 
 
 def _breaks(numbers: list[int], width_s: float, axis: TimeAxis) -> frozenset[int]:
-    """Return the indices of the cells before which a silence, or a pause of work, interrupts lines."""
+    """Return the indices of the cells before which lines are interrupted.
+
+    A line is interrupted by a time without load samples, and by a pause of the whole run. `numbers` are the
+    numbers of the cells, ascending.
+    """
     silence_s = max(GAP_S, 2 * width_s)
-    ends = [(number + 1) * width_s for number in numbers]  # the middle of a cell may lie before its attempt
+    # The end of a cell is in its attempt, but the middle of the first cell may lie before the attempt.
+    ends = [(number + 1) * width_s for number in numbers]
     breaks = set()
-    for index, (last_end, end) in enumerate(pairwise(ends), 1):
-        is_silent = end - last_end > silence_s
-        if is_silent or axis.stretch(end) != axis.stretch(last_end):
+    for index, (previous_end, end) in enumerate(pairwise(ends), 1):
+        is_silent = end - previous_end > silence_s
+        if is_silent or axis.period(end) != axis.period(previous_end):
             breaks.add(index)
     return frozenset(breaks)
 
 
 def _cells(history: WorkerHistory, *, fill: bool) -> Iterator[tuple[int, Cell]]:
-    """Yield a worker's cells; with `fill` repeat a cell in the empty cells after it, for up to GAP_S."""
+    """Yield the cells of a worker with their numbers.
+
+    With `fill`, a cell is repeated in the empty cells after it, for up to GAP_S, so that a worker without a
+    load sample in a cell does not count as idle in the sum over workers.
+    """
     most_cells = int(GAP_S / history.width_s)
     for attempt in history.attempts:
         numbers = sorted(attempt.cells)
-        for at, next_at in zip(numbers, [*numbers[1:], *numbers[-1:]], strict=True):
-            end = min(next_at, at + most_cells) if fill else at + 1
-            yield at, attempt.cells[at]
-            for empty_at in range(at + 1, end):
-                yield empty_at, attempt.cells[at]
+        # The last cell of an attempt has no next cell, and is not repeated.
+        next_numbers = [*numbers[1:], *numbers[-1:]]
+        for number, next_number in zip(numbers, next_numbers, strict=True):
+            yield number, attempt.cells[number]
+            if fill:
+                for empty_number in range(number + 1, min(next_number, number + most_cells)):
+                    yield empty_number, attempt.cells[number]

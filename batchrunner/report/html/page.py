@@ -1,4 +1,4 @@
-"""The page of a run, report.html: one file without external resources."""
+"""The page of a run, report.html: collects what the page shows, and fills the template page.html."""
 
 import base64
 import functools
@@ -16,7 +16,6 @@ from markupsafe import Markup
 
 from batchrunner.core.console import background_line, counted, duration, escaped
 from batchrunner.core.files import read_json
-from batchrunner.job.spec import LimitsSpec
 from batchrunner.output.events import attempt_spans, last_sample, read_events, union_s
 from batchrunner.output.files import whole_file, writing
 from batchrunner.output.liveness import holders_of
@@ -26,7 +25,7 @@ from batchrunner.report.html.charts import load_charts, number
 from batchrunner.report.html.history import Timeline, WorkerHistory, cell_width, history_of, make_timeline
 from batchrunner.report.html.results import RunResults, read_results
 from batchrunner.report.report import GO_ON, says_next_step
-from batchrunner.report.verdict import tolerated
+from batchrunner.report.verdict import max_failed_rows_of, too_many_failed
 from batchrunner.tuning.advise import advise_run
 from batchrunner.tuning.signals import Corner
 
@@ -36,28 +35,30 @@ _HERE = Path(__file__).parent
 
 
 def write_page(run_dir: RunDir) -> Path:
-    """Write the page of a run, of all its workers, beside its report.json; return its path.
+    """Write the page of a run beside report.json; return the path of the page.
 
-    Raises OutputError where there is no run, ResumeError where a part is damaged, StorageError where the
-    page cannot be written.
+    The page covers all workers of the run. Raises OutputError if there is no run, ResumeError for a damaged
+    result file, and StorageError if the page cannot be written.
     """
     path, text = run_dir.report_html, make_page(run_dir)
     with writing(path):
         with whole_file(path, run_dir.task) as temporary:
-            temporary.write_text(text, encoding="utf-8", errors="replace")  # file names may have surrogates
+            # File names that are not UTF-8 contain surrogates, which cannot be encoded.
+            temporary.write_text(text, encoding="utf-8", errors="replace")
         run_dir.store.publish(path)
     return path
 
 
 def make_page(run_dir: RunDir) -> str:
-    """Return the text of the page; see `write_page`."""
+    """Return the HTML text of the page of a run. Raises the errors of `write_page`."""
     facts = require_run_json(run_dir)
-    tasks = _tasks(run_dir)
-    results = read_results(tasks)
-    spans = {task: task_spans for task in tasks if (task_spans := attempt_spans(task.events))}
-    length_s = union_s(span for task_spans in spans.values() for span in task_spans)
+    workers = _workers(run_dir)
+    results = read_results(workers)
+    # A worker without a single event has no place on the time axis.
+    spans = {worker: attempts for worker in workers if (attempts := attempt_spans(worker.events))}
+    length_s = union_s(span for attempts in spans.values() for span in attempts)
     width_s = cell_width(length_s, len(spans))
-    histories = [history_of(task.task, read_events(task.events), width_s) for task in spans]
+    histories = [history_of(worker.task, read_events(worker.events), width_s) for worker in spans]
     timeline = make_timeline(histories)
     return _template().render(
         p=_headline(run_dir, facts, results=results, timeline=timeline, histories=histories),
@@ -85,33 +86,39 @@ def _headline(
 ) -> dict[str, Any]:
     """Return the state and the main figures of a run for the template.
 
-    `facts` is the content of run.json; `state_kind` is the style of the state: good, warn, bad or live.
+    `facts` is the content of run.json. In the result, `state_kind` is the style of the state in page.css:
+    good, warn, bad or live.
     """
     total = facts["rows_total"]
     counts = results.counts
     remaining = max(0, total - counts.done)
-    most_failed = facts["job"].get("limits", {}).get("max_failed_rows", LimitsSpec().max_failed_rows)
-    kind, state, reason = _state(
-        run_dir, histories, remaining, too_many=counts.failed > tolerated(most_failed, total)
-    )
+    failed_rows = too_many_failed(counts.failed, rows_total=total, max_failed_rows=max_failed_rows_of(facts))
+    state_kind, state, reason = _state(run_dir, histories, remaining=remaining, failed_rows=failed_rows)
     working_s = timeline.axis.length_s
-    workers, attempts = len(histories), sum(len(history.attempts) for history in histories)
+    attempts = counted(sum(len(history.attempts) for history in histories), "attempt")
+    if len(histories) > 1:
+        attempts += f" of {len(histories)} workers"
     engine = facts["engine"]
+    engine_name = engine["kind"]
+    if engine.get("version"):
+        engine_name += f", SGLang {engine['version']}"
+    # An engine without a model, such as the simulated one, reports its kind in place of a model.
+    model = "" if engine["model"] == engine["kind"] else engine["model"]
     path = run_dir.store.uri or str(run_dir.path.absolute())
     return {
         "name": path.rpartition("/")[2],
         "path": path,
-        "model": engine["model"] if engine["model"] != engine["kind"] else "",
-        "engine": engine["kind"] + (f", SGLang {engine['version']}" if engine.get("version") else ""),
+        "model": model,
+        "engine": engine_name,
         "simulated": bool(engine.get("simulated")),
-        "several": workers > 1,
+        "several": len(histories) > 1,
         "state": state,
-        "state_kind": kind,
+        "state_kind": state_kind,
         "reason": reason,
         "rows_total": total,
         "rows_left": remaining,
         "working_s": working_s,
-        "how_often": counted(attempts, "attempt") + (f" of {workers} workers" if workers > 1 else ""),
+        "attempts": attempts,
         "output_tokens_per_s": counts.output_tokens / working_s if working_s else 0.0,
         "prompt_tokens_per_s": counts.prompt_tokens / working_s if working_s else 0.0,
         "cached_share": counts.cached_tokens / counts.prompt_tokens if counts.prompt_tokens else None,
@@ -123,26 +130,32 @@ def _headline(
 
 
 def _state(
-    run_dir: RunDir, histories: Sequence[WorkerHistory], remaining: int, *, too_many: bool
+    run_dir: RunDir, histories: Sequence[WorkerHistory], *, remaining: int, failed_rows: str | None
 ) -> tuple[str, str, str]:
-    """Return the style of a run's state, a word for the state, and a sentence about it."""
-    tasks = [run_dir.of_task(history.task) for history in histories]
-    holders = list(filter(None, holders_of([(task, last_sample(task.events)) for task in tasks])))
+    """Return the style of a run's state, a word for the state, and a sentence about the state.
+
+    `remaining` is the number of rows without a result. `failed_rows` is the clause of `too_many_failed`.
+    """
+    workers = [run_dir.of_task(history.task) for history in histories]
+    holders = list(filter(None, holders_of([(worker, last_sample(worker.events)) for worker in workers])))
     if holders:
         running = holders[0] if len(histories) == 1 else f"{len(holders)} of {len(histories)} workers"
         return "live", "running", f"Running: {running}. The page shows what was on disk when it was written."
     if remaining:
         last_attempts = (history.attempts[-1] for history in histories)
-        last = max(last_attempts, key=lambda attempt: attempt.ended, default=None)
-        why = (last and last.reason) or "its log has no end: it was killed, or its machine failed"
-        step = "" if says_next_step(why) else f" {GO_ON[0].upper()}{GO_ON[1:]} to go on."
-        return "warn", "not finished", f"{why[0].upper()}{why[1:]}.{step}"
-    if too_many:
-        return "bad", "done, with failed rows", "More rows failed than limits.max_failed_rows tolerates."
+        last_attempt = max(last_attempts, key=lambda attempt: attempt.ended, default=None)
+        reason = last_attempt.reason if last_attempt else None
+        if not reason:
+            reason = "the run's log has no end, because the run was killed or its machine failed"
+        step = "" if says_next_step(reason) else f" {GO_ON[0].upper()}{GO_ON[1:]} to resume."
+        return "warn", "not finished", f"{reason[0].upper()}{reason[1:]}.{step}"
+    if failed_rows:
+        return "bad", "done, with failed rows", f"{failed_rows}."
     return "good", "done", "All rows have a result."
 
 
 def _over_time(timeline: Timeline, histories: Sequence[WorkerHistory]) -> dict[str, Any]:
+    """Return what the template shows over time: charts, incidents, and values for the readout in page.js."""
     incidents = sorted(incident for history in histories for incident in history.incidents)
     charts = load_charts(timeline, histories, incidents) if timeline.places else []
     return {
@@ -158,7 +171,7 @@ def _over_time(timeline: Timeline, histories: Sequence[WorkerHistory]) -> dict[s
 
 
 def _style_and_script() -> dict[str, Any]:
-    """Return the style and the script of a page, and the hash without which the browser runs no script."""
+    """Return the style and the script of the page, and the script's hash for the content security policy."""
     script = _read("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return {
@@ -168,15 +181,18 @@ def _style_and_script() -> dict[str, Any]:
     }
 
 
-def _tasks(run_dir: RunDir) -> list[RunDir]:
-    """Return all workers of a run, among them the one of `run_dir`, each once."""
-    return [*{task.log_directory: task for task in (run_dir, *run_dir.all_tasks())}.values()]
+def _workers(run_dir: RunDir) -> list[RunDir]:
+    """Return the directories of all workers of a run, including that of `run_dir`, each once."""
+    return [*{worker.log_directory: worker for worker in (run_dir, *run_dir.all_tasks())}.values()]
 
 
 def _decisions(
     histories: Sequence[WorkerHistory], timeline: Timeline, facts: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
-    """Return the runner's decisions, each as a name and a text. Of several workers the last one counts."""
+    """Return the runner's decisions on order, tokenizing and window, each as a name and a text.
+
+    With several workers, the decision of the last worker is shown.
+    """
     decisions = []
     if order := next((history.order for history in reversed(histories) if history.order), None):
         decisions.append(("Order of the rows", f"{order.get('order')}: {order.get('why')}"))
@@ -193,13 +209,13 @@ def _decisions(
 
 
 def _load(run_dir: RunDir) -> list[tuple[str, str]]:
-    """Return queue, token usage, shared prefixes, bundles and checks of report.json as pairs of texts."""
+    """Return facts about load and sending from report.json, each as a name and a text."""
     report = read_json(run_dir.report_json)
     load, sharing = report.get("load") or {}, report.get("sharing") or {}
     facts = []
     if load.get("in_band_share") is not None:
         in_band, empty = load["in_band_share"], load["empty_queue_share"]
-        facts.append(("Queue", f"{in_band:.0%} of the steady time in its band, {empty:.0%} empty"))
+        facts.append(("Queue", f"{in_band:.0%} of the steady time in the healthy range, {empty:.0%} empty"))
     corner_shares = (load.get("corner_shares") or {}).items()
     shares = [
         f"{share:.0%} {Corner(name).words}" for name, share in corner_shares if share and name in set(Corner)
@@ -210,20 +226,23 @@ def _load(run_dir: RunDir) -> list[tuple[str, str]]:
         facts.append(("Background", background_line(background)))
     if sharing.get("expected_tokens"):
         hit_rate = sharing["found_tokens"] / sharing["expected_tokens"]
-        text = f"{hit_rate:.0%} of what rows share with earlier rows was in the cache"
+        text = f"{hit_rate:.0%} of the tokens that rows share with earlier rows were in the prefix cache"
         facts.append(("Shared prefixes", text))
     if (bundles := report.get("bundles") or {}).get("bundles"):
         text = f"{bundles['rows_per_request']:.1f} rows each on average, {bundles['most_rows']} at most"
         facts.append(("Requests", text))
     if checks := report.get("checks"):
-        repeats = f"{checks['rows_asked_again']:,} rows asked again {checks['asked_again']:,} times"
+        retries = f"{checks['rows_asked_again']:,} rows retried {checks['asked_again']:,} times"
         cost = f"{checks['output_tokens']:,} output tokens rejected"
-        facts.append(("Checks", f"{repeats}, {checks['rows_failed']:,} failed; {cost}"))
+        facts.append(("Checks", f"{retries}, {checks['rows_failed']:,} failed; {cost}"))
     return facts
 
 
 def _flags(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the engine's limits and the versions of the software as pairs of texts."""
+    """Return the engine's limits and the versions of the software, each as a name and a text.
+
+    `facts` is the content of run.json.
+    """
     info = facts["engine"]
     limits = ("max_running", "max_total_tokens", "context_length", "prefill_tokens", "card", "log")
     pairs = [(name.replace("_", " "), str(info[name])) for name in limits if info.get(name) is not None]
@@ -234,6 +253,7 @@ def _flags(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 @functools.cache
 def _template() -> jinja2.Template:
+    """Return the template page.html with the filters that it uses."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, finalize=_visible,
@@ -245,17 +265,22 @@ def _template() -> jinja2.Template:
 
 
 def _visible(value: object) -> object:
-    """Escape characters in a text that HTML lacks, or that would reverse the text around them."""
+    """Return a value of the template with control characters escaped in each line of a text.
+
+    HTML does not allow control characters, and marks of text direction would reverse the text around them.
+    """
     if isinstance(value, Markup) or not isinstance(value, str):
         return value
     return "\n".join(map(escaped, value.split("\n")))
 
 
 def _moment(seconds: float) -> str:
+    """Format a time, in seconds since the epoch, as date, hour and minute in UTC."""
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M}"
 
 
 def _percent(share: float) -> str:
+    """Format a fraction as per cent, with one decimal below 10 %."""
     return f"{share:.1%}" if 0 < share < 0.1 else f"{share:.0%}"  # noqa: PLR2004
 
 

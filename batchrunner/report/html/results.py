@@ -1,6 +1,6 @@
-"""The results of a run for its page: counts, lengths, a few answers.
+"""The results of a run for its page: counts of rows, distributions of lengths, and a few answers.
 
-duckdb reads the columns without texts several times, so that memory does not grow with the rows.
+DuckDB reads only the numeric columns, once for each distribution, so that memory does not grow with the rows.
 """
 
 from __future__ import annotations
@@ -26,45 +26,50 @@ if TYPE_CHECKING:
     import duckdb
 
 MEMORY = "256MB"
-"""Memory that duckdb may use."""
+"""Limit of the memory that DuckDB may use."""
 THREADS = 1
+"""Number of threads that DuckDB may use, so that the page does not slow down a run on the same machine."""
 ANSWERS = 5
 """Number of rows that the page shows with their answers."""
 SHOWN = 400
-"""Maximum number of characters of a text on the page."""
+"""Maximum number of characters of an answer's text on the page."""
 _LEFT_OUT = {"finish_reason", "prompt_tokens", "completion_tokens", "latency_s", "attempts"}
-"""Columns that the page does not show beside answers."""
+"""Result columns that the page does not show beside answers."""
 _SENT = "FROM results WHERE attempts > 0"
+"""SQL clause that selects the rows that were sent to the engine."""
 _LENGTHS = (
     ("Prompts", "tokens", "prompt_tokens"),
     ("Outputs", "tokens", "unnest(output_tokens)"),
     ("Latency", "s", "latency_s"),
 )
+"""Title, unit and SQL expression of each distribution on the page."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunResults:
-    """The results on disk."""
+    """Counts, distributions and examples from the results of a run that are on disk."""
 
     counts: RowCounts = field(default_factory=RowCounts)
+    """Counts of all rows that have a result."""
     lengths: list[tuple[Any, ...]] = field(default_factory=list)
     """Name, unit, mean, median, 90th and 99th percentile and maximum of each distribution."""
     answers: list[dict[str, Any]] = field(default_factory=list)
-    """A few rows with shortened texts; `row` is the ordinal."""
+    """A few rows with shortened texts by column; `row` is the ordinal of the row in the input."""
 
 
-def read_results(tasks: Sequence[RunDir]) -> RunResults:
-    """Read the results of these workers of a run; raises ResumeError where a part is damaged.
+def read_results(workers: Sequence[RunDir]) -> RunResults:
+    """Read the results of these workers of a run; raises ResumeError for a damaged result file.
 
-    Rows in journals are only counted; they are from the last half minute.
+    Rows that are still in a journal are counted, but are not in the distributions. A journal has the rows of
+    the last half minute.
     """
     import duckdb  # noqa: PLC0415 - 25 MB, which only a page needs
 
     done = DoneRows()
-    parts = [part for task in tasks for part in task.own_parts()]
+    parts = [part for worker in workers for part in worker.own_parts()]
     try:
-        for task in tasks:
-            done.include(read_done(task))
+        for worker in workers:
+            done.include(read_done(worker))
         if not parts:
             return RunResults(done.counts)
         with (
@@ -77,20 +82,22 @@ def read_results(tasks: Sequence[RunDir]) -> RunResults:
             lengths = list(filter(None, (_length(connection, *length) for length in _LENGTHS)))
             return RunResults(done.counts, lengths, _answers(parts[-1]))
     except (duckdb.Error, pa.ArrowException, OSError, KeyError, UnicodeError) as failure:
-        raise ResumeError(f"{tasks[0].path}: results cannot be read: {first_line(failure)}") from None
+        raise ResumeError(f"{workers[0].path}: results cannot be read: {first_line(failure)}") from None
 
 
 def _register(connection: duckdb.DuckDBPyConnection, parts: Sequence[Path]) -> None:
-    """Define the view `results` of the columns with lengths, in which `output_tokens` is always a list.
+    """Define the view `results` of the numeric columns in the part files (the Parquet files of results).
 
-    duckdb opens the parts one after another.
+    In the view, `output_tokens` is always a list with the output tokens of each completion.
     """
-    schema, tokens = pq.read_schema(parts[0]), "[]::INTEGER[]"
+    schema = pq.read_schema(parts[0])
     names = ["attempts", "latency_s", "prompt_tokens"]
-    if has_texts(schema):
+    if not has_texts(schema):
+        tokens = "[]::INTEGER[]"  # A task without decoding, such as an embedding, has no output tokens.
+    else:
         names.append("completion_tokens")
-        several = pa.types.is_list(schema.field("completion_tokens").type)
-        tokens = "completion_tokens" if several else "[completion_tokens]"
+        has_several = pa.types.is_list(schema.field("completion_tokens").type)
+        tokens = "completion_tokens" if has_several else "[completion_tokens]"
     lengths = pa.schema([schema.field(name) for name in names])
     paths = [str(part) for part in parts]
     connection.register("parts", pads.dataset(paths, schema=lengths, format="parquet"))
@@ -100,7 +107,10 @@ def _register(connection: duckdb.DuckDBPyConnection, parts: Sequence[Path]) -> N
 def _length(
     connection: duckdb.DuckDBPyConnection, name: str, unit: str, value: str
 ) -> tuple[Any, ...] | None:
-    """Return the distribution of a value over all rows; None if no row has it."""
+    """Return an entry of `RunResults.lengths`; None if no row has a value.
+
+    `value` is an SQL expression on a row of the view `results`.
+    """
     query = f"""SELECT
             avg(v), approx_quantile(v, 0.5), approx_quantile(v, 0.9), approx_quantile(v, 0.99), max(v)
         FROM (SELECT {value} AS v {_SENT})"""  # noqa: S608 - our own names
@@ -109,7 +119,7 @@ def _length(
 
 
 def _answers(part: Path) -> list[dict[str, Any]]:
-    """Return the first rows of a part as shortened texts."""
+    """Return the first rows of a part file, each as shortened texts by column."""
     with pq.ParquetFile(part) as file:
         names = [name for name in file.schema_arrow.names if name not in _LEFT_OUT]
         batch = next(file.iter_batches(batch_size=ANSWERS, columns=names, use_threads=False), None)

@@ -1,4 +1,5 @@
-"""Logs: what an SGLang server's log says about its load, its arguments and its failures.
+"""Reads the load, the arguments and the failures of a server from its log.
 
-`lines` parses single lines. `reader` reads whole logs into facts and a `series` of load samples.
+`lines` parses single lines. `reader` reads whole logs into facts, and into a `series` of load samples.
+`causes` finds the lines that explain a failure.
 """

@@ -1,4 +1,4 @@
-"""The lines of a log that explain why a server failed."""
+"""Finds the lines of a log that explain why a server failed."""
 
 import re
 from pathlib import Path
@@ -6,13 +6,13 @@ from pathlib import Path
 from batchrunner.sglang.logs.lines import clean
 
 TAIL_BYTES = 4 << 20
-"""Number of bytes read from the end of a log. It is large, because after one rank's error the others may
-write thousands of tracebacks."""
+"""Number of bytes read from the end of a log. It is large, because after the error of one rank the other
+ranks may write thousands of lines of tracebacks."""
 HEAD_BYTES = 1 << 20
 """Number of bytes read from the beginning of a log, which has a server's arguments (16 kB per process) and
 limits."""
 MOST_LINES = 3
-"""Maximum number of lines of a failure that are shown."""
+"""Maximum number of log lines in the explanation of a failure."""
 _PREFIX = re.compile(r"^(\[[^\]]*\]|\d{4}-\d\d-\d\d[ T]\S+|[A-Z]+:?\s)\s*")
 # For example: torch.OutOfMemoryError: CUDA out of memory / launch_server.py: error: … / Not enough memory.
 _CAUSE = re.compile(
@@ -20,29 +20,33 @@ _CAUSE = re.compile(
     r"|Not enough memory.*|.*address already in use.*|.*Killed$|Subprocess \S+ .*crashed.*)",
     re.IGNORECASE,
 )
-# Errors that are only consequences of another error, and would hide it.
+# Errors that are only consequences of another error, and so do not explain the failure.
 _CONSEQUENCE = re.compile(
     r"Scheduler or detokenizer|Received sigquit|Rank \d+ scheduler|exit ?code|EOFError|KeyboardInt"
 )
-# A killed process logs no error, so errors before this line are not why it ended.
+# A process that was killed logs no error, so errors before such a line do not explain its end.
 _KILLED = re.compile(r"^Subprocess \S+ .*crashed with exit code -9\b")
 
 
 def cause_in(log: Path, since: int = 0) -> str:
-    """Return the lines after byte `since` that best explain a failure, at most three, joined by ` / `."""
+    """Return the lines after byte `since` of a log that best explain a failure, joined by ` / `.
+
+    At most MOST_LINES lines are returned. If no line explains the failure, they are the last lines.
+    """
     lines = [unstamped(line) for line in head_and_tail(log, since)]
     causes = [line for line in lines if _CAUSE.match(line)]
-    best = (
+    best_lines = (
         [line for line in lines if _KILLED.match(line)]
         or [line for line in causes if not _CONSEQUENCE.search(line)]
         or causes
+        or [line for line in lines if line][-MOST_LINES:]
     )
-    lines_to_show = list(dict.fromkeys(best))[-MOST_LINES:] or [line for line in lines if line][-MOST_LINES:]
-    return " / ".join(line[:300] for line in lines_to_show)
+    distinct_lines = [*dict.fromkeys(best_lines)]
+    return " / ".join(line[:300] for line in distinct_lines[-MOST_LINES:])
 
 
 def unstamped(line: str) -> str:
-    """Return a line without time stamp and colours."""
+    """Return a log line without time stamp, ranks, log level and colours."""
     return _PREFIX.sub("", clean(line).strip()).strip()
 
 

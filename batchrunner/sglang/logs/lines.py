@@ -1,7 +1,7 @@
 """The parser of single lines of an SGLang log (0.5.16 or newer) into records. Pure.
 
-SGLang writes `Decode batch` and `Prefill batch` lines of `name: value` pairs. Their choice and order change
-with nearly every release, so each pair is found by its name and never by its position.
+SGLang's `Decode batch` and `Prefill batch` lines consist of `name: value` pairs. The pairs and their order
+change with nearly every release, so each pair is found by its name and never by its position.
 """
 
 import ast
@@ -13,25 +13,28 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 STEPS_A_LINE = 40
 """Number of decode steps between two lines of the log: SGLang's default of `--decode-log-interval`."""
 Phase = Literal["load", "pool", "states", "graph", "prefill", "decode", "general"]
+"""Phase of a server in which memory may run out: loading the weights, allocating the KV pool or the state
+pool, capturing CUDA graphs, prefill, decode, or any other."""
 
 
 class LoggedBatch(NamedTuple):
     """The load of one scheduler, logged at each prefill pass and every 40 decode steps."""
 
     decode: bool
+    """Whether the line is of decode passes; False for a prefill pass."""
     running: int
-    """`#running-req`."""
+    """Number of running requests, `#running-req`."""
     queue: int
-    """`#queue-req`."""
+    """Number of queued requests, `#queue-req`."""
     usage: float
-    """Fraction of the KV pool in use, `token usage`. With sliding windows the pool has two parts; the fuller
-    one counts."""
+    """Fraction of the KV pool in use, `token usage`. With sliding windows the line has two pools, and the
+    fuller pool counts."""
     tokens: int | None = None
     """Number of tokens in the KV pool, `#token`."""
     graph: bool | None = None
-    """Whether a CUDA graph ran; None if the line does not say, as on a CPU."""
+    """Whether a CUDA graph ran; None if the line does not say it, as on a CPU."""
     throughput: float | None = None
-    """Tokens per second: generated ones in a decode line, prompt tokens in a prefill line."""
+    """Tokens per second: generated tokens in a decode line, prompt tokens in a prefill line."""
     new_seqs: int = 0
     """Number of requests in a prefill pass."""
     new_tokens: int = 0
@@ -45,10 +48,11 @@ class LoggedBatch(NamedTuple):
 
 
 class Retraction(NamedTuple):
-    """Retractions: the KV pool was full, so running requests went back to the queue."""
+    """A retraction: the KV pool was full, so running requests went back to the queue."""
 
     tokens: int
-    """Number of tokens that the pool lost and that are computed again; 0 in releases that do not log it."""
+    """Number of tokens that were freed and must be computed again; 0 if the release does not log the
+    number."""
 
 
 class ServerReady(NamedTuple):
@@ -67,7 +71,7 @@ class ServerReady(NamedTuple):
 
 
 class RunningCapped(NamedTuple):
-    """The state pool of a hybrid model, or the KV pool, allows fewer running requests than were asked for.
+    """The state pool of a hybrid model, or the KV pool, allows fewer running requests than the flags ask for.
 
     The fields are None if the KV pool is the cause.
     """
@@ -79,51 +83,57 @@ class RunningCapped(NamedTuple):
 
 
 class PoolAllocated(NamedTuple):
-    """Memory was allocated for the KV pool, or, if `slots` is known, for the state pool of a hybrid model."""
+    """Memory was allocated for the KV pool or for the state pool of a hybrid model."""
 
     gb: float
+    """Size of the pool in GB."""
     slots: int | None = None
+    """Number of state slots; None for a KV pool."""
 
 
 class WeightsLoaded(NamedTuple):
     """Loading of the weights begins (`free_gb` is known) or ends (`used_gb` and `model` are known)."""
 
     free_gb: float | None
-    """Free memory of the device in GB."""
+    """Free memory of the device in GB before the weights are loaded."""
     used_gb: float | None = None
-    """Memory that the weights take in GB."""
+    """Memory in GB that the weights take."""
     model: str | None = None
-    """The model's class, such as LlamaForCausalLM."""
+    """Class of the model, such as LlamaForCausalLM."""
     quantised: str | None = None
-    """The checkpoint's quantisation, empty if it has none; None if the release does not log it."""
+    """Quantisation of the checkpoint; empty if it has none, None if the release does not log it."""
 
 
 class OutOfMemory(NamedTuple):
-    """Memory ran out, which ends an engine. `phase` is `general` if the line does not name the phase."""
+    """Memory ran out, which ends a server."""
 
     phase: Phase
+    """`general` if the line does not name the phase."""
     text: str
     """The log line."""
     running: int = 0
-    """Number of requests that ran just before, `#running-req`. The reader of the whole log fills it in."""
+    """Number of requests that ran just before, `#running-req`. LogReader fills it in from earlier lines."""
 
 
 class Died(NamedTuple):
     """A process of the server ended unexpectedly."""
 
     killed: bool
-    """Whether SIGKILL ended it. The kernel sends SIGKILL when memory runs out, and a person by `kill -9`."""
+    """Whether SIGKILL ended the process. The kernel sends SIGKILL when memory runs out, and a person by
+    `kill -9`."""
     text: str
+    """The log line."""
 
 
 class Raised(NamedTuple):
-    """The last line of a traceback. Whether a process died of the error, only other lines show."""
+    """An exception in the last line of a traceback. Only other lines show whether a process died of it."""
 
     text: str
+    """The name of the exception and its message."""
 
 
 class PhaseBegins(NamedTuple):
-    """The server is in this phase, according to a progress line or a traceback."""
+    """The server is in `phase`, according to a progress line or a traceback."""
 
     phase: Phase
 
@@ -132,27 +142,30 @@ class Arguments(NamedTuple):
     """The server's resolved arguments, which it logs at its start."""
 
     values: dict[str, Any]
+    """Values of the arguments, by SGLang's own names with underscores."""
 
 
 SGLangRecord: TypeAlias = (
     LoggedBatch | Retraction | RunningCapped | PoolAllocated | ServerReady | WeightsLoaded | Arguments
 )
-"""A record of a line that no program other than SGLang writes."""
+"""A record of a line that no program except SGLang writes."""
 Record: TypeAlias = SGLangRecord | OutOfMemory | Died | Raised | PhaseBegins
+"""A record of any line; other programs write similar errors and progress lines."""
 
 
 class Origin(NamedTuple):
-    """The time of a line, and the process and server that wrote it."""
+    """The time of a line, and the server and the process that wrote the line."""
 
     at: float | None
-    """Seconds since an unknown time; only differences have a meaning."""
+    """Time of the line in seconds, from an unknown zero: the time zone is unknown. None if the line has no
+    valid time."""
     server: str
     """Label that `srun --label`, Docker, Kubernetes or journalctl put before the line; empty if there is
     none."""
     dp: str
-    """The DP rank's number; empty if there is none."""
+    """Number of the DP rank; empty if the line names none."""
     rank: str
-    """All ranks of the process, such as `DP0 TP0`."""
+    """All ranks of the process, such as `DP0 TP0`; empty if the line names none."""
 
 
 _LABEL = (
@@ -169,7 +182,9 @@ _COUNT, _NUMBER = r"(\d{1,15})(?!\d)", r"(\d{1,15}(?:\.\d{1,15})?)"
 _RUNNING, _QUEUE, _TOKENS = (
     re.compile(rf"#{name}: *{_COUNT}") for name in ("running-req", "queue-req", "token")
 )
-_PREFILLED = [re.compile(rf"#{name}: *{_COUNT}") for name in ("new-seq", "new-token", "cached-token")]
+_NEW_SEQS, _NEW_TOKENS, _CACHED_TOKENS = (
+    re.compile(rf"#{name}: *{_COUNT}") for name in ("new-seq", "new-token", "cached-token")
+)
 _USAGE = re.compile(rf"token usage: *{_NUMBER}")
 _STATE_USAGE = re.compile(rf"mamba usage: *{_NUMBER}")
 _RATE = re.compile(rf"throughput \(token/s\): *{_NUMBER}")
@@ -245,22 +260,24 @@ _STEPS = {
 }
 """Steps of a starting server, with the lines that announce them (0.5.23)."""
 _OF_ALL = re.compile(r"\| *(\d+)/(\d+) \[")
-"""Count in a progress bar."""
+"""Matches the count in a progress bar, such as `| 3/8 [`."""
 _RARE = (
     "mem", "forward_", "_execute_", "raph", "server_args=", "Mamba Cache", "KV Cache",
     "rror: ", "xception: ", "exit", "illed", "child failed",
 )  # fmt: skip
-"""Each other line that matters contains one of these, so most lines can be ruled out quickly."""
+"""Words of which at least one is in every line that `_rare` reads. So most lines are skipped quickly."""
 
 
 def record_in(line: str) -> Record | None:
-    """Return the record of a line; None for most lines, which have none. Never raises."""
+    """Return the record of a line; None for most lines, which have no record. Never raises."""
     record = _record(line)
     quotes_request = "obj" in line and any(sign in line for sign in _REQUESTS)
     return None if quotes_request else record
 
 
 def _record(line: str) -> Record | None:
+    """Return the record of a line that does not quote a request."""
+    # Each regular expression is tried only if a fixed word is in the line, because that test is fast.
     if _ACCESS in line:  # nine of ten lines of a large log
         return None
     if " batch" in line and (record := _batch(line)):
@@ -269,8 +286,9 @@ def _record(line: str) -> Record | None:
         return Retraction(_count(_GAINED, line))
     if "max_total_num_tokens=" in line and "server_args=" not in line:
         return _ready(line)
-    if "max_running_requests " in line and (capped := _RUNNING_CAPPED.search(line)):
-        return RunningCapped(*(int(count) if count else None for count in capped.groups()))
+    if "max_running_requests " in line and (match := _RUNNING_CAPPED.search(line)):
+        slots, per_request = (int(count) if count else None for count in match.groups())
+        return RunningCapped(slots=slots, per_request=per_request)
     return _rare(line) if any(word in line for word in _RARE) else None
 
 
@@ -285,77 +303,92 @@ def origin_of(line: str) -> Origin:
     """Return the origin of a line, as far as the beginning of the line names it."""
     match = _ORIGIN.match(line)
     if match is None:
-        return Origin(None, "", "", "")
-    server, time, rank = match["server"] or match["unit"] or "", match["time"], match["rank"].strip()
-    dp = next((part[2:] for part in rank.split() if part.startswith("DP")), "") if rank else ""
-    return Origin(_seconds(time) if time else None, server.strip(" :|[]"), dp, rank)
+        return Origin(at=None, server="", dp="", rank="")
+    server, time, ranks = match["server"] or match["unit"] or "", match["time"], match["rank"].strip()
+    dp = next((rank.removeprefix("DP") for rank in ranks.split() if rank.startswith("DP")), "")
+    return Origin(at=_seconds(time) if time else None, server=server.strip(" :|[]"), dp=dp, rank=ranks)
 
 
 def clean(line: str) -> str:
-    """Return a line without colours, and without a progress bar before it."""
+    """Return a line without colours, and without a progress bar (up to a carriage return) before it."""
     if "\x1b" in line:
         line = _COLOUR.sub("", line)
     return line.rstrip().rpartition("\r")[2]
 
 
 def _batch(line: str) -> LoggedBatch | None:
-    """Read a batch line; None for any other line, or for a batch line that is cut off before `#queue-req`."""
+    """Return the record of a batch line; None for any other line.
+
+    Return None for a batch line that is damaged before the end of `#queue-req`, too.
+    """
     start = line.find("Decode batch")
-    decode = start >= 0
-    start = start if decode else line.find("Prefill batch")
+    is_decode = start >= 0
+    if not is_decode:
+        start = line.find("Prefill batch")
     running, queue = _RUNNING.search(line, start), _QUEUE.search(line, start)
     if start < 0 or not running or not queue:
         return None
-    usages = _USAGE.findall(line, start)
     tokens, rate = _TOKENS.search(line, start), _RATE.search(line, start)
     accepted = _ACCEPTED.search(line, start)
-    batch = LoggedBatch(
-        decode,
-        int(running[1]),
-        int(queue[1]),
-        float(usages[0] if len(usages) == 1 else max(map(float, usages), default=0.0)),
-        int(tokens[1]) if tokens else None,
-        None if "cuda graph: " not in line else "cuda graph: True" in line,
-        float(rate[1]) if rate else None,
-        *(() if decode else (_count(pattern, line) for pattern in _PREFILLED)),
+    states = _STATE_USAGE.search(line, start) if "mamba usage" in line else None
+    return LoggedBatch(
+        decode=is_decode,
+        running=int(running[1]),
+        queue=int(queue[1]),
+        usage=max(map(float, _USAGE.findall(line, start)), default=0.0),
+        tokens=int(tokens[1]) if tokens else None,
+        graph=None if "cuda graph: " not in line else "cuda graph: True" in line,
+        throughput=float(rate[1]) if rate else None,
+        new_seqs=0 if is_decode else _count(_NEW_SEQS, line),
+        new_tokens=0 if is_decode else _count(_NEW_TOKENS, line),
+        cached_tokens=0 if is_decode else _count(_CACHED_TOKENS, line),
+        accepted=float(accepted[1]) if accepted else 1.0,
+        state_usage=float(states[1]) if states else 0.0,
     )
-    if states := "mamba usage" in line and _STATE_USAGE.search(line, start):
-        batch = batch._replace(state_usage=float(states[1]))
-    return batch._replace(accepted=float(accepted[1])) if accepted else batch
 
 
 def _count(pattern: re.Pattern[str], line: str) -> int:
+    """Return the number that a pattern finds in a line; 0 if it finds none."""
     match = pattern.search(line)
     return int(match[1]) if match else 0
 
 
-def _ready(line: str) -> ServerReady | None:
+def _ready(line: str) -> ServerReady:
+    """Return the limits in the line that a scheduler logs before it takes requests."""
     limits: dict[str, Any] = {name: int(value) for name, value in _READY.findall(line)}
     free_gb = {device: float(gb) for device, gb in _FREE_GB.findall(line)}
     return ServerReady(**limits, gpu_gb=free_gb.get("gpu"), cpu_gb=free_gb.get("cpu"))
 
 
 def _rare(line: str) -> Record | None:
+    """Return the record of a line that is logged at the start of a server or at its end."""
     if failure := _failure(line):
         return failure
     if weights := _WEIGHTS.search(line):
         used = _USED.search(line)
-        free = float(weights[3]) if weights[1] == "begin" else None
-        return WeightsLoaded(free, float(used[1]) if used else None, weights[2], _quantised(line))
+        return WeightsLoaded(
+            free_gb=float(weights[3]) if weights[1] == "begin" else None,
+            used_gb=float(used[1]) if used else None,
+            model=weights[2],
+            quantised=_quantised(line),
+        )
     if pool := _STATES_ALLOCATED.search(line):
-        return PoolAllocated(float(pool[2]) + float(pool[3]), slots=int(pool[1]))
+        return PoolAllocated(gb=float(pool[2]) + float(pool[3]), slots=int(pool[1]))
     if pool := _KV_ALLOCATED.search(line):
-        return PoolAllocated(float(pool[1]) + float(pool[2] or 0))
+        return PoolAllocated(gb=float(pool[1]) + float(pool[2] or 0))
     if "server_args=" in line:
         return _arguments(line.partition("server_args=")[2].strip())
-    return next((PhaseBegins(phase) for phase, signs in _PHASES.items() if signs.search(line)), None)
+    return next((PhaseBegins(phase) for phase, pattern in _PHASES.items() if pattern.search(line)), None)
 
 
 def _failure(line: str) -> OutOfMemory | Died | Raised | None:
+    """Return the record of a line about a failure; None for any other line."""
     if _KILLED.search(line):
         return Died(killed=True, text=line.strip())
     raised = _RAISED.match(line)
-    if (raised or any(sign in line for sign in _WITHOUT_ERROR)) and (record := _out_of_memory(line)):
+    # A line that only mentions memory, such as a hint, does not count.
+    is_error = raised is not None or any(sign in line for sign in _WITHOUT_ERROR)
+    if is_error and (record := _out_of_memory(line)):
         return record
     if _CRASHED.search(line):
         return Died(killed=False, text=line.strip())
@@ -363,14 +396,20 @@ def _failure(line: str) -> OutOfMemory | Died | Raised | None:
 
 
 def _out_of_memory(line: str) -> OutOfMemory | None:
-    phase = next((phase for phase, signs in _OUT_OF_MEMORY.items() if signs.search(line)), None)
+    """Return the record of a line that says that memory ran out; None for any other line."""
+    phase = next((phase for phase, pattern in _OUT_OF_MEMORY.items() if pattern.search(line)), None)
     if phase is None:
         return None
-    return OutOfMemory("graph" if "graph failed: " in line else phase, line.strip())
+    if "graph failed: " in line:
+        phase = "graph"
+    return OutOfMemory(phase, line.strip())
 
 
 def _quantised(line: str) -> str | None:
-    """Return `fp8` for `quant=fp8`; empty if unquantised; None for `dtype=`, which older releases log."""
+    """Return the checkpoint's quantisation in a line, such as `fp8` for `quant=fp8`; empty if it has none.
+
+    Return None for a line of an older release, which has `dtype=` and names no quantisation.
+    """
     match = _QUANTISED.search(line)
     if match:
         return match[1]
@@ -379,30 +418,34 @@ def _quantised(line: str) -> str | None:
 
 
 def _arguments(text: str) -> Arguments:
-    """Read a dict (SGLang ≥ 0.5.2x) or `ServerArgs(name=value, …)`. If it is cut off, read the first part."""
+    """Read a server's arguments: a dict in SGLang 0.5.20 or newer, else `ServerArgs(name=value, …)`.
+
+    From a text that is cut off, the arguments before its end are read.
+    """
     if isinstance(values := _literal(text), dict):
         return Arguments({str(name): value for name, value in values.items()})
-    text = re.sub(r"'(\w+)': ", r"\1=", text)
+    text = re.sub(r"'(\w+)': ", r"\1=", text)  # the items of a dict, now as name=value
     return Arguments({name: _literal(value) for name, value in _ARGUMENT.findall(text)})
 
 
 def _literal(text: str) -> Any:
-    """Read a literal, or the `repr` of a dataclass, possibly nested, as a dict."""
+    """Return the value of a Python literal, or a dict for the `repr` of a dataclass; else the text itself."""
     try:
         return _value(ast.parse(text, mode="eval").body)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
 
 
-def _value(shown: ast.expr) -> Any:
-    if isinstance(shown, ast.Call):
-        return {field.arg: _value(field.value) for field in shown.keywords}
-    return ast.literal_eval(shown)
+def _value(expression: ast.expr) -> Any:
+    """Return the value of a parsed literal, or a dict for a call with keyword arguments."""
+    if isinstance(expression, ast.Call):
+        return {keyword.arg: _value(keyword.value) for keyword in expression.keywords}
+    return ast.literal_eval(expression)
 
 
 @lru_cache(maxsize=64)  # lines of the same second follow each other
 def _seconds(time: str) -> float | None:
-    """Return a time stamp in seconds; None for a damaged one."""
+    """Return a time stamp in seconds, as if its time zone were UTC; None for a damaged time stamp."""
     try:
         return datetime.fromisoformat(time).replace(tzinfo=UTC).timestamp()
     except ValueError:

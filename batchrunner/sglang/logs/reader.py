@@ -32,27 +32,32 @@ from batchrunner.sglang.logs.series import LoadSample, Prefills, Series
 from batchrunner.sglang.model_files import has_experts, has_latent_attention, has_sparse_attention
 
 Architecture = Literal["hopper", "blackwell", "ada", "ampere"]
-
+"""Generation of an NVIDIA GPU."""
 _CARDS: dict[Architecture, str] = {
     "hopper": "H100 H200 H800 H20 GH200",
     "blackwell": "B200 B300 GB200 GB300 B100",
     "ada": "L40S L40 L20 L4 4090 RTX_6000_ADA",
     "ampere": "A100 A800 A10G A10 A30 A40 A6000 3090",
 }
+"""Words in the names of GPUs, by their generation."""
 FP8: frozenset[Architecture] = frozenset({"hopper", "blackwell", "ada"})
-"""Generations of GPUs that compute in 8-bit floats: NVIDIA's, from compute capability 8.9 on."""
+"""Generations of NVIDIA GPUs that compute in 8-bit floats: compute capability 8.9 and higher."""
 _KV_OF_16_BITS = (None, "auto", "bf16", "bfloat16")
+"""Values of `--kv-cache-dtype` with which the KV pool holds 16-bit numbers."""
 KNOWN_CARDS = " ".join(_CARDS.values()).replace(" ", ", ")
+"""Names of the known GPUs, for messages."""
 _MOE = re.compile(
     "Moe|MoE|Mixtral|Deepseek|GptOss|Kimi|MiniMax|Grok|Dbrx|Llama4|Qwen3Next|LongcatFlash|MiMoV2|Step3VL|Step3p5"
     "|MistralLarge3|Glm5Next|HYV3|HYV4"
 )
+"""Matches the class names of mixture-of-experts models in SGLang 0.5.23. The pattern is used if a model's
+config.json is not on this machine."""
 _MLA = re.compile(
     "DeepseekV2|DeepseekV3|Kimi|LongcatFlash|MistralLarge3|GlmMoeDsa|Glm5Next|Glm4MoeLite|SarvamMLA|MiniCPM3"
 )
+"""Matches the class names of models with multi-head latent attention (MLA); used like _MOE."""
 _SPARSE = re.compile("DeepseekV32|GlmMoeDsa|Glm5Next")
-"""These three match class names of models (0.5.23). They are used if a model's config.json is not on this
-machine."""
+"""Matches the class names of models with sparse attention (DSA); used like _MOE."""
 
 
 @dataclass(slots=True)
@@ -64,44 +69,51 @@ class Facts:
     """Server arguments by SGLang's own names, with underscores."""
     ready: ServerReady | None = None
     troubles: dict[Phase, OutOfMemory] = field(default_factory=dict)
-    """For each phase, the last out-of-memory record."""
+    """Last out-of-memory record of each phase."""
     last_trouble: OutOfMemory | None = None
-    """The last out-of-memory record since the last batch. The server survived earlier ones."""
+    """Last out-of-memory record since the last batch line. The server survived earlier ones."""
     died: Died | None = None
-    """The line that best explains a death: that of a SIGKILL, of the exception, or of the crash."""
+    """Log line that best explains the server's death: the line of a SIGKILL, an exception or a crash."""
     card: str | None = None
+    """Name of the GPU."""
     card_gb: float | None = None
     """Memory of one GPU in GB."""
     weights_gb: float | None = None
-    """Weights on one rank in GB."""
+    """Memory in GB that the weights take on one rank."""
     quantised: str | None = None
-    """The checkpoint's quantisation; empty if it has none."""
+    """Quantisation of the checkpoint; empty if it has none, None if unknown."""
     model: str | None = None
-    """The model's class, such as LlamaForCausalLM."""
+    """Class of the model, such as LlamaForCausalLM."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The model's config.json, see `read_config`; empty if it is not on this machine."""
+    """The model's config.json (see `read_config`); empty if the file is not on this machine."""
     metrics: bool | None = None
-    """Whether `/metrics` answers."""
+    """Whether a live server answers at `/metrics`; None for a log."""
     mute: bool = False
     """Whether a live server does not report its load."""
     idle_gpus: int = 0
     """Number of GPUs that a run's server could see but did not use."""
     states: StatePool | None = None
-    """The state pool of a hybrid model; None for other models."""
+    """State pool of a hybrid model; None for any other model."""
 
     def number(self, name: str) -> float | None:
-        """Return an argument that is a number; None if unknown."""
+        """Return the value of an argument if it is a number, else None."""
         return number(self.arguments.get(name))
 
     @property
     def sizes_states(self) -> bool:
-        """Whether arguments set the number of state slots. Otherwise the pool gets a share of memory."""
+        """Whether arguments set the number of state slots. Otherwise the pool gets a fraction of memory.
+
+        Without a prefix cache, each of the `max_running_requests` has a slot.
+        """
         without_cache = self.arguments.get("disable_radix_cache") and self.number("max_running_requests")
         return bool(self.number("max_mamba_cache_size") or without_cache)
 
     @property
     def state_share(self) -> float | None:
-        """Share that the state pool has of the memory of state pool and KV pool; None if unknown."""
+        """Memory of the state pool as a fraction of that of state pool and KV pool together; None if unknown.
+
+        If no line has the sizes, it follows from `mamba_full_memory_ratio`.
+        """
         pool = self.states
         if pool is None:
             return None
@@ -138,7 +150,7 @@ class Facts:
 
     @property
     def max_running(self) -> int | None:
-        """Limit on the running requests of one scheduler, `max_running_requests`."""
+        """Maximum number of running requests of one scheduler, `max_running_requests`; None if unknown."""
         limit = self.ready.max_running_requests if self.ready else None
         return limit or int(self.number("max_running_requests") or 0) // self.attn_dp or None
 
@@ -155,7 +167,7 @@ class Facts:
 
     @property
     def architecture(self) -> Architecture | None:
-        """The card's generation; None if its name is missing or not known here."""
+        """Generation of the GPU; None if its name is unknown."""
         return architecture_of(self.card or "")
 
     @property
@@ -178,8 +190,9 @@ class Facts:
         """Whether an indexer selects the tokens of attention (DSA), by config.json or else the class name."""
         return has_sparse_attention(self.config) if self.config else self._class_has(_SPARSE)
 
-    def _class_has(self, names: re.Pattern[str]) -> bool:
-        return names.search(self.model or "") is not None
+    def _class_has(self, pattern: re.Pattern[str]) -> bool:
+        """Tell whether the name of the model's class matches a pattern."""
+        return pattern.search(self.model or "") is not None
 
     @property
     def graph_disabled(self) -> bool:
@@ -198,10 +211,12 @@ class Facts:
 
 
 def architecture_of(card: str) -> Architecture | None:
-    """Return the generation of a card by the words of its name; None for an unknown card."""
+    """Return the generation of a GPU from the words of its name; None for an unknown GPU."""
     words = f"_{re.sub('[^A-Z0-9]+', '_', card.upper())}_"
-    generations = ((name, generation) for generation, names in _CARDS.items() for name in names.split())
-    return next((generation for name, generation in generations if f"_{name}_" in words), None)
+    for generation, names in _CARDS.items():
+        if any(f"_{name}_" in words for name in names.split()):
+            return generation
+    return None
 
 
 def _phase(arguments: Mapping[str, Any], phase: str) -> Mapping[str, Any]:
@@ -253,7 +268,7 @@ class LogReader:
         """A death before the last restart. It counts until the server logs a batch again."""
 
     def read(self, path: Path) -> Self:
-        """Read a file to its end. Raises InputError if it is not an SGLang log."""
+        """Read a log to its end. Raises InputError for a file that cannot be read or is not an SGLang log."""
         earlier, self._old_death = self.facts, None
         self.facts = replace(earlier, arguments={}, troubles={}, last_trouble=None, died=None)
         try:
@@ -273,7 +288,7 @@ class LogReader:
         return self
 
     def _add(self, earlier: Facts) -> None:
-        """Add the failures that logs read before this one have shown."""
+        """Add the arguments and failures in the facts of logs that were read `earlier`."""
         facts = self.facts
         facts.arguments = facts.arguments or earlier.arguments
         facts.troubles = earlier.troubles | facts.troubles
@@ -281,7 +296,7 @@ class LogReader:
             facts.died, facts.last_trouble = earlier.died, earlier.last_trouble
 
     def take(self, line: str) -> None:
-        """Take one line."""
+        """Read one line of a log."""
         line = clean(line)
         record = record_in(line)
         if record is not None:
@@ -289,6 +304,7 @@ class LogReader:
             self._take(record, line)
 
     def _take(self, record: Record, line: str) -> None:
+        """Add the record of a line to the series or to the facts."""
         match record:
             case LoggedBatch():
                 self._batch(record, line)
@@ -312,7 +328,7 @@ class LogReader:
                 self._failed(record)
 
     def _pool(self, record: RunningCapped | PoolAllocated) -> None:
-        """Record what a line says about the state pool, or about the KV pool of the same server."""
+        """Add a line about the state pool of a hybrid model, or about the KV pool of the same server."""
         pool = self.facts.states or StatePool(0, slots_per_request(self.facts.arguments))
         if isinstance(record, RunningCapped):
             self._memory_caps_running = True
@@ -322,43 +338,53 @@ class LogReader:
         self._phase = "general"
         if record.slots is not None:
             self.facts.states = pool._replace(slots=record.slots, gb=record.gb)
-        elif pool.slots and pool.kv_gb is None:  # not that of a draft model, which may follow
+        elif pool.slots and pool.kv_gb is None:  # the first KV pool; that of a draft model may follow
             self.facts.states = pool._replace(kv_gb=record.gb)
 
     def _batch(self, batch: LoggedBatch, line: str) -> None:
+        """Add the load in a batch line, if the lines of its rank count."""
         scheduler, at = self._speaker(line)
         if scheduler is None:
             return
         self._phase, self._running = "decode" if batch.decode else "prefill", batch.running
-        if self.facts.died is self._old_death:  # after a new death, other ranks go on for seconds
+        # A batch shows that the server has survived, except after a new death: other ranks go on for seconds.
+        if self.facts.died is self._old_death:
             self.facts.died = self._old_death = self.facts.last_trouble = None
-        most, states = self.facts.max_running, self.facts.states
-        if batch.decode:
-            sample = LoadSample(
-                at=at,
-                running=batch.running,
-                queue=batch.queue,
-                usage=batch.usage,
-                max_running=most,
-                graph=batch.graph,
-                rate=batch.throughput,
-                state_usage=max(batch.state_usage, batch.running / states.most_running if states else 0.0),
-            )
-            self.series.add(scheduler, sample)
-        else:
+        if not batch.decode:
             self.series.prefills.add(batch, self.facts.chunk or 0)
+            return
+        states = self.facts.states
+        usage_by_requests = batch.running / states.most_running if states else 0.0
+        sample = LoadSample(
+            at=at,
+            running=batch.running,
+            queue=batch.queue,
+            usage=batch.usage,
+            max_running=self.facts.max_running,
+            graph=batch.graph,
+            rate=batch.throughput,
+            state_usage=max(batch.state_usage, usage_by_requests),
+        )
+        self.series.add(scheduler, sample)
 
     def _speaker(self, line: str) -> tuple[str | None, float | None]:
-        """Return a line's scheduler and time. The scheduler is None if another rank's lines count for it."""
+        """Return the scheduler and the time of a line.
+
+        All ranks of a scheduler log the same load, so only the first rank counts. For any other rank the
+        scheduler is None.
+        """
         origin = origin_of(line)
         scheduler = f"{self.source} {origin.server} {origin.dp}"
-        speaks = self._speakers.setdefault(scheduler, origin.rank) == origin.rank
-        return scheduler if speaks else None, origin.at
+        is_first_rank = self._speakers.setdefault(scheduler, origin.rank) == origin.rank
+        return scheduler if is_first_rank else None, origin.at
 
     def _started(self, record: Arguments) -> None:
-        """Begin a start of the server. If its arguments changed, drop all that was read but the card."""
-        before = self.facts.arguments
-        if before and any(before.get(name) != record.values.get(name) for name in _TUNED):
+        """Begin a start of the server. If a tuned argument changed, drop everything read before but the GPU.
+
+        Otherwise the load of a server with other arguments would count for this one.
+        """
+        previous = self.facts.arguments
+        if previous and any(previous.get(name) != record.values.get(name) for name in _TUNED):
             self._forget()
             self.facts = Facts(card=self.facts.card)
         self._old_death = self.facts.died
@@ -369,7 +395,7 @@ class LogReader:
         self._phase = "load"
 
     def _forget(self) -> None:
-        """Drop this log's schedulers. If no others remain, drop the sums over all logs too."""
+        """Drop the samples of this log; if none of other logs remain, drop the sums over all logs too."""
         series = self.series
         tracks = series.tracks.items()
         series.tracks = {name: track for name, track in tracks if not name.startswith(f"{self.source} ")}
@@ -377,11 +403,13 @@ class LogReader:
             series.prefills, series.retractions = Prefills(), 0
 
     def _weights(self, record: WeightsLoaded) -> None:
+        """Add a line about the loading of weights."""
         facts = self.facts
         self._phase = "load" if record.free_gb is not None else "general"
         if record.free_gb is not None and facts.card_gb is None:
             facts.card_gb = record.free_gb
-        if record.used_gb is not None and record.used_gb > (facts.weights_gb or 0):  # else a draft model's
+        # The weights of a draft model are loaded too. They are smaller.
+        if record.used_gb is not None and record.used_gb > (facts.weights_gb or 0):
             facts.weights_gb, facts.model = record.used_gb, record.model
             facts.quantised = record.quantised
 
@@ -396,4 +424,5 @@ class LogReader:
         elif isinstance(record, Died) and (death is None or (record.killed and not death.killed)):
             self.facts.died = record
         elif death is not None and death.text.endswith(_TRACEBACK):
+            # The line of the death only announces a traceback, whose last line names the exception.
             self.facts.died = death._replace(text=record.text)

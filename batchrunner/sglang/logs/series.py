@@ -10,9 +10,9 @@ from batchrunner.output.samples import SchedulerSample
 from batchrunner.sglang.logs.lines import LoggedBatch
 
 WHOLE = 0.9
-"""A prefill pass counts as full if its tokens are at least this fraction of the chunk size."""
+"""Minimum fraction of the chunk size that the tokens of a prefill pass must fill for it to count as full."""
 FEW = 2
-"""A full prefill pass counts as filled by long prompts if it has at most this many prompts."""
+"""Maximum number of prompts in a full prefill pass that counts as filled by long prompts."""
 
 
 @dataclass(slots=True)
@@ -28,11 +28,11 @@ class Prefills:
     retracted_tokens: int = 0
     """Number of tokens that were computed and then lost to a retraction."""
     filled: int = 0
-    """Number of passes that filled a whole chunk."""
+    """Number of full passes, whose tokens filled at least WHOLE of the chunk size."""
     filled_waiting: int = 0
-    """Number of passes of `filled` during which requests still waited."""
+    """Number of full passes during which requests still waited in the queue."""
     few_long: int = 0
-    """Number of passes that one or two prompts filled."""
+    """Number of full passes with at most FEW prompts."""
 
     def add(self, batch: LoggedBatch, chunk: int) -> None:
         """Count one prefill pass; `chunk` is `chunked_prefill_size`, or 0 if unknown."""
@@ -60,12 +60,15 @@ class LoadSample(NamedTuple):
     """The load of a scheduler that has work, at one time."""
 
     at: float | None
-    """Seconds since an unknown time; None if the log has no times."""
+    """Time in seconds, of which only differences have a meaning; None if the log has no times."""
     running: int
+    """Number of running requests."""
     queue: int
+    """Number of queued requests."""
     usage: float
     """Fraction of the KV pool in use."""
     max_running: int | None = None
+    """Maximum number of running requests; None if unknown."""
     graph: bool | None = None
     """Whether a CUDA graph ran; None if unknown."""
     rate: float | None = None
@@ -83,7 +86,7 @@ def sample_of_load(
     rate: float | None = None,
     unsent: int | None = None,
 ) -> LoadSample:
-    """Convert a reported load to a `LoadSample`."""
+    """Convert the load that a server reports to a LoadSample with the time `at`."""
     return LoadSample(
         at=at,
         running=load.running,
@@ -98,11 +101,10 @@ def sample_of_load(
 
 
 MOST_SAMPLES = 16_384
-"""Maximum number of samples that are kept for a scheduler; the newest are kept."""
+"""Maximum number of samples that are kept for a scheduler: the newest ones."""
 PAUSE_S = 30.0
-"""If two samples are more than this many seconds apart, there was a pause without work, and the job before it
-had ended. If time runs backwards by more than this, an older log follows a newer one, which counts as a pause
-too."""
+"""Minimum seconds between two samples that count as a pause without work, so that the work before had ended.
+If the time falls by more than this, an older log follows a newer one, which counts as a pause too."""
 
 
 @dataclass(slots=True)
@@ -115,9 +117,9 @@ class Track:
     """Number of seconds under load, without pauses."""
 
     def add(self, sample: LoadSample) -> None:
-        """Count a sample."""
-        last = self.samples[-1].at if self.samples else None
-        gap_s = 0.0 if sample.at is None or last is None else sample.at - last
+        """Append a sample, and count the time since the previous sample as busy, unless it was a pause."""
+        previous_at = self.samples[-1].at if self.samples else None
+        gap_s = 0.0 if sample.at is None or previous_at is None else sample.at - previous_at
         if abs(gap_s) > PAUSE_S:
             self.settle()
         else:
@@ -125,14 +127,18 @@ class Track:
         self.samples.append(sample)
 
     def settle(self) -> None:
-        """End a stretch of work. An empty queue at its end is no sign, because no rows remained to send."""
+        """End a stretch of work: record that the client had no more rows to send when the queue ran empty.
+
+        Otherwise an empty queue would be a sign that the client sends too few requests.
+        """
         samples = self.samples
-        drain_begin = len(samples)
+        drain_begin = len(samples)  # index of the first of the last samples with an empty queue
         while drain_begin and not samples[drain_begin - 1].queue and samples[drain_begin - 1].unsent is None:
             drain_begin -= 1
-        if drain_begin and samples[drain_begin - 1].queue:
-            for position in range(drain_begin, len(samples)):
-                samples[position] = samples[position]._replace(unsent=0)
+        had_queue_before = drain_begin > 0 and samples[drain_begin - 1].queue > 0
+        if had_queue_before:
+            for index in range(drain_begin, len(samples)):
+                samples[index] = samples[index]._replace(unsent=0)
 
 
 @dataclass(slots=True)
@@ -145,11 +151,11 @@ class Series:
     """Number of retractions of all schedulers."""
 
     def add(self, scheduler: str, sample: LoadSample) -> None:
-        """Count a sample."""
+        """Append a sample of a scheduler."""
         self.tracks.setdefault(scheduler, Track()).add(sample)
 
     def settle(self) -> None:
-        """End the series, because the source has no more samples."""
+        """End the series, because the log or server has no more samples; see `Track.settle`."""
         for track in self.tracks.values():
             track.settle()
 
@@ -160,25 +166,25 @@ class Series:
 
     @property
     def counted(self) -> int:
-        """Number of `samples`."""
+        """Number of samples that are kept."""
         return sum(len(track.samples) for track in self.tracks.values())
 
     @property
     def busy_s(self) -> float:
-        """Number of seconds under load, of the scheduler that was under load for longest."""
+        """Maximum over the schedulers of the seconds under load."""
         return max((track.busy_s for track in self.tracks.values()), default=0.0)
 
     @property
     def retractions_per_min(self) -> float:
-        """Mean number of retractions per minute of a scheduler. Less than a minute counts as one minute."""
+        """Mean number of retractions per scheduler and minute. Less than a minute counts as one."""
         return self.retractions / max(1, len(self.tracks)) / max(1.0, self.busy_s / 60)
 
     @property
     def recomputed_share(self) -> float | None:
         """Tokens lost to retractions, as a fraction of the generated tokens; None if either is unknown."""
         generated = self.median("rate") * sum(track.busy_s for track in self.tracks.values())
-        again = self.prefills.retracted_tokens
-        return again / generated if again and generated else None
+        retracted = self.prefills.retracted_tokens
+        return retracted / generated if retracted and generated else None
 
     def median(self, name: str) -> float:
         """Return the median of a field over the newest samples; 0 if no sample has a value."""

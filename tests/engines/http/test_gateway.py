@@ -1,17 +1,16 @@
 """Answers of a Model Gateway, as smg 1.13.0 gave them: refusals, lists of workers, loads, keys."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
-import msgspec
 import orjson
 import pytest
 from aiohttp import web
 
 from batchrunner.core.errors import (
-    AnotherModelError,
     AttemptFailedError,
     EngineBusyError,
     EngineDiedError,
@@ -19,14 +18,9 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.timing import TIMING
+from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http.gateway import ThroughGateway, code_of, refusal_of
-from batchrunner.engines.http.gateway_workers import (
-    GatewayQuestions,
-    GatewayWorker,
-    LoadEstimate,
-    WorkerLoad,
-    WorkerWatch,
-)
+from batchrunner.engines.http.gateway_workers import GatewayQuestions
 from batchrunner.engines.http.replies import WholeAnswer
 from batchrunner.engines.http.server_info import is_gateway
 from batchrunner.job.spec import LimitsSpec
@@ -74,81 +68,6 @@ def test_codes_of_other_bodies() -> None:
         assert code_of(body) is None
 
 
-def reported(
-    running: int, waiting: int, *, usage: float = 0.5, most: int | None = 64, at: str = ""
-) -> WorkerLoad:
-    return WorkerLoad(
-        num_running_reqs=running, num_waiting_reqs=waiting, token_usage=usage, max_running_requests=most,
-        reported_at=at,
-    )  # fmt: skip
-
-
-def running_and_queue(estimate: LoadEstimate, in_flight: int) -> tuple[int, int]:
-    load = estimate.now(in_flight, scheduler="s", route="r", now=7.0)
-    assert load.taken_at == 7.0
-    return load.running, load.queue
-
-
-@pytest.mark.parametrize(
-    ("report", "in_flight", "load"),
-    [
-        (reported(32, 68, usage=0.9), 100, (32, 68)),  # the pool is full
-        (reported(8, 28), 36, (36, 0)),  # it was between two batches
-        (reported(10, 0), 100, (64, 36)),  # it had not been sent more
-        (reported(10, 0, most=None), 100, (100, 0)),
-        (reported(64, 200), 100, (64, 200)),  # most requests came through another gateway
-    ],
-)
-def test_the_load_at_a_first_report(report: WorkerLoad, in_flight: int, load: tuple[int, int]) -> None:
-    """As many requests run as the pool or the limit allows, and the others wait."""
-    estimate = LoadEstimate()
-    estimate.observe(report, in_flight)
-    assert running_and_queue(estimate, in_flight) == load
-
-
-def test_the_queue_between_two_reports() -> None:
-    """Requests on their way do not count as queued, and the queue follows the requests in flight."""
-    estimate = LoadEstimate()
-    estimate.observe(reported(0, 0), 0)
-    assert running_and_queue(estimate, 100) == (64, 36)
-    second = reported(64, 6, at="12:00:01")  # 30 of 100 are on their way
-    estimate.observe(second, 100)
-    assert running_and_queue(estimate, 100) == (64, 6)
-    estimate.observe(second, 160)  # still the old report
-    assert running_and_queue(estimate, 160) == (64, 66)
-    assert running_and_queue(estimate, 80) == (64, 0)
-    estimate.observe(reported(64, 60, at="12:00:02"), 140)
-    assert running_and_queue(estimate, 140) == (64, 60)
-    estimate.observe(reported(50, 0, at="12:00:03"), 110)  # even the limit starves the scheduler
-    assert running_and_queue(estimate, 120) == (64, 10)
-
-
-def listed(weights_gb: float | None, at: str) -> GatewayWorker:
-    loads = [] if weights_gb is None else [{"memory": {"weight_gb": weights_gb}}]
-    entry = {"url": WORKER, "engine_load": {"timestamp": at, "loads": loads}}
-    return msgspec.convert(entry, GatewayWorker)
-
-
-def test_a_worker_is_in_doubt_until_a_newer_report() -> None:
-    """The report in the gateway's list when a row failed may be older than the failure."""
-    watch = WorkerWatch(WORKER)
-    watch.record_failure()
-    assert not watch.in_doubt  # no report has told the weights
-    watch.observe(listed(15.0, "1"))
-    watch.record_failure()
-    in_doubt = []
-    for at, weights_gb in [("2", 15.1), ("2", 15.1), ("3", 15.1), ("4", 14.9), ("", None), ("5", 15.0)]:
-        watch.observe(listed(weights_gb, at))
-        in_doubt.append(watch.in_doubt)
-    assert in_doubt == [True, True, False, False, False, False]
-    watch.record_failure()
-    watch.observe(listed(None, ""))  # the gateway could not read a report after the failure
-    watch.observe(listed(15.0, "6"))
-    assert not watch.in_doubt
-    with pytest.raises(AnotherModelError, match=r"the memory of the weights in GB was '15.0' and is '20.0'"):
-        watch.observe(listed(20.0, "7"))
-
-
 class FakeGateway:
     """A gateway whose list of workers is for some keys only; each key leads to one of two workers."""
 
@@ -161,12 +80,19 @@ class FakeGateway:
             }
             for n in (1, 2)
         ]  # fmt: skip
+        self.held: str | None = None
+        """Worker that hangs until it `resumes`."""
+        self.hangs, self.resumes = asyncio.Event(), asyncio.Event()
         self.down: str | None = None
         """Worker that is listed, and does not answer."""
         self.asked = 0
+        self.key_header = "x-smg-routing-key"
+        self.headers: set[str | None] = set()
+        """Values of the header of the tenant."""
         self.sent: list[tuple[str | None, dict[str, Any]]] = []
 
     async def answer(self, request: web.BaseRequest) -> web.Response:  # noqa: PLR0911 - one for each path
+        self.headers.add(request.headers.get("x-smg-tenant-id"))
         match request.path:
             case "/workers" if self.lists:
                 return web.json_response({"workers": self.workers})
@@ -182,11 +108,14 @@ class FakeGateway:
                 return web.json_response({"model_path": "m", "served_model_name": "m"})
             case "/generate":
                 body = await request.json()
-                key = request.headers.get("x-smg-routing-key")
+                key = request.headers.get(self.key_header)
                 self.asked += 1
                 chosen = key if self.keeps and key else str(self.asked)
                 worker = self.workers[sum(chosen.encode()) % len(self.workers)]["url"]
                 headers = {"x-smg-routed-worker-id": worker}
+                if worker == self.held:
+                    self.hangs.set()
+                    await self.resumes.wait()
                 if worker == self.down:
                     error = {"code": "call_upstream_connection_failed", "message": "refused"}
                     return web.json_response({"error": error}, status=500)
@@ -235,6 +164,52 @@ async def test_a_route_for_each_worker() -> None:
         assert {route: load.running for route, load in loads.items()} == {
             worker["url"]: worker["load"] for worker in gateway.workers
         }
+
+
+async def test_a_worker_that_hangs() -> None:
+    """Its rows are sent again, and it gets no rows until a load report shows progress."""
+    gateway = FakeGateway()
+    for worker in gateway.workers:
+        worker["engine_load"] = {"timestamp": "1", "loads": [{"num_running_reqs": 1, "num_used_tokens": 100}]}
+    async with opened(gateway) as engine:
+        await engine.open()
+        hanging, other = (worker["url"] for worker in gateway.workers)
+        gateway.held = hanging
+        engine.endpoints[hanging].hangs = HangDetector(0.0)
+        row = asyncio.create_task(engine.generate(request(0, "a"), hanging))
+        await gateway.hangs.wait()
+        for _ in range(3):
+            await engine.loads()
+        for call in (row, engine.generate(request(0, "a"), hanging)):
+            with pytest.raises(EngineDownError, match="did nothing for"):
+                await call
+        assert (await engine.generate(request(0, "a"), other)).texts
+        assert [incident.what for incident in engine.incidents()] == ["hangs"]
+        gateway.held = None
+        gateway.resumes.set()
+        gateway.workers[0]["engine_load"]["loads"][0]["num_used_tokens"] = 200
+        await engine.loads()
+        assert (await engine.generate(request(0, "a"), hanging)).texts
+
+
+async def test_headers_of_the_job() -> None:
+    """All requests have the job's headers, and the routing key has the name that the gateway reads."""
+    gateway = FakeGateway()
+    gateway.key_header = "x-session"
+    async with serving(gateway) as url:
+        engine = ThroughGateway(
+            url, why="a test", api_key=None, limits=LimitsSpec(), routing_key_header="x-session",
+            headers={"x-smg-tenant-id": "nightly"},
+        )  # fmt: skip
+        try:
+            info = await engine.open()
+            assert set(info.routes) == {worker["url"] for worker in gateway.workers}
+            await engine.generate(request(0, "a"), info.routes[0])
+            assert gateway.sent[-1][0] == info.routes[0]
+            assert await engine.loads()
+        finally:
+            await engine.close()
+    assert gateway.headers == {"nightly"}
 
 
 async def test_one_route_where_no_key_is_kept() -> None:

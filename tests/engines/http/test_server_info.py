@@ -86,7 +86,7 @@ def test_loads_of_dp_ranks() -> None:
 @pytest.mark.parametrize("reply", [{}, {"error": "no"}, {"loads": [{}]}, {"loads": None}, []])
 def test_something_else_is_not_a_load(reply: Any) -> None:
     """A reply that is no load is an error, never a load of 0, which would look like a starving engine."""
-    with pytest.raises(ValueError, match="no load"):
+    with pytest.raises(ValueError, match="not a load"):
         load_in(json_of(reply), URL)
 
 

@@ -109,7 +109,7 @@ def test_several_tokenizers_have_no_key(
     engine = launchable(tmp_path, "from pathlib import Path\n" + ANSWERS, SEEN=str(tmp_path / "seen"))
     assert batchrunner.run(job_of(tmp_path, {**engine, "args": args})).rows_ok == 10
     assert ("--api-key" in json.loads((tmp_path / "seen").read_text())) == has_key
-    assert ("every user of this machine can use it" in caplog.text) != has_key
+    assert ("every user of this machine can send requests to it" in caplog.text) != has_key
 
 
 LAUNCHER = Path(batchrunner.__file__).parent / "engines" / "launched" / "launcher.py"
@@ -280,4 +280,4 @@ def test_machines_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
     done = batchrun(write_job(job_of(tmp_path, two_halves(tmp_path)), tmp_path))
     assert done.exit_code == 2
-    assert "engine.nodes 2: needs a Slurm job with 2 machines (SLURM_JOB_NUM_NODES: 1): " in done.stderr
+    assert "engine.nodes 2: needs a Slurm job with 2 machines (SLURM_JOB_NUM_NODES is 1): " in done.stderr

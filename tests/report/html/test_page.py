@@ -113,7 +113,7 @@ def test_a_run_that_goes_on_and_is_killed(tmp_path: Path) -> None:
             run.process.wait()
             killed = shown(tmp_path / "run")
         assert "not finished" in killed
-        assert "Its log has no end" in killed
+        assert "The run's log has no end" in killed
         assert "50 ok 0 failed, 10 left of 60" in killed
         server.answer_held()
         assert batchrun(file).exit_code == 0

@@ -1,10 +1,10 @@
 """A stand-in for the CUDA-only `sgl_kernel`, so that SGLang serves dense models on a CPU.
 
-SGLang's CPU path imports these names when it starts, and the published wheel, built for CUDA,
-has none of them. A dense Llama never calls them. Each of them raises when called, so that a model that
-needs one fails with an error message instead of wrong numbers. Operators of torch that SGLang looks up
-when it imports its Qwen vision models are declared too, without an implementation. Put the folder that
-contains this package first on the PYTHONPATH of the server, and of no other process.
+SGLang's CPU path imports the functions in `_NAMES` when it starts, but the published wheel, which is built
+for CUDA, has none of them. A dense Llama never calls them. Each function raises when it is called, so that a
+model that needs it fails with an error message instead of wrong numbers. Operators of torch that SGLang looks
+up when it imports its Qwen vision models are declared too, without an implementation. The folder that
+contains this package must be first on the PYTHONPATH of a server on a CPU, and of no other process.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 import torch
 
-# Only the names that the CPU path imports. Every other name still raises ImportError, because SGLang's own
-# `except ImportError` fallbacks rely on it.
+# Only the names that the CPU path imports. Any other name must raise ImportError, because SGLang relies on
+# this error for its own fallbacks (`except ImportError`).
 _NAMES = (
     "assign_draft_cache_locs_contiguous_cpu",
     "assign_extend_cache_locs_cpu",
@@ -28,7 +28,7 @@ _NAMES = (
     "fill_bonus_tokens_cpu",
     "verify_tree_greedy_cpu",
 )
-# Looked up by `models/qwen3_5.py`, which the processor of all Qwen vision models imports.
+# Operators that `models/qwen3_5.py` looks up. The processor of all Qwen vision models imports this module.
 _OPERATORS = (
     "fused_qk_gemma_rmsnorm_cpu",
     "fused_qk_gemma_rmsnorm_with_gate_cpu",
@@ -39,6 +39,8 @@ _SUBMODULES = ("elementwise", "flash_attn", "mamba", "quantization", "utils")
 
 
 def _absent(name: str) -> Callable[..., NoReturn]:
+    """Return a function of `sgl_kernel` that raises NotImplementedError when it is called."""
+
     def kernel(*_args: Any, **_kwargs: Any) -> NoReturn:
         message = f"this model needs the sgl_kernel function {name!r}, which has no CPU build here"
         raise NotImplementedError(message)
@@ -48,10 +50,11 @@ def _absent(name: str) -> Callable[..., NoReturn]:
 
 
 def _submodule(name: str) -> ModuleType:
+    """Return a submodule of `sgl_kernel` that has a function of every name, which raises when called."""
     module = ModuleType(f"{__name__}.{name}")
 
     def lookup(attribute: str) -> Callable[..., NoReturn]:
-        if attribute.startswith("__"):  # not kernels: `inspect` and `pickle` look these up
+        if attribute.startswith("__"):  # `inspect` and `pickle` look up such names, which are not kernels
             raise AttributeError(attribute)
         return _absent(f"{name}.{attribute}")
 
