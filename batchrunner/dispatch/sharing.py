@@ -59,6 +59,10 @@ class Account:
         """Virtual time: the cost of the ended rows for each unit of the share."""
         return self.cost / self.share
 
+    def time_after(self, rows: int) -> float:
+        """Return the virtual time after the end of this number of further rows."""
+        return (self.cost + rows * self.row_cost) / self.share
+
     def add(self, answer: Completion | None) -> None:
         """Count a row that has ended; `answer` is None if the server refused the row."""
         cost: float = ROW_COST

@@ -221,7 +221,7 @@ def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int, dimensions: 
     # The row's result has one completion with all output tokens. All choices are in the response.
     first_completion = completions[0]
     if body.path == RESPONSES_PATH:
-        content = _response_object(body, fields, first_completion)
+        response = _response_object(body, fields, first_completion)
     return first_completion._replace(
         texts=first_completion.texts[:1],
         finish_reasons=first_completion.finish_reasons[:1],
