@@ -513,6 +513,7 @@ def _outcome_of(rollout: Rollout, rows: list[dict[str, Any]], error: str | None,
     """Return the outcome of a row; tokens and retries are summed over its answers."""
     outcomes = [answer.result() for answer in rollout.answers.values() if answer.done()]
     completions = [outcome.completion for outcome in outcomes if outcome.completion is not None]
+    # The result has the text of the last answer, and the sums of the token counts of all answers.
     last = completions[-1] if completions else NO_ANSWER
     completion = last._replace(
         finish_reasons=last.finish_reasons if rows or error is not None else [LEFT_OUT],
@@ -527,6 +528,7 @@ def _outcome_of(rollout: Rollout, rows: list[dict[str, Any]], error: str | None,
             ASKED_AGAIN: [totals for answer in completions for totals in answer.columns.get(ASKED_AGAIN, ())],
         },
     )
+    # The first attempt of each answer is no retry of the row, so only the further attempts count.
     attempts = 1 + sum(max(0, outcome.attempts - 1) for outcome in outcomes)
     return Outcome(
         ref=rollout.request.ref, completion=completion, error=error, latency_s=latency_s, attempts=attempts

@@ -165,7 +165,7 @@ class RunSignals:
         reason, exit_code = SIGNALS[number]
         must_stop_already = self._first is not None or self._control.reason is not None
         self._on_loop(self._control.drain, reason, exit_code)
-        if number == signal.SIGINT and must_stop_already:
+        if number == signal.SIGINT and must_stop_already:  # A second Ctrl-C does not wait for rows in flight.
             self._stop_at_once(reason)
         elif number in self._grace_s:
             self._after(self._grace_s[number], self._stop_at_once, reason)

@@ -175,7 +175,7 @@ def tune(
     job = load_job(source, overrides=overrides)
     if job.forward is not None:
         raise JobError(
-            f"task: {job.task}: only jobs of task generate can be tuned",
+            f"task: {job.task}: only a job with `task: generate` can be tuned",
             hint="use a job with `task: generate`",
         )
     engine = engine_to_tune(job)

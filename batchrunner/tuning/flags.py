@@ -1216,8 +1216,8 @@ FLAGS: Mapping[str, Flag] = {
                     rule=f"set: NGRAM, with `--max-running-requests` and `--{CORPUS_FLAG}`",
                     source="SGLang; arithmetic, not tried on a GPU",
                     cost=(
-                        "each step verifies 12 draft tokens of each request, which is slower if few are "
-                        "accepted or many requests run"
+                        "each step computes 12 tokens of each request instead of 1, which is slower if few "
+                        "drafted tokens are accepted or many requests run"
                     ),
                 )
             },

@@ -299,6 +299,8 @@ def _replay(run_dir: RunDir, situation: Situation) -> None:
     model, revision = facts.arguments.get("model_path"), facts.arguments.get("revision")
     facts.config = facts.config or (read_config(str(model), revision) if model else {})
     flags = of_arguments(facts.version, facts.arguments)
+    # Reading the answers takes time, so it is only done if n-gram speculation pays in the best case, in which
+    # every drafted token is right.
     best_case = replace(situation.server, repeated=float(CHECKED))
     if client is None or not next_setting("repeated", NGRAM, best_case, flags):
         return

@@ -192,6 +192,7 @@ def states_full(s: Situation, flags: Flags) -> Finding | None:
     """Find that the state pool of a hybrid model is the limit while the KV pool has room."""
     if not s.waits_for_states or s.fills_up:
         return None
+    # The first flag with a next value is advised.
     settings = (with_beside("states", flag, s.server, flags) for flag in STATE_LEVERS)
     args = next(filter(None, settings), {})
     remedies = [command_line(args)]

@@ -298,6 +298,7 @@ class Corner(StrEnum):
 
 def corner_of(load: Gauges, *, overfull: bool, share_held: float) -> Corner | None:
     """Return the load state of a scheduler whose window is in use; None if no state fits."""
+    # Several states may fit; the tests are in the order of precedence.
     if overfull:
         return Corner.FILLING
     if admits_too_few(share_held=share_held, retracts=overfull):

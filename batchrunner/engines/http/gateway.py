@@ -548,12 +548,13 @@ class ThroughGateway(HttpEngine):
     def _follow(self, workers: Sequence[GatewayWorker]) -> None:
         """Send rows to the workers that the gateway uses now; search for keys if workers or keys changed."""
         in_use = urls_in_use(workers)
+        # After a start of the gateway all workers are new, so nothing is logged about them.
         for url in sorted(in_use - self._in_use if self._in_use else ()):
             log.info("%s gets rows: the gateway uses it", url)
         for url in sorted(self._in_use - in_use):
             log.info("%s gets no more rows: the gateway does not use it now", url)
         is_changed, self._in_use = in_use != self._in_use, in_use
-        if not self._has_keys:
+        if not self._has_keys:  # The gateway chooses the worker of each request, so keys are of no use.
             return
         for endpoint in self.serving if is_changed else ():
             endpoint.set_listed(is_listed=endpoint.url in in_use)

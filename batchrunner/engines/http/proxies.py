@@ -109,15 +109,17 @@ class ProxyLimit:
     def ended(self, sent_at: float, now: float) -> bool:
         """Record a request that ended without an answer; tell whether a proxy's limit ended the request."""
         age_s = now - sent_at
-        if self.limit_s is not None:
+        if self.limit_s is not None:  # The limit is known, so the age of the request decides.
             return abs(age_s - self.limit_s) <= _tolerance(self.limit_s)
-        if age_s < LEAST_AGE_S:
+        if age_s < LEAST_AGE_S:  # Its age was not the cause of its end.
             return False
+        # Requests that were sent together also end together if a server fails, so only one of them counts.
         if self._last_sent_at is not None and sent_at - self._last_sent_at < BETWEEN_S:
             return False
         self._last_sent_at = sent_at
         self._ages.append(age_s)
         shortest, longest = min(self._ages), max(self._ages)
+        # A limit ends all requests at the same age, and no answer arrives at a higher age.
         are_equal = longest - shortest <= _tolerance(longest)
         if are_equal and len(self._ages) == REQUESTS and not self._outlived(longest):
             self.limit_s = shortest
