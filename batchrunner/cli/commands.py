@@ -554,20 +554,28 @@ def merge(
 
 
 def report(
-    run: RunArgument,
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN", help="The run's output path; several are compared.")
+    ],
     in_browser: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the report page of a run: RUN/report.html.
+    """Write the report page of a run, RUN/report.html, or print a comparison of several runs.
 
-    The run may be finished, active or killed.
+    A run may be finished, active or killed. The comparison has the figures of each run, the settings that
+    differ, and the answers of the same rows.
 
     Example: batchrun report out/summarize --open
     """
     from batchrunner.output.run_dir import look_at_run  # noqa: PLC0415
+    from batchrunner.report.compare import compare  # noqa: PLC0415
     from batchrunner.report.html.page import write_page  # noqa: PLC0415
 
-    run_dir = look_at_run(run)
+    if len(runs) > 1:
+        comparison = compare(runs)
+        show(comparison.as_dict() if as_json else comparison.lines())
+        return
+    run_dir = look_at_run(runs[0])
     page = str(write_page(run_dir))
     place = f"{run_dir.store.uri}/{run_dir.report_html.name}" if run_dir.store.uri else page
     show({"page": place} if as_json else [place])
