@@ -56,6 +56,7 @@ torture: .venv/.dev ## Kill runs at every write, fsync and rename; count lost an
 	.venv/bin/python -m benchmarks.torture_store
 	.venv/bin/python -m benchmarks.torture_starts
 	.venv/bin/python -m benchmarks.serve
+	.venv/bin/python -m benchmarks.serve_owners --seconds 600
 	$(PYTEST) -m "hypothesis and not engine" --hypothesis-profile torture
 
 docs: .venv/.dev ## Build the documentation site into site/; a dead link or a missing anchor fails

@@ -192,6 +192,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
+def quiet_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway asks every worker by HTTP/2 too, which the fake's library logs as an error."""
+    monkeypatch.setattr(logging.getLogger("aiohttp.server"), "disabled", True)
+
+
+@pytest.fixture
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries without the pauses that are for real engines."""
     monkeypatch.setattr(TIMING, "first_retry", 0.001)

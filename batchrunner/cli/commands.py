@@ -140,6 +140,9 @@ def batch(
         str | None,
         typer.Option(metavar="FILE", help="File for failed lines, instead of RESULTS."),
     ] = None,
+    allow_repeated: Annotated[
+        bool, typer.Option("--allow-repeated", help="Answer lines that have the custom_id of another line.")
+    ] = False,
     overrides: SetOption = None,
     limit: LimitOption = None,
     fresh: FreshOption = False,
@@ -165,7 +168,11 @@ def batch(
             requests,
             output,
             errors,
-            {"engine": engine, "overrides": _all_overrides(overrides, limit, background=background)},
+            {
+                "engine": engine,
+                "overrides": _all_overrides(overrides, limit, background=background),
+                "allows_repeated": allow_repeated,
+            },
             fresh=fresh,
             retry_failed=retry_failed,
             join=join,
@@ -247,7 +254,8 @@ def serve(
         ),
     ] = None,
     task: Annotated[
-        Literal["generate", "embed"], typer.Option(metavar="generate|embed", help="Task of the model.")
+        Literal["generate", "embed", "classify", "rerank"],
+        typer.Option(metavar="generate|embed|classify|rerank", help="Task of the model."),
     ] = "generate",
     max_file_mb: Annotated[int, typer.Option(metavar="N", min=1, help="Size limit of a file, in MB.")] = 1000,
     max_files: Annotated[

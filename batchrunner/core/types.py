@@ -263,10 +263,9 @@ class Lease:
     """Path of the copy of the input in sending order; None if the rows are read from the input."""
 
 
-CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
-EMBEDDINGS_PATH = "/v1/embeddings"
-BATCH_PATHS = (CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH)
-"""Paths of the endpoints that the lines of a batch file may name."""
+CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+EMBEDDINGS_PATH, SCORE_PATH = "/v1/embeddings", "/v1/score"
+RERANK_PATH, CLASSIFY_PATH = "/v1/rerank", "/v1/classify"
 
 
 def rows_to_text(rows: BitMap64) -> str:

@@ -32,7 +32,7 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import CHAT_PATH, EMBEDDINGS_PATH, Request
+from batchrunner.core.types import CHAT_PATH, CLASSIFY_PATH, EMBEDDINGS_PATH, RESPONSES_PATH, Request
 from batchrunner.dispatch.route import Route, RouteRecord
 
 MOST_DEATHS = 4
@@ -345,7 +345,7 @@ _SHORT_CHAT = [{"role": "user", "content": "1"}]
 """Messages of a control request to the chat endpoint: the cheapest possible chat."""
 _PROMPTS: dict[str, tuple[str, Any]] = {
     CHAT_PATH: ("messages", _SHORT_CHAT),
-    EMBEDDINGS_PATH: ("input", "1"),
+    **dict.fromkeys((EMBEDDINGS_PATH, CLASSIFY_PATH, RESPONSES_PATH), ("input", "1")),
 }
 """For each endpoint, the prompt field of a control request's body and its value. Other endpoints have a field
 `prompt`."""

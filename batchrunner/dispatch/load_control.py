@@ -6,6 +6,7 @@ Each change of a window is written to the event log, with its reason.
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -15,7 +16,7 @@ from batchrunner.dispatch.concurrency.law import CornerChange, Decision
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.queue import Backlog
 from batchrunner.dispatch.route import Routes
-from batchrunner.dispatch.sharing import Claim, divide
+from batchrunner.dispatch.sharing import Account, Claim, divide
 from batchrunner.engines.base import Engine
 from batchrunner.output.events import EventLog
 from batchrunner.tuning.signals import Corner
@@ -59,10 +60,13 @@ class LoadControl:
 
     def join(self, run: SendingRun) -> None:
         """Add a run. It gets its share of the slots as the other runs free them."""
-        accounts = {other.routes.account for other in self._runs}
+        in_flight = Counter[Account]()
+        for other in self._runs:
+            in_flight[other.routes.account] += other.routes.in_flight
         account = run.routes.account
-        if accounts and account not in accounts:
-            account.advance_to(min(other.time for other in accounts))
+        if in_flight and account not in in_flight:
+            # Rows in flight count, too: otherwise the new account would get as much work once more.
+            account.advance_to(min(other.time_after(in_flight[other]) for other in in_flight))
         self._runs.append(run)
         self._apply(())
 

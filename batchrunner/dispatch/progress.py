@@ -6,13 +6,11 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import UNSET
 
 from batchrunner.core.engine_info import SchedulerLoad
-from batchrunner.dispatch.concurrency.background import BackgroundController
-from batchrunner.dispatch.concurrency.law import Controller
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.queue import Backlog, RowSource
 from batchrunner.dispatch.route import Routes
@@ -24,6 +22,8 @@ from batchrunner.output.samples import BackgroundSample, RolloutSample, RunSampl
 from batchrunner.tuning.signals import Corner
 
 if TYPE_CHECKING:
+    from batchrunner.dispatch.concurrency.background import BackgroundController
+    from batchrunner.dispatch.concurrency.law import Controller
     from batchrunner.dispatch.rollouts import Rollouts
 
 REPORTED = frozenset({"recalled", "died", "hangs", "healed", "lost", "adapts", "adapted"})
@@ -160,8 +160,8 @@ class LoadSummary:
         self._sums["tail"] += span_s * is_tail
         for load in loads:
             controller = schedulers[load.scheduler].controller
-            if isinstance(controller, BackgroundController):
-                self._add_background(load, controller, span_s)
+            if self._concurrency.is_background:
+                self._add_background(load, cast("BackgroundController", controller), span_s)
             elif controller.state not in {"start", "tail"}:
                 self._add_steady(load, controller, span_s)
 

@@ -318,8 +318,8 @@ def _relieve(busiest: Route, route: Route) -> PendingRow:
     """Move half of the rows that are kept for one route to another; return the first of these rows.
 
     Groups move whole, except the last one. Groups of which no row was sent yet move first, then large groups.
-    The rows keep their order, in which groups alternate, because two rows of one group in the same pass would
-    both compute the prefix.
+    Groups alternate among the moved rows, because two rows of one group in the same pass would both compute
+    the prefix, which the other route does not have in its cache yet.
     """
     rows_of = Counter[PrefixGroup](row.group for row in busiest.kept)
     rows_to_move = Counter[PrefixGroup]()  # number of rows, by group
@@ -339,8 +339,14 @@ def _relieve(busiest: Route, route: Route) -> PendingRow:
             remaining.appendleft(row)
     busiest.kept = remaining
     busiest.promised -= len(moved)
-    first = moved.popleft()
-    for row in moved:
+    turns = Counter[PrefixGroup | None]()
+
+    def turn_of(row: PendingRow) -> int:
+        turns[row.group] += 1
+        return turns[row.group]
+
+    first, *others = sorted(moved, key=turn_of)
+    for row in others:
         _keep(row, route)
     return first
 

@@ -22,9 +22,9 @@ and 110 µs when 64 run."""
 CONTEXT_COST = 1 / 600
 """Cost of reading one token of the context for one output token, in prompt tokens. It takes 49 ns by the same
 estimate."""
-ROW_COST = 16
-"""Cost of a row besides its tokens, in prompt tokens: half a millisecond of the engine. A refused row has
-only this cost."""
+ROW_COST = 2
+"""Cost of a row besides its tokens, in prompt tokens. It is small, because SGLang's HTTP process works beside
+the engine, but not 0, so that an account with refused rows does not get all slots."""
 FIRST_ROW_COST = 1000.0
 """Assumed cost of an account's rows until one has ended, in prompt tokens."""
 ROWS_AVERAGED = 32
@@ -58,6 +58,10 @@ class Account:
     def time(self) -> float:
         """Virtual time: the cost of the ended rows for each unit of the share."""
         return self.cost / self.share
+
+    def time_after(self, rows: int) -> float:
+        """Return the virtual time after the end of this number of further rows."""
+        return (self.cost + rows * self.row_cost) / self.share
 
     def add(self, answer: Completion | None) -> None:
         """Count a row that has ended; `answer` is None if the server refused the row."""

@@ -9,7 +9,17 @@ import orjson
 from pydantic import AliasChoices, BaseModel, Field
 
 from batchrunner.core.errors import JobError, RowRefusedError
-from batchrunner.core.types import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, Request, RequestBody
+from batchrunner.core.types import (
+    CHAT_PATH,
+    CLASSIFY_PATH,
+    COMPLETIONS_PATH,
+    EMBEDDINGS_PATH,
+    RERANK_PATH,
+    RESPONSES_PATH,
+    SCORE_PATH,
+    Request,
+    RequestBody,
+)
 from batchrunner.job.load import validated
 from batchrunner.job.sampling import SamplingSpec
 
@@ -19,6 +29,7 @@ _MostTokens = Annotated[
     Annotated[int, Field(ge=0)] | None,
     Field(validation_alias=AliasChoices("max_completion_tokens", "max_tokens")),
 ]
+_MostOutput = Annotated[Annotated[int, Field(ge=1)] | None, Field(alias="max_output_tokens")]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
@@ -82,7 +93,38 @@ class _Embedding(BaseModel):
     dimensions: int | None = None
 
 
-_BODIES = {CHAT_PATH: _Chat, COMPLETIONS_PATH: _TextCompletion, EMBEDDINGS_PATH: _Embedding}
+class _Response(_Generating):
+    input: str | _Parts
+    instructions: str | None = None
+    max_new_tokens: _MostOutput = None  # type: ignore[assignment]
+
+
+class _Score(BaseModel):
+    query: str | list[int] | None = None
+    items: str | list[str] | list[list[int]]
+    label_token_ids: list[int] | list[list[int]] | None = None
+
+
+class _Rerank(BaseModel):
+    query: str | _Parts
+    documents: list[str | _Parts]
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    return_documents: bool = True
+
+
+class _Classify(BaseModel):
+    input: Annotated[_Texts, Field(min_length=1)]
+
+
+_BODIES = {
+    CHAT_PATH: _Chat,
+    COMPLETIONS_PATH: _TextCompletion,
+    RESPONSES_PATH: _Response,
+    EMBEDDINGS_PATH: _Embedding,
+    SCORE_PATH: _Score,
+    RERANK_PATH: _Rerank,
+    CLASSIFY_PATH: _Classify,
+}
 
 
 def refuse_invalid(request: Request) -> None:

@@ -19,8 +19,12 @@ from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.types import (
     BYTES_PER_TOKEN,
     CHAT_PATH,
+    CLASSIFY_PATH,
     EMBEDDINGS_PATH,
     NO_COLUMNS,
+    RERANK_PATH,
+    RESPONSES_PATH,
+    SCORE_PATH,
     AskedColumns,
     Completion,
     PromptKind,
@@ -187,6 +191,11 @@ def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int, dimensions: 
     fields = orjson.loads(body.content)
     if body.path == EMBEDDINGS_PATH:
         return _embeddings_response(body, fields, ref=ref, limit_tokens=limit_tokens, dimensions=dimensions)
+    if body.path in {SCORE_PATH, RERANK_PATH, CLASSIFY_PATH}:
+        values, tokens = _values_of(body, fields)
+        columns = {RESPONSE: [orjson.dumps(values).decode()]}
+        completion = _completion([_Output("", 0, STOPPED)], tokens, columns)
+        return completion._replace(cached_tokens=None)
     completions = [answer(request, limit_tokens) for request in _requests_in(body, fields, ref)]
     is_chat = body.path == CHAT_PATH
     choices: list[dict[str, Any]] = []
@@ -211,6 +220,8 @@ def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int, dimensions: 
     }
     # The row's result has one completion with all output tokens. All choices are in the response.
     first_completion = completions[0]
+    if body.path == RESPONSES_PATH:
+        response = _response_object(body, fields, first_completion)
     return first_completion._replace(
         texts=first_completion.texts[:1],
         finish_reasons=first_completion.finish_reasons[:1],
@@ -218,6 +229,69 @@ def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int, dimensions: 
         prompt_tokens=prompt_tokens,
         columns={RESPONSE: [orjson.dumps(response).decode()]},
     )
+
+
+def _values_of(body: RequestBody, fields: dict[str, Any]) -> tuple[Any, int]:
+    """Make up the body of an answer with scores or classes; return it with the number of prompt tokens."""
+    items = fields.get({SCORE_PATH: "items", RERANK_PATH: "documents"}.get(body.path, "input"))
+    texts = items if isinstance(items, list) else [items]
+    tokens = [len(orjson.dumps(text)) // BYTES_PER_TOKEN + 1 for text in texts]
+    numbers = [crc32(orjson.dumps([fields.get("query"), text])) / (1 << 32) for text in texts]
+    usage = {"prompt_tokens": sum(tokens), "completion_tokens": 0, "total_tokens": sum(tokens)}
+    head = {"model": body.model or "simulated", "usage": usage}
+    if body.path == SCORE_PATH:
+        labels = len(fields.get("label_token_ids") or [0])
+        return {"object": "scoring", "scores": [[number] * labels for number in numbers], **head}, sum(tokens)
+    if body.path == CLASSIFY_PATH:
+        data = [
+            {"index": index, "label": "made up", "probs": [number, 1 - number], "num_classes": 2}
+            for index, number in enumerate(numbers)
+        ]
+        name = f"classify-{crc32(body.content):08x}"
+        return {"id": name, "object": "list", "created": CREATED, "data": data, **head}, sum(tokens)
+    ranks = sorted(enumerate(numbers), key=lambda rank: -rank[1])[: fields.get("top_n")]
+    results = [{"score": number, "document": texts[index], "index": index} for index, number in ranks]
+    return results, sum(tokens)
+
+
+def _response_object(body: RequestBody, fields: dict[str, Any], completion: Completion) -> dict[str, Any]:
+    """Return the body of an answer of `/v1/responses`."""
+    name = f"{crc32(body.content):08x}"
+    is_cut = completion.finish_reasons[0] == CUT
+    status = "incomplete" if is_cut else "completed"
+    text = {"type": "output_text", "text": completion.texts[0], "annotations": []}
+    message = {
+        "id": f"msg_{name}",
+        "type": "message",
+        "role": "assistant",
+        "status": status,
+        "content": [text],
+    }
+    prompt_tokens, output_tokens = completion.prompt_tokens or 0, completion.output_tokens
+    return {
+        "id": f"resp_{name}",
+        "object": "response",
+        "created_at": CREATED,
+        "model": body.model or "simulated",
+        "status": status,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "error": None,
+        "output": [message],
+        "instructions": fields.get("instructions"),
+        "metadata": fields.get("metadata"),
+        "parallel_tool_calls": True,
+        "tool_choice": fields.get("tool_choice", "auto"),
+        "tools": fields.get("tools", []),
+        "temperature": fields.get("temperature"),
+        "top_p": fields.get("top_p"),
+        "usage": {
+            "input_tokens": prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": output_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt_tokens + output_tokens,
+        },
+    }
 
 
 def _choice_content(completion: Completion, index: int, *, is_chat: bool) -> dict[str, Any]:
@@ -251,6 +325,9 @@ def _requests_in(body: RequestBody, fields: dict[str, Any], ref: RowRef) -> list
     if body.path == CHAT_PATH:
         tools = Tools(fields.get("tools"), fields.get("tool_choice"))
         return [Request(ref, "messages", fields["messages"], sampling, tools=tools, asks=_CHAT_COLUMNS)]
+    if body.path == RESPONSES_PATH:
+        question = {"role": "user", "content": [fields.get("instructions"), fields["input"]]}
+        return [Request(ref, "messages", [question], sampling)]
     return [_prompt_request(ref, prompt, sampling) for prompt in prompts_in(body)]
 
 
@@ -269,6 +346,9 @@ def _sampling_in(body: RequestBody, fields: dict[str, Any]) -> dict[str, Any]:
         sampling["json_schema"] = {"type": "object"}
     elif response_format.get("type") == "json_schema":
         sampling["json_schema"] = response_format["json_schema"]["schema"]
+    format_of_response = (fields.get("text") or {}).get("format") or {}
+    if format_of_response.get("type") == "json_schema":
+        sampling["json_schema"] = format_of_response["schema"]
     return sampling
 
 

@@ -1,4 +1,7 @@
-"""Reads the requests of a batch file (OpenAI's format), and finds repeated custom_ids.
+"""Reads the requests of a batch file (OpenAI's format), and refuses files with unusable lines.
+
+A custom_id that is missing, no text or repeated, and a wrong endpoint, are faults of the whole file, because
+nothing can be sent for such a line, or its result would not be found. Other faults fail a line alone.
 
 `{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": […]}}`
 """
@@ -6,18 +9,19 @@
 import logging
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from pyroaring import BitMap
 from xxhash import xxh3_64_intdigest
 
 from batchrunner.core.errors import InputError
-from batchrunner.core.types import BATCH_PATHS, EMBEDDINGS_PATH
 from batchrunner.input.request_bodies import BODY, CUSTOM_ID, URL
 from batchrunner.input.text_lines import ITEMS_NAMED, TOO_LONG, LineNumbers, TextRecord
+from batchrunner.job.prompt import BatchRules
+from batchrunner.job.tasks import TASK_OF_ENDPOINT, TaskName
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +31,8 @@ MOST_REPEATED = 100_000
 They are the custom_ids whose digest has the same low half as an earlier digest. Among ten million different
 custom_ids, about 12,000 have one by chance.
 """
+MOST_FAULTS = 50
+"""Maximum number of faulty lines of one kind that an error lists one by one."""
 ID_CHARACTERS = 40
 """Maximum number of characters of a repeated `custom_id` in a message."""
 _LOW_BITS = (1 << 32) - 1
@@ -37,6 +43,18 @@ class _AnyCustomId(msgspec.Struct):
     """The `custom_id` of a line that need not be a valid request."""
 
     custom_id: msgspec.Raw
+
+
+class _Named(msgspec.Struct):
+    """Object on a line that is a request, of which only the `custom_id` matters."""
+
+    custom_id: Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class _Addressed(msgspec.Struct):
+    """Object on a line that is meant as a request, because it has a `url`."""
+
+    url: msgspec.Raw
 
 
 class _RequestLine(msgspec.Struct):
@@ -54,25 +72,83 @@ class _ModelOfBody(msgspec.Struct):
     model: str | None = None
 
 
+_read_name = msgspec.json.Decoder(_Named)
+_read_url = msgspec.json.Decoder(_Addressed)
 _read_custom_id = msgspec.json.Decoder(_AnyCustomId)
 _read_request = msgspec.json.Decoder(_RequestLine)
 _read_model = msgspec.json.Decoder(_ModelOfBody)
+
+
+class LineFault(NamedTuple):
+    """A fault of a line for which the whole file is refused."""
+
+    line: int
+    code: str
+    """OpenAI's name of the fault."""
+    problem: str
+
+
+class BatchFileError(InputError):
+    """A batch file has lines for which it is refused; nothing of it is sent."""
+
+    def __init__(self, message: str, faults: Sequence[LineFault] = (), *, hint: str | None = None) -> None:
+        """Take the message, and the first of the faults, at most MOST_FAULTS of each code."""
+        super().__init__(message, hint=hint)
+        self.line_faults = [*faults]
+
+
+class _LineFaults:
+    """The faults of a file that have one code."""
+
+    def __init__(self, code: str, hint: str) -> None:
+        self._code, self._hint = code, hint
+        self._numbers = LineNumbers()
+        self._faults: list[LineFault] = []
+
+    def add(self, line: int, problem: str) -> None:
+        self._numbers.add(line, problem)
+        if len(self._faults) < MOST_FAULTS:
+            self._faults.append(LineFault(line, self._code, problem))
+
+    def errors(self, path: str) -> list[BatchFileError]:
+        """Return one error for all faults; nothing if there are none."""
+        if not self._numbers.count:
+            return []
+        message = f"{path}: {self._numbers}: {self._numbers.reason}"
+        return [BatchFileError(message, self._faults, hint=self._hint)]
+
+
+def _raise_together(errors: Sequence[BatchFileError]) -> None:
+    """Raise the errors, if there are any: several as one error with a line of text for each."""
+    if len(errors) > 1:
+        faults = sorted(fault for error in errors for fault in error.line_faults)
+        texts = [text for error in errors for text in (error.faults or [str(error)])]
+        combined = BatchFileError("\n".join(texts), faults)
+        combined.faults = texts
+        raise combined
+    for error in errors:
+        raise error
 
 
 class _WrongEndpointError(ValueError):
     """Error for a request to an endpoint that is not served, or for another task than earlier requests."""
 
 
+class _WrongCustomIdError(ValueError):
+    """A request has no custom_id, or one that is no text."""
+
+
 def request_lines(lines: Iterable[bytes | None], path: str) -> Iterator[TextRecord]:
     """Yield a record for each line that is not empty; None in `lines` stands for a line that is too long.
 
-    The first request decides for the whole file whether its endpoint is that of embeddings. The first request
-    with a model decides the model of the whole file. After the last line, raises InputError, which begins
-    with `path`, if any line has a wrong endpoint.
+    The first request decides the task of the model for the whole file, such as text generation. The first
+    request with a model decides the model of the whole file. After the last line, raises BatchFileError,
+    which begins with `path`, if any line has a wrong endpoint or no custom_id.
     """
-    for_embeddings: bool | None = None
+    task: TaskName | None = None
     model: str | None = None
-    wrong_endpoints = LineNumbers()
+    wrong_endpoints = _LineFaults("invalid_url", "remove these lines, or move them to a file of their own")
+    wrong_ids = _LineFaults("missing_required_parameter", "give each line a custom_id of its own")
     for number, line in enumerate(lines, 1):
         if line is None:
             yield TextRecord(number, values={}, problem=f"not a request: the line {TOO_LONG}", size=0)
@@ -84,40 +160,63 @@ def request_lines(lines: Iterable[bytes | None], path: str) -> Iterator[TextReco
         problem: str | None = None
         try:
             request = _request_in(text)
-            _check_endpoint(request.url, for_embeddings=for_embeddings)
-            for_embeddings = request.url == EMBEDDINGS_PATH
+            task = _same_task(request.url, task)
             model = _same_model(request.body, model)
             values = {CUSTOM_ID: request.custom_id, URL: request.url, BODY: bytes(request.body).decode()}
         except _WrongEndpointError as failure:
             problem = str(failure)
             wrong_endpoints.add(number, problem)
+        except _WrongCustomIdError as failure:
+            problem = str(failure)
+            wrong_ids.add(number, problem)
         except (ValueError, RecursionError) as failure:  # errors of msgspec and of UTF-8 are ValueErrors
             values, problem = _custom_id_in(text), f"not a request: {failure}"
         yield TextRecord(number, values, problem, len(line))
-    if wrong_endpoints.count:
-        raise InputError(
-            f"{path}: {wrong_endpoints}: {wrong_endpoints.reason}",
-            hint="remove these lines, or move them to a separate file",
-        )
+    _raise_together([*wrong_ids.errors(path), *wrong_endpoints.errors(path)])
 
 
 def _request_in(text: bytes) -> _RequestLine:
-    """Return the request on a line; raise ValueError or RecursionError if it is not a valid request."""
-    text.decode()  # refuses bytes that are not UTF-8, which msgspec accepts in a raw body
-    return _read_request.decode(text)
+    """Return the request on a line; raises ValueError or RecursionError if there is none.
 
-
-def _check_endpoint(url: str, *, for_embeddings: bool | None) -> None:
-    """Raise _WrongEndpointError if an endpoint is not served, or is for another task than earlier lines.
-
-    `for_embeddings` tells whether earlier lines ask for embeddings; None for the first request.
+    The error is a _WrongCustomIdError if the line has a `url`, but no usable custom_id.
     """
-    if url not in BATCH_PATHS:
-        raise _WrongEndpointError(f"url should be {' or '.join(BATCH_PATHS)} (got {url!r:.60})")
-    if for_embeddings not in {None, url == EMBEDDINGS_PATH}:
+    text.decode()  # refuses bytes that are not UTF-8, which msgspec accepts in a raw body
+    try:
+        return _read_request.decode(text)
+    except msgspec.ValidationError:
+        _check_custom_id(text)
+        raise
+
+
+def _check_custom_id(text: bytes) -> None:
+    """Raise _WrongCustomIdError if the request on a line has no custom_id, or one that is no text.
+
+    An object without a `url` passes. It may be a line of a data file, which the user gave by mistake.
+    """
+    try:
+        _read_url.decode(text)
+    except msgspec.ValidationError:
+        return
+    try:
+        _read_name.decode(text)
+    except msgspec.ValidationError as failure:
+        raise _WrongCustomIdError(f"custom_id should be a text that is not empty ({failure})") from None
+
+
+def _same_task(url: str, task: TaskName | None) -> TaskName:
+    """Return the task of the model that answers at an endpoint.
+
+    Raises _WrongEndpointError if the endpoint is not served, or if its task is not that of the earlier lines.
+    """
+    task_of_url = TASK_OF_ENDPOINT.get(url)
+    if task_of_url is None:
+        raise _WrongEndpointError(f"url should be {' or '.join(TASK_OF_ENDPOINT)} (got {url!r:.60})")
+    if task not in {None, task_of_url}:
         raise _WrongEndpointError(
-            f"url is {url}, but earlier lines have another task: one model cannot both embed and generate"
+            f"url is {url}, which needs a model for task: {task_of_url}; an earlier line needs one for "
+            f"task: {task}"
         )
+    return task_of_url
 
 
 def _same_model(body: msgspec.Raw, model: str | None) -> str | None:
@@ -148,22 +247,28 @@ def _custom_id_in(text: bytes) -> dict[str, str]:
     return {} if custom_id == b"null" else {CUSTOM_ID: value}
 
 
-def log_faults(records: Iterable[TextRecord], path: str) -> Iterator[TextRecord]:
-    """Yield the records of a batch file; at the end of the file, log bad lines and repeated custom_ids."""
+def checked_requests(records: Iterable[TextRecord], path: str, rules: BatchRules) -> Iterator[TextRecord]:
+    """Yield the records of a batch file; at its end log bad lines.
+
+    After the last record, raises BatchFileError if `records` does, or if custom_ids are repeated although the
+    rules forbid it.
+    """
     bad_lines, custom_ids = LineNumbers(), _CustomIds()
-    for record in records:
-        if record.problem is not None:
-            bad_lines.add(record.line, record.problem)
-        if CUSTOM_ID in record.values:
-            custom_ids.add(record.line, record.values[CUSTOM_ID])
-        yield record
+    errors: list[BatchFileError] = []
+    try:
+        for record in records:
+            if record.problem is not None:
+                bad_lines.add(record.line, record.problem)
+            if CUSTOM_ID in record.values:
+                custom_ids.add(record.line, record.values[CUSTOM_ID])
+            yield record
+    except BatchFileError as failure:
+        errors.append(failure)
+    if not rules.allows_repeated:
+        errors += custom_ids.errors(path)
+    _raise_together(errors)
     if bad_lines.count:
         log.warning("%s: %s will fail: %s", path, bad_lines, bad_lines.reason)
-    repeated = custom_ids.repeated()
-    if repeated:
-        shown = "; ".join(f"{name!r} on {lines}" for name, lines in repeated[:ITEMS_NAMED])
-        more = f"; and {len(repeated) - ITEMS_NAMED:,} more" if len(repeated) > ITEMS_NAMED else ""
-        log.warning("%s: repeated custom_ids (each line is still answered): %s%s", path, shown, more)
 
 
 class _CustomIds:
@@ -190,6 +295,22 @@ class _CustomIds:
             self._low_halves.add(low_half)
         elif len(self._candidates) < MOST_REPEATED:
             self._candidates.setdefault(digest, custom_id[:ID_CHARACTERS])
+
+    def errors(self, path: str) -> list[BatchFileError]:
+        """Return one error that names repeated custom_ids with their lines; nothing if there are none."""
+        repeated = self.repeated()
+        if not repeated:
+            return []
+        shown = "; ".join(f"{name!r} on {lines}" for name, lines in repeated[:ITEMS_NAMED])
+        more = f"; and {len(repeated) - ITEMS_NAMED:,} more" if len(repeated) > ITEMS_NAMED else ""
+        faults = [
+            LineFault(line, "duplicate_custom_id", f"custom_id {name!r} is also on line {lines.first[0]}")
+            for name, lines in repeated
+            for line in lines.first[1:]
+        ]
+        message = f"{path}: repeated custom_ids: {shown}{more}"
+        hint = "give each line a custom_id of its own, or add --allow-repeated"
+        return [BatchFileError(message, faults[:MOST_FAULTS], hint=hint)]
 
     def repeated(self) -> list[tuple[str, LineNumbers]]:
         """Return the first characters of each repeated custom_id, with the lines that have it."""

@@ -46,6 +46,7 @@ from batchrunner.input.parquet_copy import (
 from batchrunner.input.templates import unknown_column
 from batchrunner.job.arrow_types import type_name
 from batchrunner.job.output import StorageSpec
+from batchrunner.job.prompt import BatchRules
 from batchrunner.job.spec import InputSpec
 from batchrunner.output.arrow_arrays import UNREADABLE, arrow_array, shown_values
 
@@ -126,19 +127,19 @@ class Dataset:
         copies: Path | None = None,
         *,
         paths: Sequence[str] | None = None,
-        is_batch: bool = False,
+        batch_rules: BatchRules | None = None,
     ) -> None:
         """Find the files and read their columns and row groups.
 
         Files in the run directory `run` are skipped. `storage` has the settings of object stores. `copies` is
         the directory for the Parquet copies of files in other formats; the default is a temporary directory,
-        which is deleted with this object. `paths` replaces `source.path`. With `is_batch`, the input is one
-        batch file. Raises InputError if a file is missing or unreadable.
+        which is deleted with this object. `paths` replaces `source.path`. With `batch_rules`, the input is
+        one batch file. Raises InputError if a file is missing or unreadable.
         """
         if paths is None:
             paths = [source.path] if isinstance(source.path, str) else source.path
         self._find = functools.partial(find_files, paths, run, storage)
-        self.files = self._open_files(source, copies, is_batch=is_batch)
+        self.files = self._open_files(source, copies, batch_rules=batch_rules)
         _unify_json_lines(self.files)
         self._starts = [0, *accumulate(file.rows for file in self.files)]
         """Ordinal of the first row of each file, and the ordinal after the last row."""
@@ -169,10 +170,12 @@ class Dataset:
         self._problem_columns = [PROBLEM] if has_problems or len(self._paths_by_schema) > 1 else []
         self._check_text_options(source)
 
-    def _open_files(self, source: InputSpec, copies: Path | None, *, is_batch: bool) -> list[SourceFile]:
+    def _open_files(
+        self, source: InputSpec, copies: Path | None, *, batch_rules: BatchRules | None
+    ) -> list[SourceFile]:
         """Open all files in parallel; raise InputError if a file is missing or unreadable."""
         fs, paths = self._find()
-        if is_batch and len(paths) > 1:
+        if batch_rules and len(paths) > 1:
             raise InputError(
                 f"the input has {len(paths)} batch files, such as {paths[0]} and {paths[1]}",
                 hint="give one file: a custom_id is unique only within its file",
@@ -180,7 +183,7 @@ class Dataset:
         if copies is None:
             copies = Path(tempfile.mkdtemp(prefix="batchrunner-copies-"))
             weakref.finalize(self, shutil.rmtree, copies, ignore_errors=True)
-        open_file = functools.partial(SourceFile, fs, copies=copies, source=source, is_batch=is_batch)
+        open_file = functools.partial(SourceFile, fs, copies=copies, source=source, batch_rules=batch_rules)
         with thread_pool(READERS) as pool:
             return list(pool.map(open_file, paths))
 

@@ -39,6 +39,7 @@ from batchrunner.input.compression import (
 from batchrunner.input.parquet_copy import NOTES, PROBLEM, write_parquet
 from batchrunner.input.spread import spread_blocks
 from batchrunner.job.output import StorageSpec
+from batchrunner.job.prompt import BatchRules
 from batchrunner.job.spec import InputSpec
 from batchrunner.output.addresses import check_client, store_address
 from batchrunner.output.files import make_directory, one_process_at_a_time, whole_file, writing
@@ -302,12 +303,18 @@ class SourceFile:
     """
 
     def __init__(
-        self, fs: pafs.FileSystem, path: str, *, copies: Path, source: InputSpec, is_batch: bool
+        self,
+        fs: pafs.FileSystem,
+        path: str,
+        *,
+        copies: Path,
+        source: InputSpec,
+        batch_rules: BatchRules | None,
     ) -> None:
         """Read the schema and the row groups; raise InputError if the file is missing or unreadable.
 
         `copies` is the directory of the Parquet copies. `source` has the options of CSV and JSON Lines files.
-        With `is_batch`, the file is a batch file, in which each line is a request.
+        With `batch_rules`, the file is a batch file, in which each line is a request.
         """
         self._fs = fs
         self.path = path
@@ -315,8 +322,8 @@ class SourceFile:
         """Whether the file is on this machine."""
         self.read_errors = read_errors(fs)
         """Classes of errors that its file system raises if the file cannot be read."""
-        self.format = _batch_format(path) if is_batch else format_of(path)
-        self._copies, self._source, self._is_batch = copies, source, is_batch
+        self.format = _batch_format(path) if batch_rules else format_of(path)
+        self._copies, self._source, self._batch_rules = copies, source, batch_rules
         self.digest = ""
         """Digest of the file's content; empty until it has been computed."""
         self.notes: list[str] = []
@@ -500,7 +507,7 @@ class SourceFile:
         """
         # The name depends on everything that the content of the copy depends on.
         options = self._source.types, self._source.delimiter, self._source.encoding
-        origin = repr((self.path, self._signature, options, self._is_batch))
+        origin = repr((self.path, self._signature, options, self._batch_rules))
         copy = self._copies / f"{hashlib.sha256(origin.encode()).hexdigest()[:32]}.parquet"
         tries = 0
         while not copy.exists():
@@ -535,7 +542,7 @@ class SourceFile:
             with self._fs.open_input_file(self.path) as file:
                 source = decompressed(file.get_stream(0, self._size), self.format.compression)
                 yield from batches_of_file(
-                    source, self.path, self.format, self._source, is_batch=self._is_batch
+                    source, self.path, self.format, self._source, batch_rules=self._batch_rules
                 )
         except BatchrunError:
             raise

@@ -4,17 +4,32 @@ from typing import Any
 
 import msgspec
 
-from batchrunner.core.types import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RequestBody
+from batchrunner.core.types import (
+    CHAT_PATH,
+    CLASSIFY_PATH,
+    COMPLETIONS_PATH,
+    EMBEDDINGS_PATH,
+    RERANK_PATH,
+    SCORE_PATH,
+    RequestBody,
+)
 
 CUSTOM_ID, URL, BODY = BATCH_COLUMNS = ("custom_id", "url", "body")
 """Columns of a batch file: the ID of a request, its endpoint, and its body."""
-PROMPT_FIELDS = ("tools", "messages", "prompt", "input_ids", "input")
+PROMPT_FIELDS = (
+    "instructions", "tools", "messages", "prompt", "input_ids", "query", "input", "items", "documents",
+)  # fmt: skip
 """Fields of a body that make up the prompt, in the order in which chat templates write them."""
-_PLAIN_PROMPTS = ("prompt", "input_ids")
-"""Fields with prompts of the endpoint for completions, which applies no chat template."""
-_TO_EMBED = ("input",)
-"""Field with the prompts of the endpoint for embeddings."""
-_LIMITS = ("max_completion_tokens", "max_tokens")
+_PLAIN_PROMPTS = {
+    COMPLETIONS_PATH: ("prompt", "input_ids"),
+    EMBEDDINGS_PATH: ("input",),
+    CLASSIFY_PATH: ("input",),
+    SCORE_PATH: ("query", "items"),
+}
+"""Fields with prompts that reach the model without a chat template, by endpoint."""
+_WITHOUT_DECODING = {EMBEDDINGS_PATH, CLASSIFY_PATH, SCORE_PATH, RERANK_PATH}
+"""Endpoints whose answers have no output tokens."""
+_LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 """Fields with the limit of output tokens. The first one takes precedence."""
 CHAT_TOKENS = 1024
 """Estimated number of output tokens of a chat without a limit."""
@@ -71,13 +86,19 @@ def prompts_in(body: RequestBody) -> list[Any]:
     """
     fields = fields_of(body.content)
     values: list[Any] = []
-    for name in _TO_EMBED if body.path == EMBEDDINGS_PATH else _PLAIN_PROMPTS:
+    for name in _PLAIN_PROMPTS.get(body.path, ()):
         value = msgspec.json.decode(fields[name]) if name in fields else None
         if isinstance(value, list) and any(isinstance(item, (str, list)) for item in value):
             values += value
         else:
             values.append(value)
-    return [value for value in values if isinstance(value, str) or _is_ids(value)]
+    # A query or an item of a score may be empty, because both together are the prompt.
+    may_be_empty = body.path == SCORE_PATH
+    return [
+        value
+        for value in values
+        if (isinstance(value, str) or _is_ids(value)) and (value or not may_be_empty)
+    ]
 
 
 def _is_ids(prompt: Any) -> bool:
@@ -102,8 +123,8 @@ def _with_budget(custom_params: msgspec.Raw | None, budget: int) -> msgspec.Raw:
 
 def _most_tokens(path: str, fields: dict[str, msgspec.Raw]) -> int:
     """Return a request's limit of output tokens, or an estimate if the request has no limit."""
-    if path == EMBEDDINGS_PATH:
-        return 1  # the least that counts; an embedding has no output tokens
+    if path in _WITHOUT_DECODING:
+        return 1  # the least that counts
     for name in _LIMITS:
         value = msgspec.json.decode(fields[name]) if name in fields else None
         if type(value) is int and value > 0:

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from batchrunner.core.errors import InputError
 from batchrunner.core.files import FileFormat
-from batchrunner.input.batch_lines import log_faults, request_lines
+from batchrunner.input.batch_lines import checked_requests, request_lines
 from batchrunner.input.csv_records import csv_table
 from batchrunner.input.parquet_copy import (
     AS_JSON,
@@ -32,6 +32,7 @@ from batchrunner.input.parquet_copy import (
 from batchrunner.input.request_bodies import BATCH_COLUMNS
 from batchrunner.input.text_lines import TOO_LONG, TextRecord, read_lines
 from batchrunner.job.arrow_types import PLAIN_TYPES
+from batchrunner.job.prompt import BatchRules
 from batchrunner.job.spec import InputSpec
 from batchrunner.output.arrow_arrays import arrow_array
 
@@ -56,20 +57,25 @@ def skip_bom(source: io.BufferedReader) -> None:
 
 
 def batches_of_file(
-    source: io.BufferedReader, path: str, file_format: FileFormat, spec: InputSpec, *, is_batch: bool
+    source: io.BufferedReader,
+    path: str,
+    file_format: FileFormat,
+    spec: InputSpec,
+    *,
+    batch_rules: BatchRules | None,
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows of an open file that is not Parquet; `source` yields its decompressed content.
 
-    `spec` has the options of CSV and JSON Lines. With `is_batch`, each line is a request in OpenAI's format.
-    Raises InputError, OSError or ArrowException.
+    `spec` has the options of CSV and JSON Lines. With `batch_rules`, each line is a request in OpenAI's
+    format. Raises InputError, OSError or ArrowException.
     """
     if file_format.kind == "Arrow":
         return _arrow_batches(source)
     skip_bom(source)
-    if is_batch:
+    if batch_rules:
         name = Path(path).name
         return _object_batches(
-            log_faults(request_lines(read_lines(source), name), name),
+            checked_requests(request_lines(read_lines(source), name), name, batch_rules),
             name,
             types=dict.fromkeys(BATCH_COLUMNS, "string"),
             object_name="request",

@@ -140,11 +140,14 @@ CUSTOM_ID = "custom_id"
 """Column that identifies the request of a result."""
 
 
-def job_of_batch(requests: str, run: str, *, engine: Sequence[str], overrides: Sequence[str]) -> Job:
+def job_of_batch(
+    requests: str, run: str, *, engine: Sequence[str], overrides: Sequence[str], allows_repeated: bool = False
+) -> Job:
     """Return the job that sends the requests in the batch file `requests`; its run directory is `run`.
 
     `engine` is a model, the addresses of servers, or a base job. A base job is a job file whose fields in
-    _OF_BASE are used. By default, any number of requests may fail. Raises JobError.
+    _OF_BASE are used. By default, any number of requests may fail. `allows_repeated` tells whether several
+    lines may have one custom_id. Raises JobError.
     """
     for override in overrides:
         name = override.partition("=")[0].strip()
@@ -161,7 +164,7 @@ def job_of_batch(requests: str, run: str, *, engine: Sequence[str], overrides: S
     output, limits = tree["output"], tree["limits"]
     tree = {field: value for field, value in tree.items() if field not in dropped_fields} | {
         "input": {"path": requests, "columns": [CUSTOM_ID]},
-        "prompt": BatchPrompts(),
+        "prompt": BatchPrompts(allows_repeated=allows_repeated),
         "output": {
             **{key: value for key, value in output.items() if f"output.{key}" in _OF_BASE},
             "path": run,

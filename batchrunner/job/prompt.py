@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -248,6 +248,13 @@ def media_part(field: str, value: Any) -> Any:
     return {"column" if field == PDF_FIELD else "columns": value}
 
 
+class BatchRules(NamedTuple):
+    """Rules for the lines of a batch file."""
+
+    allows_repeated: bool
+    """Whether several lines may have one custom_id."""
+
+
 class BatchPrompts(PromptSpec):
     """Section `prompt` of the job of `batchrun batch`, whose rows are the requests of a batch file.
 
@@ -256,6 +263,9 @@ class BatchPrompts(PromptSpec):
     """
 
     is_batch = True
+
+    allows_repeated: bool = False
+    """Whether several lines may have one custom_id."""
 
 
 def tool_problem(tools: Any) -> str | None:

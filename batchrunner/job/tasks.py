@@ -39,7 +39,19 @@ from batchrunner.core.server_replies import (
     decode_reply,
     raise_abort,
 )
-from batchrunner.core.types import ColumnKind, Completion, ForwardTask, Request
+from batchrunner.core.types import (
+    CHAT_PATH,
+    CLASSIFY_PATH,
+    COMPLETIONS_PATH,
+    EMBEDDINGS_PATH,
+    RERANK_PATH,
+    RESPONSES_PATH,
+    SCORE_PATH,
+    ColumnKind,
+    Completion,
+    ForwardTask,
+    Request,
+)
 
 SCORES, SCORE, LABEL = "scores", "score", "label"
 PER_TOKEN, PER_BYTE = "scores_per_token", "scores_per_byte"
@@ -698,6 +710,17 @@ TASKS: dict[str, type[ForwardTask]] = {
     task.name: task for task in (EmbedTask, ScoreTask, RerankTask, RewardTask, ClassifyTask)
 }
 """The tasks without decoding, by the value of the job field `task`."""
+TASK_OF_ENDPOINT: dict[str, TaskName] = {
+    CHAT_PATH: GENERATE,
+    COMPLETIONS_PATH: GENERATE,
+    RESPONSES_PATH: GENERATE,
+    SCORE_PATH: GENERATE,
+    EMBEDDINGS_PATH: EMBED,
+    CLASSIFY_PATH: "classify",
+    RERANK_PATH: "rerank",
+}
+"""Endpoints that the lines of a batch file may name, with the task of the model that answers there. A
+generating model makes the scores of `/v1/score`."""
 
 _CLASSES = 3
 """Number of classes of a classification model in the simulated engine."""

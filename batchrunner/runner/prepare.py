@@ -19,7 +19,6 @@ from pyroaring import BitMap64
 
 from batchrunner.core.errors import BatchrunError, Faults, InputError, OutputError, ResumeError
 from batchrunner.core.files import read_json
-from batchrunner.core.types import EMBEDDINGS_PATH
 from batchrunner.engines.http.connections import raise_file_limit
 from batchrunner.input.dataset import Dataset, rows_of
 from batchrunner.input.files import join_paths, names_run
@@ -30,9 +29,10 @@ from batchrunner.input.sorted_copy import remove_sorted_copies
 from batchrunner.job.answers import AnswerPlan, plan_answers
 from batchrunner.job.arrow_types import arrow_type, type_name
 from batchrunner.job.output import REQUEST_DIGEST, StorageSpec
+from batchrunner.job.prompt import BatchPrompts, BatchRules
 from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job
-from batchrunner.job.tasks import EMBED, GENERATE, TaskName
+from batchrunner.job.tasks import GENERATE, TASK_OF_ENDPOINT, TaskName
 from batchrunner.output.columns import schema_of_run
 from batchrunner.output.liveness import holders_of
 from batchrunner.output.run_dir import MAIN_TASK, SEGMENT, TUNE, RunDir, look_at_run, open_run
@@ -78,7 +78,7 @@ class PreparedJob(JobInput):
         for batch in self.dataset.read(BitMap64(range(self.dataset.total_rows)), [URL]):
             for row in rows_of(batch, [URL]):
                 if not isinstance(row, str):
-                    return EMBED if row[URL] == EMBEDDINGS_PATH else GENERATE
+                    return TASK_OF_ENDPOINT[row[URL]]
         return GENERATE
 
     @property
@@ -263,7 +263,9 @@ def _is_held(tasks: list[RunDir]) -> bool:
 def _open_dataset(job: Job, run_dir: RunDir, run: Path, copies: Path | None) -> Dataset:
     """Open the input. Raises OutputError if it contains results of the run `run`, which would grow it."""
     paths = with_merged_results(job.input.path, run=run, storage=job.storage)
-    dataset = Dataset(job.input, run, job.storage, copies, paths=paths, is_batch=job.prompt.is_batch)
+    prompt = job.prompt
+    batch_rules = BatchRules(prompt.allows_repeated) if isinstance(prompt, BatchPrompts) else None
+    dataset = Dataset(job.input, run, job.storage, copies, paths=paths, batch_rules=batch_rules)
     if not dataset.total_rows:
         raise InputError(f"{join_paths(job.input.path)}: no rows in {len(dataset.files)} file(s)")
     _refuse_results(job.input.path, dataset)

@@ -1,5 +1,6 @@
 """`batchrun serve`: OpenAI's Files and Batches API on your own engine.
 
-state: files and batches on the disk. batches: runs them on one engine. server: the HTTP API and the server's
-life from start to end. The package is imported only by the command.
+state: files and batches on the disk. owners: API keys, shares and limits. batches: runs batches on one
+engine. files_api, batches_api, metrics_api, records: the HTTP calls. server: all calls as one application,
+and the server's life from start to end. The package is imported only by the command.
 """

@@ -11,9 +11,10 @@ _PARAMETER_ERRORS = {
     "extra_forbidden": ("Unknown parameter: '{}'.", "unknown_parameter"),
 }
 """Message and code of a wrong parameter, by the type of pydantic's error."""
-RATE_LIMIT, QUOTA = "rate_limit_exceeded", "insufficient_quota"
-"""OpenAI's codes of a call that exceeds a limit: RATE_LIMIT if the call may succeed soon, QUOTA if the tokens
-of the day are used up."""
+RATE_LIMIT = "rate_limit_exceeded"
+"""OpenAI's code of a call that exceeds a limit and may succeed soon."""
+QUOTA = "insufficient_quota"
+"""OpenAI's code of a call of an owner who has used all tokens of the day."""
 
 
 class ApiError(web.HTTPException):

@@ -15,6 +15,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import pyarrow as pa
 
 from batchrunner.core.errors import BatchrunError, EngineLostError, InputError
 from batchrunner.engines.registry import launched_model
-from batchrunner.input.batch_lines import request_lines
+from batchrunner.input.batch_lines import MOST_FAULTS, BatchFileError, LineFault, request_lines
 from batchrunner.input.compression import HEAD_BYTES, codec_of, decompressed
 from batchrunner.input.request_bodies import URL
 from batchrunner.input.text_files import skip_bom
@@ -43,9 +44,11 @@ from batchrunner.serve.state import BATCHES, FILES, OWNER, Record, State, now
 
 log = logging.getLogger(__name__)
 
-MOST_RUNNING, MOST_RUNNING_OF_OWNER = 10, 2
-"""Number of batches that run on the engine at once, and the number that each of several owners may always
-run. Further batches of an owner wait until one of them ends."""
+MOST_RUNNING = 10
+"""Maximum number of batches that run on the engine at once. Several owners divide this number among them."""
+MOST_RUNNING_OF_OWNER = 2
+"""Number of batches that an owner may run at once, even if there are more owners than MOST_RUNNING allows.
+Further batches of the owner wait until one of them ends."""
 RETRY_S = 5.0
 """Seconds before an interrupted run resumes."""
 EARLY_STATUS = {EXPIRED: "expired", CANCELLED: "cancelled"}
@@ -158,7 +161,7 @@ class Batches:
             if batch["in_progress_at"]:
                 raise
             path = self._state.path_of(FILES, batch["input_file_id"])
-            errors = {"object": "list", "data": [_invalid_file(failure, path)]}
+            errors = {"object": "list", "data": _errors_of(failure, path)}
             await self._finish(batch, "failed", errors=errors)
             return
         if control.reason == _SHUTDOWN:
@@ -220,7 +223,7 @@ class Batches:
     def _validate(self, batch: Record) -> None:
         """Raise InputError for a file that has no requests, or one for another endpoint than the batch's.
 
-        Other faults of a line fail that line alone.
+        Raises BatchFileError for lines with unusable custom_ids. Other faults of a line fail that line alone.
         """
         with contextlib.closing(prepare(self._job(batch), keeps_copies=True)) as prepared:
             total = prepared.dataset.total_rows
@@ -230,9 +233,15 @@ class Batches:
             raise TooManyRequestsError(
                 f"the batch has {total} requests and {queued} are queued, but your limit is {limit}"
             )
-        for number, request, problem in self._lines(batch):
-            if problem is None and request[URL] != batch["endpoint"]:
-                raise InputError(f"line {number}: its url differs from the endpoint of the batch")
+        endpoint = batch["endpoint"]
+        other_urls = (
+            LineFault(number, "invalid_url", f"line {number}: its url is not the batch's {endpoint}")
+            for number, request, problem in self._lines(batch)
+            if problem is None and request[URL] != endpoint
+        )
+        faults = [*islice(other_urls, MOST_FAULTS)]
+        if faults:
+            raise BatchFileError(faults[0].problem, faults)
         batch["request_counts"] = request_counts(total=total)
 
     def _lines(self, batch: Record) -> Iterator[tuple[int, Mapping[str, Any], str | None]]:
@@ -288,15 +297,17 @@ def _owner_of(batch: Record) -> str:
     return str(batch.get(OWNER, ""))
 
 
-def _invalid_file(failure: InputError, path: Path) -> Record:
-    """Return the error of a batch whose file at `path` cannot be run, with the number of the wrong line.
+def _errors_of(failure: InputError, path: Path) -> list[Record]:
+    """Return the errors of a batch whose file at `path` cannot be run, with the numbers of the wrong lines.
 
     Clients get the name of the file, but not its path on the server.
     """
+    if isinstance(failure, BatchFileError):
+        return [_error(code, problem, line=line) for line, code, problem in failure.line_faults]
+    code = RATE_LIMIT if isinstance(failure, TooManyRequestsError) else "invalid_file"
     line = _LINE_NUMBER.search(failure.message)
-    return {
-        "code": RATE_LIMIT if isinstance(failure, TooManyRequestsError) else "invalid_file",
-        "message": failure.message.replace(str(path), path.name),
-        "param": None,
-        "line": line and int(line[1]),
-    }
+    return [_error(code, failure.message.replace(str(path), path.name), line=line and int(line[1]))]
+
+
+def _error(code: str, message: str, *, line: int | None) -> Record:
+    return {"code": code, "message": message, "param": None, "line": line}

@@ -109,23 +109,29 @@ class FilesApi:
                 while block := await part.read_chunk(BLOCK_BYTES):
                     size += len(block)
                     self._uploading[owner.name] += len(block)
-                    await asyncio.to_thread(self._write, content, block, owner)
+                    stored = self._state.stored_bytes
+                    await asyncio.to_thread(
+                        self._write,
+                        content,
+                        block,
+                        part=self._owners.part_of(owner),
+                        used=stored[owner.name] + self._uploading[owner.name],
+                        used_by_all=stored.total() + self._uploading.total(),
+                    )
         finally:
             self._uploading[owner.name] -= size
 
-    def _write(self, content: IO[bytes], block: bytes, owner: Owner) -> None:
+    def _write(self, content: IO[bytes], block: bytes, *, part: float, used: int, used_by_all: int) -> None:
         """Write a block of an upload.
 
-        Raises ApiError if the file is too large, or if the disk or the owner's part of it is nearly full.
+        Raises ApiError if the file is too large, if the disk is nearly full, or if the owner has filled its
+        `part` of the disk. `used` are the bytes of the owner's files and uploads, `used_by_all` those of all.
         """
         if content.tell() + len(block) > self._most_bytes:
             raise ApiError(413, f"'file' is larger than {self._most_bytes} bytes.", "file", "too_large")
         disk = shutil.disk_usage(content.name)
         free = disk.free - min(RESERVED_SHARE * disk.total, RESERVED_BYTES)
-        stored = self._state.stored_bytes
-        usable = stored.total() + self._uploading.total() + free
-        used = stored[owner.name] + self._uploading[owner.name]
-        if free < 0 or used > usable * self._owners.part_of(owner):
+        if free < 0 or used > (used_by_all + free) * part:
             raise ApiError(413, "The disk is nearly full: delete files.", "file", "disk_full")
         content.write(block)
 

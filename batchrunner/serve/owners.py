@@ -1,7 +1,7 @@
 """Owners of files and batches: their API keys, their shares of the engine, and their limits.
 
 An owner is an entry of the file of `--keys`. A server without this file has one owner, who sees everything.
-No key is logged, written or returned: only its SHA-256 is kept.
+No key is logged, written or returned. Keys are compared by their SHA-256.
 """
 
 import hashlib
@@ -26,9 +26,10 @@ log = logging.getLogger(__name__)
 DAY_S = 86_400
 RETRY_AFTER_S = 60
 """Seconds after which a client may repeat a call that exceeds the owner's limit of batches or requests."""
-CALLS_A_SECOND, MOST_CALLS_AT_ONCE = 50.0, 200.0
-"""Number of calls a second that each owner of a server with several owners may make, and the number of calls
-that an owner may make at once after a pause. An admin has no such limit."""
+CALLS_A_SECOND = 50.0
+"""Maximum number of calls a second of each owner except admins."""
+MOST_CALLS_AT_ONCE = 200.0
+"""Maximum number of calls that an owner may make at once after a pause."""
 
 
 class Owner(BaseModel):

@@ -18,10 +18,9 @@ from batchrunner.core.console import show
 from batchrunner.core.errors import BatchrunError, EngineAwayError, JobError, StorageError
 from batchrunner.core.files import is_uri
 from batchrunner.core.processes import SignalWatch
-from batchrunner.core.types import BATCH_PATHS, EMBEDDINGS_PATH
 from batchrunner.job.call import job_of_batch
 from batchrunner.job.spec import Job
-from batchrunner.job.tasks import EMBED, TaskName
+from batchrunner.job.tasks import TASK_OF_ENDPOINT, TaskName
 from batchrunner.output.files import make_directory, using_run
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_lock import hold_task
@@ -231,10 +230,9 @@ async def serve(
         shared = await open_engine_patiently(job, task, log_directory=directory, control=control, stack=stack)
         batches = Batches(state=state, engine=shared, options=options, server=control, owners=owners)
         stack.push_async_callback(batches.drain)
-        is_embedder = task == EMBED
-        endpoints = [*BATCH_PATHS]
+        endpoints = [*TASK_OF_ENDPOINT]
         if not shared.info.simulated:
-            endpoints = [path for path in BATCH_PATHS if (path == EMBEDDINGS_PATH) == is_embedder]
+            endpoints = [path for path in endpoints if TASK_OF_ENDPOINT[path] == task]
         api = Api(
             state=state,
             batches=batches,

@@ -297,7 +297,10 @@ def test_an_engine_that_another_process_shares(
         ([], "urls"),
         ({"kind": "attached"}, "attached"),
         ("/no/such-model", "no/such-model"),
-        ("Qwen/Qwen3 8B", "engine: model: no model has this name: give a folder (./NAME), a name on the Hub"),
+        (
+            "Qwen/Qwen3 8B",
+            "engine: model: no model has this name: give a folder (./NAME) or a name on the Hugging Face Hub",
+        ),
         (7, "engine: give an open engine (`with open_engine(…) as engine`)"),
     ],
 )

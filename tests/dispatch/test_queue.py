@@ -51,6 +51,21 @@ def test_a_route_with_little_to_do_takes_another_ones_rows() -> None:
     assert queue.take(a) is large[0]
 
 
+def test_groups_alternate_among_moved_rows() -> None:
+    """Rows of one group in the same pass would each compute the prefix, which the new route does not have."""
+    sent, one, two = families = family(0, 6), family(10, 2), family(20, 2)
+    a, b = servers = routes(a=1, b=1)
+    queue = DispatchQueue(servers)
+    for rows in families:
+        home(rows, a)
+        for row in rows:
+            queue.add(row)
+    assert queue.take(a) is sent[0]
+    sent[0].route = a
+    assert queue.take(b) is sent[5]  # and with it half of what is kept for the other route
+    assert [queue.take(b) for _ in range(4)] == [one[0], two[0], one[1], two[1]]
+
+
 def test_few_rows_wait_for_their_own_route() -> None:
     """Rows that are soon sent where their prefix is computed are not worth computing it again."""
     rows = family(0, 6)

@@ -255,10 +255,9 @@ BAD: list[tuple[Any, str]] = [
     ('{"custom_id": "a", ', "Input data was truncated"),
     ("[1, 2]", "Expected `object`, got `array`"),
     ('{"custom_id": "\udcff"}', "'utf-8' codec can't decode byte"),
-    ({**GOOD, "custom_id": 7}, "Expected `str`, got `int` - at `$.custom_id`"),
     ({**GOOD, "custom_id": "b", "body": [1]}, "Expected `object`, got `array`"),
     (
-        {**request_of(0, model="other"), "custom_id": "b"},
+        {**request_of(0, model="other"), "custom_id": "c"},
         "model 'other', but an earlier line names 'fake/model'",
     ),
 ]
@@ -266,19 +265,19 @@ BAD: list[tuple[Any, str]] = [
 
 def test_bad_lines(tmp_path: Path) -> None:
     """Each fails alone, and says its number."""
-    good = [GOOD, "", request_of(1, model=None), GOOD]
+    good = [GOOD, "", request_of(1, model=None), request_of(2)]
     batch = Batch(tmp_path, [*good, *(line for line, _ in BAD)])
     done = batch.do("--errors", batch.errors)
     assert done.exit_code == 0, done.stderr
-    bad = f"{batch.requests.name}: lines 5, 6, 7, 8, 9 and 1 more will fail: not a request: "
+    bad = f"{batch.requests.name}: lines 5, 6, 7, 8, 9 will fail: not a request: "
     assert bad in done.stderr.splitlines()[0]
     assert [found["custom_id"] for found in lines_of(batch.results)] == [
         "request-0",
         "request-1",
-        "request-0",
+        "request-2",
     ]
     failed = lines_of(batch.errors)
-    assert [line["custom_id"] for line in failed] == [None] * 3 + ["7", "b", "b"]
+    assert [line["custom_id"] for line in failed] == [None] * 3 + ["b", "c"]
     for number, (line, (_, problem)) in enumerate(zip(failed, BAD, strict=True), 5):
         assert (line["response"], line["error"]["code"]) == (None, "invalid_request")
         assert f"line {number}: not a request: " in line["error"]["message"]
@@ -286,33 +285,99 @@ def test_bad_lines(tmp_path: Path) -> None:
 
 
 def test_repeated_custom_ids(tmp_path: Path) -> None:
-    """They are said before anything is sent, with their lines, by the command and by `check`."""
+    """They are refused with their lines, also by `check`; with --allow-repeated each line is answered."""
     names = ["a", "b", "a", "", *(f"n{n}" for n in range(7)), "b", *(f"n{n}" for n in range(7)), "once"]
     lines = [{**request_of(n), "custom_id": name} if name else "" for n, name in enumerate(names)]
     batch = Batch(tmp_path, lines)
     said = (
-        f"{batch.requests.name}: repeated custom_ids (each line is still answered): "
+        f"batchrun: {batch.requests.name}: repeated custom_ids: "
         "'a' on lines 1, 3; 'b' on lines 2, 12; 'n0' on lines 5, 13; 'n1' on lines 6, 14; "
-        "'n2' on lines 7, 15; and 4 more"
+        "'n2' on lines 7, 15; and 4 more: give each line a custom_id of its own, or add --allow-repeated"
     )
-    done = batch.do()
-    assert done.exit_code == 0
-    assert done.stderr.splitlines()[0] == said
-    assert [line["custom_id"] for line in lines_of(batch.results)] == [name for name in names if name]
+    refused = batch.do()
+    assert (refused.exit_code, refused.stderr.strip()) == (2, said)
+    assert not batch.run.exists()
     checked = batchrun("check", batch.requests)
-    assert (checked.exit_code, checked.stderr.strip()) == (0, said)
+    assert (checked.exit_code, checked.stderr.strip()) == (2, said)
+    assert batch.do("--allow-repeated").exit_code == 0
+    assert [line["custom_id"] for line in lines_of(batch.results)] == [name for name in names if name]
     write_batch(batch.requests, [request_of(n) for n in range(3)])
     assert batchrun("check", batch.requests).stderr == ""
 
 
+def test_custom_ids_that_are_no_text(server: FakeSGLang, tmp_path: Path) -> None:
+    """The file is refused with the lines of each fault, before anything is sent."""
+    nameless = {name: value for name, value in request_of(4).items() if name != "custom_id"}
+    wrong = [{**request_of(n), "custom_id": name} for n, name in enumerate((7, None, "", ["a"]), 1)]
+    batch = Batch(tmp_path, [GOOD, *wrong, nameless, request_of(0, url="/v1/images"), GOOD])
+    refused = batch.do("--allow-repeated", engine=server)
+    of_ids, of_urls = refused.stderr.splitlines()
+    assert refused.exit_code == 2
+    assert (
+        f"{batch.requests.name}: lines 2, 3, 4, 5, 6: custom_id should be a text that is not empty" in of_ids
+    )
+    assert f"{batch.requests.name}: line 7: url should be " in of_urls
+    assert len(batch.do(engine=server).stderr.splitlines()) == 3  # and the repeated one
+    assert not server.requests
+
+
+ENDPOINTS: dict[str, tuple[dict[str, Any], Any]] = {
+    "/v1/responses": (
+        {"input": "a", "instructions": "b", "max_output_tokens": 5},
+        {"object": "response", "status": "incomplete", "output": [{"type": "message"}],
+         "usage": {"input_tokens": 3, "output_tokens": 5, "input_tokens_details": {"cached_tokens": 1}}},
+    ),
+    "/v1/score": (
+        {"query": "", "items": ["a", "b"], "label_token_ids": [1]},
+        {"object": "scoring", "scores": [[0.5], [0.25]], "usage": {"prompt_tokens": 3}},
+    ),
+    "/v1/rerank": ({"query": "a", "documents": ["b"]}, [{"score": 0.5, "document": "b", "index": 0}]),
+    "/v1/classify": (
+        {"input": ["a"]},
+        {"object": "list", "data": [{"index": 0, "label": "no"}], "usage": {"prompt_tokens": 3}},
+    ),
+}  # fmt: skip
+"""A body for each endpoint, and an answer of the server."""
+
+
+@pytest.mark.parametrize("url", ENDPOINTS)
+def test_further_endpoints(tmp_path: Path, url: str) -> None:
+    """Bodies go to their endpoint, and answers are stored as they come; the simulated engine answers, too."""
+    body, answer = ENDPOINTS[url]
+    body = {"model": "fake/model", **body}
+    lines = [{**request_of(n), "url": url, "body": body} for n in range(3)]
+    batch = Batch(tmp_path, lines)
+    model = {"is_generation": url in {"/v1/responses", "/v1/score"}}
+    with FakeSGLang(arguments=model) as server:
+        server.script = lambda _: Body(json.dumps(answer).encode())
+        done = batch.do(engine=server)
+        assert done.exit_code == 0, done.stderr
+        assert [line["response"]["body"] for line in lines_of(batch.results)] == [answer] * 3
+        for sent in server.sent:
+            sent.body.pop("request_id", None)
+            assert (sent.path, sent.body) == (url, body)
+        server.script = lambda _: Body(b'{"status": "failed", "output": [], "error": {"message": "no"}}')
+        failed = batch.do("--fresh", "--set", "limits.max_attempts=1", engine=server)
+        assert failed.exit_code == 0
+        assert {line["error"]["code"] for line in lines_of(batch.results)} == {"request_failed"}
+    assert batch.do("--fresh").exit_code == 0
+    assert {line["response"]["status_code"] for line in lines_of(batch.results)} == {200}
+
+
 UNANSWERED: list[tuple[list[str], str]] = [
-    ([CHAT, "/v1/responses", CHAT, "/v1/images"], "lines 2, 4: url should be /v1/chat/completions or "),
+    (
+        [CHAT, "/v1/audio", CHAT, "/v1/images"],
+        "lines 2, 4: url should be /v1/chat/completions or ",
+    ),
     ([*["/v1/moderations"] * 9, CHAT], "lines 1, 2, 3, 4, 5 and 4 more: url should be "),
     (
         [CHAT, COMPLETIONS, "/v1/embeddings"],
-        "line 3: url is /v1/embeddings, but earlier lines have another task",
+        "line 3: url is /v1/embeddings, which needs a model for ",
     ),
-    (["/v1/embeddings", COMPLETIONS], "line 2: url is /v1/completions, but earlier lines have another task"),
+    (
+        ["/v1/embeddings", COMPLETIONS],
+        "line 2: url is /v1/completions, which needs a model for ",
+    ),
 ]
 
 

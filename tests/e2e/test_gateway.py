@@ -1,6 +1,5 @@
 """A real Model Gateway, `smg`: rows go directly to the workers that it lists, or through it."""
 
-import logging
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -14,17 +13,12 @@ from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.connections import free_port
 from tests.conftest import eventually, job_of, results_of, rows_in, run_job, write_rows
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
-from tests.support.real_gateway import RealGateway
+from tests.support.real_gateway import KEY_VARIABLE, RealGateway, two_workers
 
-KEY_VARIABLE = "SGLANG_API_KEY"
-
-pytestmark = [pytest.mark.gateway, pytest.mark.filterwarnings("default")]
-
-
-@pytest.fixture(autouse=True)
-def _quiet_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gateway asks every worker by HTTP/2 too, which the fake's library logs as an error."""
-    monkeypatch.setattr(logging.getLogger("aiohttp.server"), "disabled", True)
+pytestmark = [
+    *(pytest.mark.gateway, pytest.mark.filterwarnings("default")),
+    pytest.mark.usefixtures("quiet_fakes"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +32,8 @@ def gateway() -> Iterator[RealGateway]:
 @pytest.fixture
 def workers(gateway: RealGateway, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeSGLang, FakeSGLang]]:
     """Two workers on the gateway's list."""
-    monkeypatch.setenv(KEY_VARIABLE, gateway.key)
-    with FakeSGLang(api_key=gateway.key) as one, FakeSGLang(api_key=gateway.key) as two:
-        gateway.use(one.url, two.url)
-        yield one, two
-    gateway.use()
+    with two_workers(gateway, monkeypatch) as workers:
+        yield workers
 
 
 def engine_of(gateway: RealGateway) -> dict[str, Any]:

@@ -18,10 +18,8 @@ from batchrunner.engines.launched.fleet import LaunchedFleet
 from batchrunner.sglang.device import CPU_ARGS, cpu_environment
 from tests.conftest import SMALL_MODEL, eventually, job_of, require_engine, results_of, rows_in, write_rows
 from tests.support.engine_processes import START_S, command_line, descendants_of
-from tests.support.real_gateway import RealGateway
+from tests.support.real_gateway import KEY_VARIABLE, RealGateway
 from tests.support.tiny_model import make_tiny_llama
-
-KEY_VARIABLE = "SGLANG_API_KEY"
 
 pytestmark = [pytest.mark.engine, pytest.mark.gateway, pytest.mark.filterwarnings("default")]
 

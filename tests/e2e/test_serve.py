@@ -36,9 +36,10 @@ LIFE = ["validating", "in_progress", "finalizing", "completed"]
 ENDED = {"completed", "failed", "expired", "cancelled"}
 
 
-def requests_of(count: int, **body: Any) -> bytes:
-    """Return a batch file of chats."""
-    return b"".join(json.dumps(request_of(number, **body)).encode() + b"\n" for number in range(count))
+def requests_of(count: int, first: int = 0, **body: Any) -> bytes:
+    """Return a batch file of chats, whose numbers begin with `first`."""
+    numbers = range(first, first + count)
+    return b"".join(json.dumps(request_of(number, **body)).encode() + b"\n" for number in numbers)
 
 
 class Server:
@@ -57,20 +58,20 @@ class Server:
     def start(self) -> None:
         """Start it and wait until it serves."""
         environ = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "BATCHRUN_API_KEY": self._key}
-        self.process = subprocess.Popen(
-            self._command,
-            stdout=subprocess.PIPE,
-            stderr=self.log.open("ab"),
-            text=True,
-            env={**os.environ, **environ},
-        )
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self._command,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, **environ},
+            )
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()
-        self.client = self.client_of(self._key or "none")
-
-    def client_of(self, key: str) -> openai.OpenAI:
-        """Return a client with a key."""
-        return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=PATIENCE_S)
+        self.client = openai.OpenAI(
+            base_url=self.url, api_key=self._key or "none", max_retries=0, timeout=PATIENCE_S
+        )
+        self.clients = [self.client]
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> int:
         """End it by a signal; return its exit code."""
@@ -78,7 +79,8 @@ class Server:
         code = self.process.wait(PATIENCE_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
-        self.client.close()
+        for client in self.clients:
+            client.close()
         return code
 
     def upload(self, content: bytes) -> str:
@@ -172,7 +174,7 @@ FAST, SLOW = ("--set", "engine.step_s=0"), ("--set", "engine.step_s=0.02", "--se
 
 def test_a_batch_from_upload_to_download(tmp_path: Path) -> None:
     """What `batchrun batch` writes for a file is what the API gives for it, byte for byte."""
-    content = requests_of(30) + b"no request\n" + requests_of(1, max_tokens=-5)
+    content = requests_of(30) + b"no request\n" + requests_of(1, 30, max_tokens=-5)
     requests = tmp_path / "requests.jsonl"
     requests.write_bytes(content)
     by_command = [tmp_path / "out.jsonl", tmp_path / "errors.jsonl"]
@@ -226,7 +228,7 @@ WRONG: dict[str, tuple[int, str | None, Callable[[openai.OpenAI, str], object]]]
     "no form": (400, None, lambda client, _: client.post("/files", cast_to=object, body={"a": "b"})),
     "no input": (400, "invalid_value", lambda client, _: _create(client, "file-none")),
     "results as input": (400, "invalid_value", lambda client, file: _create(client, f"{file}-output")),
-    "endpoint": (400, "invalid_value", lambda client, file: _create(client, file, endpoint="/v1/responses")),
+    "endpoint": (400, "invalid_value", lambda client, file: _create(client, file, endpoint="/v1/images")),
     "window": (400, "invalid_value", lambda client, file: _create(client, file, completion_window="soon")),
     "endless": (400, "invalid_value", lambda c, file: _create(c, file, completion_window="9" * 400 + "d")),
     "metadata": (400, "invalid_value", lambda client, file: _create(client, file, metadata={"a": 1})),
@@ -281,21 +283,26 @@ def test_calls_that_are_wrong(tmp_path: Path) -> None:
 def test_batches_that_fail(tmp_path: Path) -> None:
     """A file that is no batch file, or one for another endpoint, is taken, and its batch has the reasons."""
     with serving(tmp_path / "state", *FAST) as server:
-        for content, line in (
-            (b"\x00\xff\n" * 3, 1),
-            (b"", None),
-            (b"PK\x03\x04", None),
-            (gzip.compress(requests_of(3))[:-20], None),
-            (gzip.compress(requests_of(3)), 1),
-            (b"\n \n" + requests_of(3), 3),
-            (requests_of(2) + requests_of(2).replace(CHAT.encode(), b"/v1/responses"), 3),
-        ):
+        unnamed = requests_of(3).replace(b'"request-1"', b"7").replace(b'"custom_id": "request-2", ', b"")
+        for content, errors in (
+            (b"\x00\xff\n" * 3, [("invalid_file", 1)]),
+            (b"", [("invalid_file", None)]),
+            (b"PK\x03\x04", [("invalid_file", None)]),
+            (gzip.compress(requests_of(3))[:-20], [("invalid_file", None)]),
+            (gzip.compress(requests_of(2)), [("invalid_url", 1), ("invalid_url", 2)]),
+            (b"\n \n" + requests_of(1), [("invalid_url", 3)]),
+            (requests_of(2) + requests_of(2, 2).replace(CHAT.encode(), b"/v1/audio/transcriptions"),
+             [("invalid_url", 3), ("invalid_url", 4)]),
+            (requests_of(2, url="/v1/completions") + requests_of(2, url="/v1/completions"),
+             [("duplicate_custom_id", 3), ("duplicate_custom_id", 4)]),
+            (unnamed, [("missing_required_parameter", 2), ("missing_required_parameter", 3)]),
+        ):  # fmt: skip
             batch = server.ended(server.begin(server.upload(content), endpoint="/v1/completions"))
             assert (batch.status, batch.failed_at is None) == ("failed", False)
             assert batch.errors is not None
             assert batch.errors.data is not None
             assert str(tmp_path) not in batch.errors.to_json()
-            assert (batch.errors.data[0].code, batch.errors.data[0].line) == ("invalid_file", line)
+            assert [(error.code, error.line) for error in batch.errors.data] == errors
 
 
 @pytest.mark.parametrize("early", ["cancelled", "expired"])
@@ -308,8 +315,10 @@ def test_a_batch_ends_early(tmp_path: Path, early: str) -> None:
             server.client.files.delete(file)
 
         def some_are_done() -> bool:
-            counts = server.client.batches.retrieve(batch.id).request_counts
-            return counts is not None and counts.completed > 60  # those of a second are in no journal
+            last = server.client.batches.retrieve(batch.id)
+            counts = last.request_counts
+            assert counts is not None
+            return counts.completed > 60 or last.status in ENDED  # those of a second are in no journal
 
         eventually(some_are_done)
         if early == "cancelled":

@@ -16,6 +16,7 @@ from openai.types import Batch
 from tests.conftest import batchrun, eventually
 from tests.e2e.test_batch_files import CHAT
 from tests.e2e.test_serve import ENDED, FAST, SLOW, Server, requests_of, serving
+from tests.support.server_thread import PATIENCE_S
 
 KEYS = {"anna": "sk-anna-0123456789", "ben": "sk-ben-0123456789", "root": "sk-root-0123456789"}
 
@@ -51,7 +52,9 @@ class Client(openai.OpenAI):  # type: ignore[misc]
 
 def client_of(server: Server, name: str, key: str = "") -> Client:
     """Return the client of an owner."""
-    return Client(base_url=server.url, api_key=key or KEYS[name], max_retries=0, timeout=60)
+    client = Client(base_url=server.url, api_key=key or KEYS[name], max_retries=0, timeout=PATIENCE_S)
+    server.clients.append(client)
+    return client
 
 
 def test_owners_see_only_their_own(tmp_path: Path) -> None:
@@ -87,9 +90,10 @@ def test_owners_see_only_their_own(tmp_path: Path) -> None:
         assert {file.id for file in root.files.list()} == {*files}
         assert root.files.delete(files[0]).deleted
         with pytest.raises(openai.AuthenticationError):
-            server.client_of("sk-anna").files.list()
-        assert httpx.get(server.url[:-2] + "metrics", headers=anna.auth_headers).status_code == 403
-        assert httpx.get(server.url[:-2] + "metrics", headers=root.auth_headers).status_code == 200
+            client_of(server, "anna", "sk-anna").files.list()
+        for client, status in ((anna, 403), (root, 200)):
+            url, headers = server.url[:-2] + "metrics", client.auth_headers
+            assert httpx.get(url, headers=headers, trust_env=False).status_code == status
 
 
 def test_limits_of_batches_and_requests(tmp_path: Path) -> None:
@@ -118,24 +122,24 @@ def test_limits_of_batches_and_requests(tmp_path: Path) -> None:
 
 def test_tokens_of_a_day(tmp_path: Path) -> None:
     """Batches pause when the tokens are used up, also after a kill; others go on; new batches are refused."""
-    limit = {"max_tokens_per_day": 500}
+    limit = {"max_tokens_per_day": 300}
     keys = write_keys(tmp_path / "keys.yaml", anna=limit)
     with serving(tmp_path / "state", "--keys", keys, *SLOW) as server:
         anna, ben = client_of(server, "anna"), client_of(server, "ben")
-        large = anna.begin(requests_of(300, max_tokens=50))
+        large = anna.begin(requests_of(60, max_tokens=20))
 
         def is_refused() -> bool:
             with contextlib.suppress(openai.RateLimitError):
-                anna.begin(requests_of(1))
+                anna.begin(requests_of(1, max_tokens=5))
                 return False
             return True
 
-        eventually(is_refused, every_s=0.2)
+        eventually(is_refused, every_s=1.0)
         with pytest.raises(openai.RateLimitError) as refused:
             anna.begin(requests_of(1))
         assert (refused.value.code, refused.value.type) == ("insufficient_quota", "insufficient_quota")
         assert 0 < int(refused.value.response.headers["retry-after"]) <= 86_400
-        assert ben.ended(ben.begin(requests_of(50, max_tokens=50))).status == "completed"
+        assert ben.ended(ben.begin(requests_of(30, max_tokens=20))).status == "completed"
         assert anna.batches.retrieve(large.id).status == "in_progress"
         assert server.kill(signal.SIGTERM) == 0
         used = json.loads((server.directory / "usage.json").read_text())["tokens"]
@@ -210,8 +214,8 @@ def test_an_owner_with_many_batches(tmp_path: Path) -> None:
     keys = write_keys(tmp_path / "keys.yaml")
     with serving(tmp_path / "state", "--keys", keys, *SLOW) as server:
         anna, ben = client_of(server, "anna"), client_of(server, "ben")
-        many = [anna.begin(requests_of(300, max_tokens=20)) for _ in range(12)]
-        one = ben.ended(ben.begin(requests_of(50, max_tokens=20)))
+        many = [anna.begin(requests_of(100, max_tokens=20)) for _ in range(12)]
+        one = ben.ended(ben.begin(requests_of(20, max_tokens=20)))
         assert one.status == "completed"
         counts = [anna.batches.retrieve(batch.id).request_counts for batch in many]
         done = [count.completed for count in counts if count is not None]

@@ -1,6 +1,5 @@
 """Rows that go through a real Model Gateway, `smg`, whose workers are stand-ins for SGLang."""
 
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,20 +11,26 @@ import pytest
 import batchrunner
 from batchrunner.core.errors import AnotherModelError
 from batchrunner.core.timing import TIMING
-from tests.conftest import eventually, job_of, log_of, results_of, rows_in, run_job, write_rows
+from tests.conftest import (
+    eventually,
+    job_of,
+    log_of,
+    results_of,
+    rows_in,
+    run_job,
+    started,
+    write_job,
+    write_rows,
+)
 from tests.support.answers import Said
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
-from tests.support.real_gateway import RealGateway
+from tests.support.real_gateway import KEY_VARIABLE, RealGateway, two_workers
+from tests.support.server_thread import PATIENCE_S
 
-KEY_VARIABLE = "SGLANG_API_KEY"
-
-pytestmark = [pytest.mark.gateway, pytest.mark.filterwarnings("default")]
-
-
-@pytest.fixture(autouse=True)
-def _quiet_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gateway asks every worker by HTTP/2 too, which the fake's library logs as an error."""
-    monkeypatch.setattr(logging.getLogger("aiohttp.server"), "disabled", True)
+pytestmark = [
+    *(pytest.mark.gateway, pytest.mark.filterwarnings("default")),
+    pytest.mark.usefixtures("quiet_fakes"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +55,8 @@ def workers(
 ) -> Iterator[tuple[RealGateway, FakeSGLang, FakeSGLang]]:
     """The gateway that the test names, and two workers on its list."""
     gateway: RealGateway = request.getfixturevalue(getattr(request, "param", "keyed"))
-    monkeypatch.setenv(KEY_VARIABLE, gateway.key)
-    with FakeSGLang(api_key=gateway.key) as one, FakeSGLang(api_key=gateway.key) as two:
-        gateway.use(one.url, two.url)
-        yield gateway, one, two
-    gateway.use()
+    with two_workers(gateway, monkeypatch) as workers:
+        yield gateway, *workers
 
 
 Workers = tuple[RealGateway, FakeSGLang, FakeSGLang]
@@ -379,7 +381,6 @@ def test_two_gateways_before_the_same_workers(tmp_path: Path, monkeypatch: pytes
     with (
         FakeSGLang(api_key="shared") as one,
         FakeSGLang(api_key="shared") as two,
-        ThreadPoolExecutor(2) as threads,
     ):
         one.delay_s = two.delay_s = 0.02
         jobs = []
@@ -388,7 +389,9 @@ def test_two_gateways_before_the_same_workers(tmp_path: Path, monkeypatch: pytes
             path = tmp_path / name
             path.mkdir()
             jobs.append(job_of(path, through(gateway), rows=300))
-        list(threads.map(lambda job: run_job(job, Path(job["output"]["path"]).parent, code=0), jobs))
+        with started(write_job(jobs[0], tmp_path / "a")) as other:
+            assert batchrunner.run(jobs[1]).exit_code == 0
+            assert other.process.wait(PATIENCE_S) == 0
         first.end()
         second.end()
         sent = Counter(rows_at(one) + rows_at(two))

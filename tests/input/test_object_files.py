@@ -96,7 +96,7 @@ def test_storage_in_the_job(
         ("s3://not-a-bucket-of-anyone/in", {}, "there is no such bucket (NoSuchBucket)"),
         ("{uri}/nothing", {}, "found no Parquet, CSV, JSON Lines or Arrow file"),
         ("{uri}/in", {"endpoint": "127.0.0.1:9"}, "storage.endpoint: string should match pattern"),
-        ("az://container/in", {}, "Account must be specified"),
+        ("az://container/in", {}, "the account is missing: set storage.account"),
         (
             "http://host/in",
             {},

@@ -214,6 +214,8 @@ class FakeSGLang(ServerThread):
             app.router.add_post("/generate", self._generate)
             app.router.add_post("/v1/chat/completions", self._generate)
             app.router.add_post("/v1/completions", self._generate)
+            for path in ("responses", "score", "rerank", "classify"):
+                app.router.add_post(f"/v1/{path}", self._generate)
             app.router.add_post("/v1/embeddings", self._embed)
             app.router.add_post("/encode", self._score)
             app.router.add_post("/abort_request", self._abort)
@@ -321,7 +323,7 @@ class FakeSGLang(ServerThread):
         try:
             what = self.script(sent)  # at once: none skips a count
             answering = asyncio.ensure_future(self._answer(request, sent, what))
-            self._named[body.get("rid")] = answering
+            self._named[body.get("rid", body.get("request_id"))] = answering
             await asyncio.wait([answering])
             return (
                 web.json_response(aborted(sent, None, "Aborted"))
@@ -483,7 +485,8 @@ class FakeSGLang(ServerThread):
             prompt = body["text"] if "text" in body else str(body["input_ids"])
             assert isinstance(body["sampling_params"], dict)
         else:
-            prompt = str(body["messages"][-1]["content"] if "messages" in body else body["prompt"])
+            named = next(name for name in ("messages", "prompt", "query", "input") if name in body)
+            prompt = str(body["messages"][-1]["content"] if named == "messages" else body[named])
             assert body["model"]
         self._tries[prompt] += 1
         sent = Sent(path, prompt, body, self._tries[prompt], together)

@@ -1,13 +1,19 @@
 """The real Model Gateway, `smg`, in a process of its own."""
 
+import contextlib
 import secrets
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import httpx
+import pytest
 
 from batchrunner.engines.http.connections import free_port
 from tests.conftest import eventually
+from tests.support.fake_sglang import FakeSGLang
+
+KEY_VARIABLE = "SGLANG_API_KEY"
 
 
 class RealGateway:
@@ -63,3 +69,15 @@ class RealGateway:
         self._http.close()
         self.process.kill()
         self.process.wait()
+
+
+@contextlib.contextmanager
+def two_workers(
+    gateway: RealGateway, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[FakeSGLang, FakeSGLang]]:
+    """Put two workers on the gateway's list, and its key into the environment."""
+    monkeypatch.setenv(KEY_VARIABLE, gateway.key)
+    with FakeSGLang(api_key=gateway.key) as one, FakeSGLang(api_key=gateway.key) as two:
+        gateway.use(one.url, two.url)
+        yield one, two
+    gateway.use()

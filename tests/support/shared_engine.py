@@ -57,7 +57,7 @@ class SharedScheduler(Scheduler):
             self.pool.release(sample, self._leave(sample), keep=True)
         else:
             return False
-        self._full = False
+        self._is_full = False
         return True
 
     def step(self, limit: int = sys.maxsize) -> StepResult | None:
@@ -75,7 +75,7 @@ class SharedScheduler(Scheduler):
         return result
 
     def _preempt(self) -> None:
-        self._full = False
+        self._is_full = False
         users = sum(sample.payload == USER for sample in self.waiting)
         free = self.config.max_running - self.running
         ours = [sample for sample in self.decoding if sample.payload == OURS]
@@ -83,7 +83,7 @@ class SharedScheduler(Scheduler):
             self.pool.release(sample, self._leave(sample), keep=False)
             sample.retractions += 1
             self.waiting.append(sample)
-            self._full = False
+            self._is_full = False
 
 
 @dataclass

@@ -9,11 +9,11 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.bundles import USUAL_TOKENS, ForwardPasses
-from batchrunner.dispatch.concurrency.background import BackgroundController
 from batchrunner.dispatch.concurrency.law import (
     TYPICAL_PROMPT_TOKENS,
     Controller,
@@ -23,6 +23,9 @@ from batchrunner.dispatch.concurrency.law import (
     first_window,
 )
 from batchrunner.dispatch.route import EndedRows
+
+if TYPE_CHECKING:
+    from batchrunner.dispatch.concurrency.background import BackgroundController
 
 
 @dataclass(slots=True, eq=False)
@@ -203,9 +206,8 @@ class ConcurrencyLimits:
 
     def routes_to_relieve(self) -> Iterator[tuple[RouteLimit, int]]:
         """Yield each route on which rows are to be preempted, and how many rows may stay in flight."""
-        for route in self.routes:
-            controllers = (scheduler.controller for scheduler in route.schedulers)
-            laws = [law for law in controllers if isinstance(law, BackgroundController)]
+        for route in self.routes if self.is_background else ():
+            laws = [cast("BackgroundController", scheduler.controller) for scheduler in route.schedulers]
             if any(law.kept is not None for law in laws):
                 yield route, sum(law.ours if law.kept is None else law.kept for law in laws)
 
@@ -302,12 +304,14 @@ class ConcurrencyLimits:
         if self.info.yields is None:
             controller = Controller(name, window, band, most=self.most, now=now)
         else:
+            from batchrunner.dispatch.concurrency.background import (  # noqa: PLC0415 - only for such runs
+                BackgroundController as Background,
+            )
+
             fits = window
             if self.passes is None and load.max_total_tokens is not None:
                 fits = max(1, load.max_total_tokens // self.tokens_a_row)
-            controller = BackgroundController(
-                name, fits, band, most=self.most, now=now, yields=self.info.yields
-            )
+            controller = Background(name, fits, band, most=self.most, now=now, yields=self.info.yields)
             why = "background: spare capacity"
         route = self._route_to(load.route)
         scheduler = SchedulerLimit(

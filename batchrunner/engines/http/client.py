@@ -40,7 +40,7 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.server_replies import error_of, known_status
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Completion, Request
+from batchrunner.core.types import RESPONSES_PATH, Completion, Request
 from batchrunner.engines.base import Engine, RowEnded
 from batchrunner.engines.hang_detector import Hang, HangDetector, progress_of
 from batchrunner.engines.http import replies, wire
@@ -501,7 +501,8 @@ class HttpEngine(Engine):
         Raises RequestError, with the reply in its `body`, if the reply is not JSON with status 200.
         """
         fields = self._added_fields(endpoint, path)
-        rids = (str(fields["rid"]),) if "rid" in fields else ()
+        rid_field = wire.RID_FIELDS.get(path)
+        rids = (str(fields[rid_field]),) if rid_field in fields else ()
         body = wire.with_fields(body, fields) if fields else body
         answer = await self._exchange(endpoint, path, body, self._whole, rids=rids)
         if not answer.is_json:
@@ -518,9 +519,13 @@ class HttpEngine(Engine):
         All ids have the same length. Otherwise an abort could hit other requests too, because SGLang may
         abort every request whose id begins with the one to abort.
         """
-        if path not in wire.ABORTABLE_PATHS:
+        rid_field = wire.RID_FIELDS.get(path)
+        if rid_field is None:
             return {}
-        return {"rid": f"{self._rid_prefix}-{next(self._rid_numbers):010}"}
+        if path == RESPONSES_PATH:
+            # The answer shows this id, and whoever guesses an id could continue a response of somebody else.
+            return {rid_field: f"resp_{secrets.token_hex(16)}"}
+        return {rid_field: f"{self._rid_prefix}-{next(self._rid_numbers):010}"}
 
     def _addressed(self, body: dict[str, Any]) -> dict[str, Any]:
         """Add the model's name to a body, if a gateway needs it to find a worker; return the body."""

@@ -1,10 +1,10 @@
 """Sends rows through SGLang's Model Gateway (`smg`), and decides whether they have to go through it.
 
-A gateway sends all requests with the same routing key to one worker if its policy is
-`consistent_hashing` or `manual`, or if it has `--routing-key-override`. There each worker is a route,
-as if it were reached directly: its rows carry a key that leads to it, and windows, prefix groups and retries
-work as for a replica. Any other gateway is one route that leads to several schedulers, and the gateway
-chooses the worker of each request.
+A gateway sends all requests with the same routing key to one worker if its policy is `consistent_hashing` or
+`manual`, or if it has `--routing-key-override`. With such a gateway each worker is a route, and the rows of
+the route have a key that leads to the worker. So windows, prefix groups and retries work as for a server that
+is reached directly. Any other gateway is a single route with several schedulers, and the gateway chooses the
+worker of each request.
 """
 
 from __future__ import annotations
@@ -114,10 +114,14 @@ GRPC_UNSUPPORTED: Mapping[str, str] = {
 
 
 class _GatewayError(msgspec.Struct):
+    """Field `error` of a refusal by the gateway. The codes of workers are numbers, and cannot be read."""
+
     code: str | None = None
 
 
 class _GatewayRefusal(msgspec.Struct):
+    """Body of a refusal by the gateway."""
+
     error: _GatewayError
 
 
@@ -125,7 +129,7 @@ _read_refusal = msgspec.json.Decoder(_GatewayRefusal)
 
 
 def code_of(content: bytes) -> str | None:
-    """Return the error code if the gateway itself refused; None if a worker did: its codes are numbers."""
+    """Return the error code in a refusal by the gateway itself; None for a refusal by a worker."""
     try:
         return _read_refusal.decode(content).error.code
     except (msgspec.MsgspecError, ValueError):
@@ -133,7 +137,7 @@ def code_of(content: bytes) -> str | None:
 
 
 def refusal_of(answer: replies.WholeAnswer) -> RequestError | None:
-    """Return the error of a row that the gateway itself refused; None for any other refusal."""
+    """Return the error of a row that the gateway itself refused; None if the row may be at fault."""
     code = code_of(answer.content)
     if code is None:
         return None
@@ -163,7 +167,10 @@ async def reason_to_go_through(url: str, headers: Mapping[str, str]) -> str | No
 
 
 async def _workers_at_start(gateway: GatewayQuestions, url: str) -> list[GatewayWorker]:
-    """Return the gateway's workers that stay; raises EngineAwayError if there are none, or no gateway."""
+    """Return the workers that the gateway is not removing.
+
+    Raises EngineAwayError if there are none, or if no gateway answers.
+    """
     try:
         workers = await gateway.workers()
     except EngineDownError as failure:
@@ -175,16 +182,19 @@ async def _workers_at_start(gateway: GatewayQuestions, url: str) -> list[Gateway
 
 
 async def _unreachable(session: aiohttp.ClientSession, worker: GatewayWorker) -> str | None:
-    """Return why a worker cannot get rows directly; None if it answers here as the gateway knows it."""
+    """Return why a worker cannot get rows directly.
+
+    Return None if the worker answers at its own address, with the model that the gateway lists.
+    """
     try:
         status, reply = await ServerStatus(session, worker.url).mapping("/model_info", TIMING.status_timeout)
     except NOT_REACHED:
         return f"{worker.url} cannot be reached from here"
     if not reply.get("model_path"):
         return f"{worker.url} does not describe its model here (status {status})"
-    known = worker.model.get("model_path")
-    if known is not None and known != str(reply["model_path"]):
-        return f"{worker.url} serves {reply['model_path']} here, and {known} to the gateway"
+    listed_path = worker.model.get("model_path")
+    if listed_path is not None and listed_path != str(reply["model_path"]):
+        return f"{worker.url} serves {reply['model_path']}, but the gateway lists it with {listed_path}"
     return None
 
 
@@ -202,14 +212,14 @@ class WorkerState:
 
 @dataclass(slots=True)
 class WorkerStates:
-    """States of a gateway's workers. They decide which answers count: those of the run's model."""
+    """States of a gateway's workers, which decide whether an answer is surely one of the run's model."""
 
     of: dict[str, WorkerState] = field(default_factory=dict)
     """States by the URLs of the workers."""
     listed_at: float = -math.inf
     """Time of the last question for the list of workers that was answered."""
     gateway_lost_at: float = -math.inf
-    """Time of the last failure of a connection to the gateway."""
+    """Time at which a row's connection to the gateway last failed."""
 
     def see(self, url: str, unlisted_at: float = -math.inf) -> WorkerState:
         """Return the state of a worker; create it if the worker is new."""
@@ -220,7 +230,7 @@ class WorkerStates:
 
     @property
     def is_gateway_in_doubt(self) -> bool:
-        """Whether the gateway may have been restarted, with other workers, since its list was read."""
+        """Whether the gateway may have been restarted since its list was read, with other workers."""
         return self.gateway_lost_at >= self.listed_at
 
     def is_in_doubt(self, url: str) -> bool:
@@ -452,7 +462,6 @@ class ThroughGateway(HttpEngine):
         try:
             workers = await self._gateway.workers(TIMING.status_timeout)
         except (EngineDownError, *NOT_REACHED) as failure:
-            self._workers.gateway_lost_at = time.monotonic()
             self._log_absence(str(failure))
             return []
         self._log_absence(None)
@@ -517,16 +526,18 @@ class ThroughGateway(HttpEngine):
         return round(worker.load * self._rows_per_request())
 
     def _load_of_halves(self, workers: Sequence[GatewayWorker], now: float) -> SchedulerLoad:
-        """Return one load for all prefill and decode workers: rows wait for the former, run on the latter.
+        """Return one load for all prefill and decode workers, because each row needs one of both.
 
-        Running requests and token usage are those of the decode workers. All other requests in flight count
-        as waiting for a prefill.
+        Rows wait at the prefill workers first. Running requests and token usage are those of the decode
+        workers.
         """
         decoding = [worker for worker in workers if worker.worker_type == "decode"]
         counts = [worker.load for worker in decoding if worker.load is not None]
         counted = sum(counts) if len(counts) == len(decoding) else 0
         in_flight = max(counted, sum(map(_rows_of, self.serving)))
-        self._halves_load.observe(sum_of([worker.report for worker in decoding]), in_flight)
+        report, all_reports = (sum_of([worker.report for worker in part]) for part in (decoding, workers))
+        report.num_waiting_reqs, report.reported_at = all_reports.num_waiting_reqs, all_reports.reported_at
+        self._halves_load.observe(report, in_flight)
         return self._halves_load.now(in_flight, scheduler=self.url, route=self.url, now=now)
 
     def _rows_per_request(self) -> float:

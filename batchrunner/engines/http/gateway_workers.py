@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -168,11 +168,12 @@ def sum_of(loads: Sequence[WorkerLoad]) -> WorkerLoad:
     """Add up loads. The token usage is the largest one, and a limit is None if any load lacks it."""
     running_limits = [load.max_running_requests for load in loads]
     token_limits = [load.max_total_num_tokens for load in loads]
+    used_tokens = [load.num_used_tokens for load in loads if load.num_used_tokens is not None]
     return WorkerLoad(
         num_running_reqs=sum(load.num_running_reqs for load in loads),
         num_waiting_reqs=sum(load.num_waiting_reqs for load in loads),
         token_usage=max(load.token_usage for load in loads),
-        num_used_tokens=sum(load.num_used_tokens or 0 for load in loads),
+        num_used_tokens=sum(used_tokens) if used_tokens else None,
         max_total_num_tokens=sum(filter(None, token_limits)) if all(token_limits) else None,
         max_running_requests=sum(filter(None, running_limits)) if all(running_limits) else None,
         reported_at=[load.reported_at for load in loads],
@@ -202,10 +203,11 @@ class LoadEstimate:
 
     def observe(self, report: WorkerLoad, in_flight: int) -> None:
         """Process a worker's last report, which may be an old one; `in_flight` requests are there now."""
-        if report == self._report:
+        running, waiting = report.num_running_reqs, report.num_waiting_reqs
+        is_missing = self._at_work and report.reported_at is None and not running + waiting
+        if report == self._report or is_missing:
             return
         self._report = report
-        running, waiting = report.num_running_reqs, report.num_waiting_reqs
         self._from_others = max(0, running + waiting - in_flight)
         if not running + waiting:
             return  # an idle worker does not show how many requests it can run
@@ -290,19 +292,21 @@ class WorkerWatch:
 
 
 class GatewayQuestions:
-    """Asks one gateway for its workers."""
+    """Questions to one gateway for its list of workers."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        """Take the session, which has the API key, and the URL of the gateway."""
         self.url = url
         self._session = session
         self._status = ServerStatus(session, url)
         self._lists_workers = True
-        """Whether the key may read the list of workers, as far as known."""
+        """Whether to ask for `/workers`; false once the gateway has refused it and accepted rows."""
 
     async def workers(self, timeout_s: float | None = None) -> list[GatewayWorker]:
-        """Return the workers, including those that get no new requests.
+        """Return the gateway's workers, including workers that get no new requests.
 
-        Raises EngineDownError if there is no answer, if the key is refused, or if the server is no gateway.
+        Raises EngineDownError if the gateway does not answer within `timeout_s` (by default
+        `TIMING.server_open`), if it refuses the API key for rows too, or if the server is no gateway.
         """
         timeout_s = TIMING.server_open if timeout_s is None else timeout_s
         status, reply = 0, dict[str, Any]()
@@ -310,37 +314,41 @@ class GatewayQuestions:
             status, reply = await self._get(WORKERS, timeout_s)
             if isinstance(reply.get("workers"), list):
                 return _read_workers(reply["workers"])
-        refused = status in KEY_REFUSED
-        if refused or not self._lists_workers:
-            workers = await self._by_loads(timeout_s)
+        is_refused = status in KEY_REFUSED
+        if is_refused or not self._lists_workers:
+            # `/loads` is open to every key, so a second question tells whether this key may send rows.
+            workers = await self._workers_in_loads(timeout_s)
             if workers and await self._takes_rows(timeout_s):
                 self._lists_workers = False
                 return workers
-        if refused:
+        if is_refused:
             raise EngineDownError(
                 f"{self.url}: refuses the API key ({status}){by_proxy(self.url)}: see engine.api_key_env"
             )
         raise EngineDownError(f"{self.url}: is not SGLang's Model Gateway (no {WORKERS})")
 
-    async def _by_loads(self, timeout_s: float) -> list[GatewayWorker]:
-        """Return the workers in `/loads`, which the gateway shows to every key; empty if that fails."""
+    async def _workers_in_loads(self, timeout_s: float) -> list[GatewayWorker]:
+        """Return the workers that `/loads` names; empty if there is no readable answer."""
         try:
             _, body = await self._status.get(LOADS, timeout_s)
             loads = _read_loads.decode(body).loads
         except (*NOT_REACHED, msgspec.MsgspecError):
             return []
-        of_worker = dict[str, GatewayWorker]()
+        loads_of = defaultdict[tuple[str, str], list[WorkerLoad]](list)
         for load in loads:
-            worker = of_worker.setdefault(
-                load.worker,
-                GatewayWorker(load.worker, worker_type=load.worker_type, engine_load=_EngineLoad([])),
-            )
-            assert worker.engine_load is not None
-            worker.engine_load.loads.append(load)
-        return [worker for worker in of_worker.values() if worker.url]
+            loads_of[load.worker, load.worker_type].append(load)
+        return [
+            GatewayWorker(url, worker_type=worker_type, engine_load=_EngineLoad(worker_loads))
+            for (url, worker_type), worker_loads in loads_of.items()
+            if url
+        ]
 
     async def _takes_rows(self, timeout_s: float) -> bool:
-        """Tell whether the key may send rows, by an empty request, which the gateway refuses in any case."""
+        """Tell whether the API key may send rows.
+
+        The question is a request without a prompt. The gateway refuses it in any case, but with another
+        status if the key may not send rows.
+        """
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.post(self.url + GENERATE_PATH, json={}, timeout=timeout) as answer:
@@ -349,6 +357,7 @@ class GatewayQuestions:
             return False
 
     async def _get(self, path: str, timeout_s: float) -> tuple[int, dict[str, Any]]:
+        """Return the status and the JSON object of a path; raises EngineDownError without an answer."""
         try:
             return await self._status.mapping(path, timeout_s)
         except NOT_REACHED as failure:
@@ -358,7 +367,7 @@ class GatewayQuestions:
 
 
 def _read_workers(listed: Sequence[Any]) -> list[GatewayWorker]:
-    """Read the entries of a list of workers; skip entries that describe no worker."""
+    """Read the entries of a list of workers; skip an entry that does not describe a worker."""
     workers = []
     for entry in listed:
         with contextlib.suppress(msgspec.ValidationError):

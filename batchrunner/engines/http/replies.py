@@ -29,7 +29,11 @@ from batchrunner.core.server_replies import (
 )
 from batchrunner.core.types import (
     CHAT_PATH,
+    CLASSIFY_PATH,
     EMBEDDINGS_PATH,
+    RERANK_PATH,
+    RESPONSES_PATH,
+    SCORE_PATH,
     AskedColumns,
     Completion,
     Request,
@@ -37,7 +41,7 @@ from batchrunner.core.types import (
 )
 from batchrunner.engines.http.wire import PostedAnswer
 from batchrunner.input.request_bodies import fields_of, prompts_in
-from batchrunner.job.output import REPETITION, RESPONSE
+from batchrunner.job.output import CUT, REPETITION, RESPONSE
 from batchrunner.job.sampling import THINKING
 from batchrunner.job.tasks import check_embeddings
 
@@ -151,6 +155,43 @@ class ChoicesReply(msgspec.Struct):
     metadata: Metadata | None = None
 
 
+class InputTokensDetails(msgspec.Struct):
+    """`usage.input_tokens_details` of a response."""
+
+    cached_tokens: TokenCount | None = None
+
+
+class ResponseUsage(msgspec.Struct):
+    """The counts of a reply of `/v1/responses`."""
+
+    input_tokens: TokenCount | None = None
+    output_tokens: TokenCount | None = None
+    input_tokens_details: InputTokensDetails | None = None
+
+
+class ResponseReply(msgspec.Struct):
+    """A reply of `/v1/responses`."""
+
+    status: Word
+    output: list[msgspec.Raw]
+    usage: ResponseUsage | None = None
+    error: msgspec.Raw = msgspec.Raw()
+
+
+class ScoresReply(msgspec.Struct):
+    """A reply of `/v1/score`."""
+
+    scores: list[msgspec.Raw]
+    usage: Usage | None = None
+
+
+class ClassesReply(msgspec.Struct):
+    """A reply of `/v1/classify`."""
+
+    data: list[msgspec.Raw]
+    usage: Usage | None = None
+
+
 class TokensReply(msgspec.Struct):
     """A reply of `/v1/tokenize`."""
 
@@ -161,6 +202,13 @@ _read_choices = msgspec.json.Decoder(ChoicesReply)
 _read_generate = msgspec.json.Decoder(Sample | Annotated[list[Sample], msgspec.Meta(min_length=1)])
 _read_ids = msgspec.json.Decoder(list[TokenCount] | None)
 _read_tokens = msgspec.json.Decoder(TokensReply)
+_read_response = msgspec.json.Decoder(ResponseReply)
+_FORWARD_REPLIES: dict[str, msgspec.json.Decoder[Any]] = {
+    SCORE_PATH: msgspec.json.Decoder(ScoresReply),
+    CLASSIFY_PATH: msgspec.json.Decoder(ClassesReply),
+    RERANK_PATH: msgspec.json.Decoder(Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]),
+}
+"""Decoders of replies without output tokens, by endpoint. Embeddings have checks of their own."""
 _read_event = msgspec.json.Decoder(Event)
 
 MOST_ANSWER_BYTES = 128 << 20
@@ -191,6 +239,8 @@ _END_ON_A_LINE = re.compile(r"(?:^|\n)[ \t]*</think>[ \t]*(?:\n|$)")
 own, because an answer may mention the tag."""
 ENDED = "stop"
 """Finish reason of an answer that the model ended, by its end token or a stop text."""
+_ENDS_OF_RESPONSES = {"completed": ENDED, "incomplete": CUT}
+"""Finish reasons of responses, by the field `status`."""
 
 
 class WholeAnswer(msgspec.Struct):
@@ -534,6 +584,19 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
             cached_tokens=None,
             columns=columns,
         )
+    if body.path in _FORWARD_REPLIES:
+        parsed = decode_reply(_FORWARD_REPLIES[body.path], reply)
+        usage_of_reply = getattr(parsed, "usage", None)
+        return Completion(
+            texts=[""],
+            finish_reasons=[ENDED],
+            completion_tokens=[0],
+            prompt_tokens=usage_of_reply and usage_of_reply.prompt_tokens,
+            cached_tokens=None,
+            columns={RESPONSE: [_as_line(reply, body.model)]},
+        )
+    if body.path == RESPONSES_PATH:
+        return _from_response(body, reply)
     answer = decode_reply(_read_choices, reply)
     _check_choices(body, answer.choices)
     # The completion has the first choice. All choices are in the response.
@@ -548,6 +611,23 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
         cached_tokens=details.cached_tokens if details else None,
         weights=answer.metadata.weight_version if answer.metadata else None,
         thinking_cut=(usage.reasoning_tokens or 0) >= (body.most_thinking or MOST_TOKENS),
+        columns={RESPONSE: [_as_line(reply, body.model)]},
+    )
+
+
+def _from_response(body: RequestBody, reply: bytes) -> Completion:
+    """Read a reply of `/v1/responses`; raises RequestError if the server could not make the response."""
+    response = decode_reply(_read_response, reply)
+    if response.status not in _ENDS_OF_RESPONSES:
+        raise AttemptFailedError(f"the response is {response.status}: {bytes(response.error).decode():.200}")
+    usage = response.usage or ResponseUsage()
+    details = usage.input_tokens_details
+    return Completion(
+        texts=[""],
+        finish_reasons=[_ENDS_OF_RESPONSES[response.status]],
+        completion_tokens=[usage.output_tokens],
+        prompt_tokens=usage.input_tokens,
+        cached_tokens=details.cached_tokens if details else None,
         columns={RESPONSE: [_as_line(reply, body.model)]},
     )
 
@@ -572,10 +652,12 @@ def _as_line(reply: bytes, model: str | None) -> str:
 
     If the request has a model name, `model` replaces the name in the reply.
     """
-    fields = fields_of(reply)
-    if model is not None and "model" in fields:
-        fields["model"] = msgspec.Raw(msgspec.json.encode(model))
-    content = msgspec.json.encode(fields)
+    content = reply.strip()
+    if content.startswith(b"{"):
+        fields = fields_of(content)
+        if model is not None and "model" in fields:
+            fields["model"] = msgspec.Raw(msgspec.json.encode(model))
+        content = msgspec.json.encode(fields)
     if b"\n" in content or b"\r" in content:
         content = msgspec.json.format(content, indent=-1)
     return content.decode()

@@ -15,7 +15,14 @@ from yarl import URL
 
 from batchrunner.core.errors import EngineDownError, RowRefusedError
 from batchrunner.core.media import PromptFile, file_of_part
-from batchrunner.core.types import CHAT_PATH, COMPLETIONS_PATH, AskedColumns, Request, RequestBody
+from batchrunner.core.types import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    RESPONSES_PATH,
+    AskedColumns,
+    Request,
+    RequestBody,
+)
 from batchrunner.engines.http.proxies import proxy_of
 from batchrunner.input.request_bodies import THINKING_BUDGET, prompts_in
 from batchrunner.job.output import OF_TOKENS
@@ -28,9 +35,14 @@ _CHAT_NAMES = {
 }
 """Names of sampling parameters at `/v1/chat/completions`, by their names at `/generate`, if they differ."""
 GENERATE_PATH, TOKENIZE_PATH, ABORT_PATH = "/generate", "/v1/tokenize", "/abort_request"
-ABORTABLE_PATHS = {GENERATE_PATH, CHAT_PATH, COMPLETIONS_PATH}
-"""Paths of endpoints that generate text, whose requests can be aborted. A request to any other endpoint takes
-one forward pass, which cannot be aborted."""
+RID_FIELDS = {
+    GENERATE_PATH: "rid",
+    CHAT_PATH: "rid",
+    COMPLETIONS_PATH: "rid",
+    RESPONSES_PATH: "request_id",
+}
+"""Fields with the ID by which a request can be aborted, by the path of an endpoint that generates text. A
+request to any other endpoint takes one forward pass, which cannot be aborted."""
 ANY_MODEL = "default"
 """Model name that SGLang accepts for the model it serves, whatever that model is called."""
 

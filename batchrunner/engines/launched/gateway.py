@@ -1,7 +1,7 @@
-"""A Model Gateway (`smg`) in front of a run's servers: it gives other clients one address for all replicas.
+"""Starts a Model Gateway (`smg`) in front of a run's servers: one address of all replicas for other clients.
 
-The run's own rows go to the replicas directly. The gateway never outlives this process, and is restarted if
-it dies.
+The run sends its own rows to the replicas directly. If the gateway dies, it is restarted. The gateway never
+outlives this process.
 """
 
 import asyncio
@@ -23,23 +23,25 @@ from batchrunner.sglang.device import program_environment
 log = logging.getLogger(__name__)
 
 MODULE = "smg.launch_router"
+"""Python module that runs the gateway."""
 ARGUMENTS = (
     *("--policy", "cache_aware", "--routing-key-override", "--routing-key-headers", "x-smg-routing-key"),
     *("--max-concurrent-requests", "0", "--health-check-interval-secs", "5"),
-    "--disable-worker-overload-protection",
+    *("--disable-worker-overload-protection", "--load-monitor-interval", "1"),
 )
 """Arguments of the gateway. Requests with a common prefix go to the same replica, unless a routing key
-chooses the replica. No limit makes the gateway refuse requests. A replica that was restarted is used again
-after some seconds. By default a replica with 8 waiting requests would count as overloaded and get no
-requests, although this run keeps 100 and more waiting at each replica."""
+chooses the replica. The gateway refuses no request because of a limit. Within seconds it uses a replica again
+that was restarted. By default it would send no requests to a replica with 8 waiting requests, but a run keeps
+100 and more waiting at each replica. Load reports are 1 s old, for runs that send rows through it."""
 START_S = 120.0
-"""Maximum seconds to wait until the gateway lists all replicas."""
+"""Maximum number of seconds until the gateway lists all replicas."""
 
 
 class LaunchedGateway:
-    """One `smg` in front of the replicas of this run."""
+    """One `smg` process in front of the replicas of this run."""
 
     def __init__(self, *, python: str | None, key: str, log_path: Path) -> None:
+        """Take the interpreter that has `smg`, the API key of the gateway and the replicas, and the log."""
         self.url = f"http://127.0.0.1:{free_port()}"
         """Address of the gateway."""
         self._python = python or sys.executable
@@ -49,7 +51,10 @@ class LaunchedGateway:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self, replicas: Sequence[str]) -> None:
-        """Start the gateway for these replicas, and wait until it lists them; raises EngineStartError."""
+        """Start the gateway for the URLs of the replicas, and wait until it lists all of them.
+
+        Raises EngineStartError if the process ends, or if a replica is not listed within START_S seconds.
+        """
         self._replicas = replicas
         await self._launch()
         deadline = asyncio.get_running_loop().time() + START_S
@@ -59,7 +64,7 @@ class LaunchedGateway:
                 if self._process is None or self._process.returncode is not None:
                     raise EngineStartError(
                         f"engine.gateway: smg did not start with {self._python} [{self._log_path}]",
-                        hint="install it there: pip install smg",
+                        hint="install smg for this interpreter: pip install smg",
                     )
                 if asyncio.get_running_loop().time() > deadline:
                     raise EngineStartError(
@@ -68,28 +73,29 @@ class LaunchedGateway:
                 await asyncio.sleep(TIMING.launch_poll)
 
     async def watch(self) -> None:
-        """Restart the gateway whenever it ends."""
+        """Restart the gateway whenever its process ends, until cancelled."""
         while self._process is not None:
             status = await self._process.wait()
-            log.warning("the gateway ended (exit %s): it is restarted [%s]", status, self._log_path)
+            log.warning("the gateway ended with exit status %s and is restarted [%s]", status, self._log_path)
             await asyncio.sleep(TIMING.first_restart)
             await self._launch()
 
     async def close(self) -> None:
-        """End the gateway."""
+        """Stop the gateway, and wait for the end of its process."""
         process, self._process = self._process, None
         if process is not None:
             assert process.stdin is not None
-            process.stdin.close()  # the launcher ends it when its pipe ends
+            process.stdin.close()  # The launcher stops the gateway when this pipe is closed.
             await process.wait()
 
     async def _launch(self) -> None:
+        """Start the process of the gateway; raises EngineStartError if the interpreter cannot be run."""
         port = self.url.rpartition(":")[2]
-        own = ["--host", "127.0.0.1", "--port", port]
-        metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+        address = ["--host", "127.0.0.1", "--port", port]
+        metrics_address = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
         config = {
             "module": MODULE,
-            "argv": [*own, *metrics, *ARGUMENTS, "--worker-urls", *self._replicas],
+            "argv": [*address, *metrics_address, *ARGUMENTS, "--worker-urls", *self._replicas],
             "key": self._key,
             "log": str(self._log_path),
         }
@@ -108,7 +114,7 @@ class LaunchedGateway:
 
 
 async def _listed(questions: GatewayQuestions) -> list[GatewayWorker]:
-    """Return the workers that the gateway lists; none while it does not answer."""
+    """Return the workers that a gateway lists; empty while the gateway does not answer."""
     try:
         return await questions.workers(TIMING.status_timeout)
     except EngineDownError:

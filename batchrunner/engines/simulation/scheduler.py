@@ -225,11 +225,11 @@ class PrefillBudget:
 
 
 class Refusal(Enum):
-    """Reason why the head of the queue is not admitted: SGLang's `AddReqResult`."""
+    """Reason why the head of the queue is not admitted; `AddReqResult` in SGLang."""
 
-    NO_ROOM = "NO_TOKEN"
+    NO_ROOM = "no room"
     """The KV pool has no room for the sample and its expected output."""
-    LATER = "OTHER"
+    LATER = "later"
     """The sample does not fit into the rest of this prefill pass."""
 
 

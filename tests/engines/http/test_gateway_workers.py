@@ -58,6 +58,8 @@ def test_the_queue_between_two_reports() -> None:
     assert running_and_queue(estimate, 80) == (80, 0)
     estimate.observe(reported(20, 60, at="12:00:01"), 100)  # between two batches
     assert running_and_queue(estimate, 160) == (94, 66)
+    estimate.observe(WorkerLoad(max_running_requests=64), 80)  # the gateway could not read a report
+    assert running_and_queue(estimate, 160) == (94, 66)
     estimate.observe(reported(40, 0, at="12:00:02"), 90)  # starved: 24 more can run
     assert running_and_queue(estimate, 160) == (114, 46)
 
