@@ -105,6 +105,10 @@ def run(
     retry_failed: RetryFailedOption = False,
     join: JoinOption = False,
     background: BackgroundOption = False,
+    metrics: Annotated[
+        str | None,
+        typer.Option(metavar="[HOST]:PORT", help="Serve metrics for Prometheus during the run, as on :9400."),
+    ] = None,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
@@ -123,6 +127,7 @@ def run(
             fresh=fresh,
             retry_failed=retry_failed,
             join=join,
+            metrics=metrics,
             quiet=quiet,
             as_json=as_json,
         )
