@@ -543,15 +543,16 @@ def merge(
     run: RunArgument,
     file: Annotated[
         str | None,
-        typer.Argument(metavar="FILE", help="File to write instead, such as answers.csv."),
+        typer.Argument(metavar="FILE|URI", help="File or dataset to write, such as answers.csv."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE or URI if it exists.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write a run's results in input order: RUN/merged, or one file.
 
     RUN/merged is a dataset of Parquet files. The ending of FILE selects CSV, JSON Lines, Parquet or Arrow,
-    and compression. The exit code is 1 while rows are missing.
+    and compression. To a URI, hf://datasets/OWNER/NAME or s3://BUCKET/DIR, RUN/merged is uploaded with a
+    README that has model, prompt and settings. The exit code is 1 while rows are missing.
 
     Example: batchrun merge out/summarize answers.csv
     """
