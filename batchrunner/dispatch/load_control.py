@@ -65,8 +65,7 @@ class LoadControl:
             in_flight[other.routes.account] += other.routes.in_flight
         account = run.routes.account
         if in_flight and account not in in_flight:
-            # Rows in flight count, too: otherwise the new account would get as much work once more.
-            account.advance_to(min(other.time_after(in_flight[other]) for other in in_flight))
+            account.begin_beside(in_flight)
         self._runs.append(run)
         self._apply(())
 

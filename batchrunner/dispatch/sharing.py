@@ -7,9 +7,11 @@ slots would not do: a scheduler prefills before it decodes, so an account with l
 would stop all others with the slots that it has.
 """
 
+from __future__ import annotations
+
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,9 +28,9 @@ ROW_COST = 2
 """Cost of a row besides its tokens, in prompt tokens. It is small, because SGLang's HTTP process works beside
 the engine, but not 0, so that an account with refused rows does not get all slots."""
 FIRST_ROW_COST = 1000.0
-"""Assumed cost of an account's rows until one has ended, in prompt tokens."""
+"""Assumed cost of a row in prompt tokens, until a row of any account has ended."""
 ROWS_AVERAGED = 32
-"""Number of recent rows over which the cost of a row is averaged."""
+"""Maximum number of recent rows over which the cost of a row is averaged."""
 BISECTIONS = 50
 """Number of halvings in the search for the virtual time up to which accounts get slots."""
 
@@ -46,8 +48,12 @@ class Account:
     cost: float = 0.0
     """Cost of the ended rows, in prompt tokens. It also grows while the account needs less than its share, so
     that an account cannot save up time of the engine."""
+    rows_averaged: int = 0
+    """Number of recent rows in `row_cost`, at most ROWS_AVERAGED; 0 until the cost of a row is known."""
     row_cost: float = FIRST_ROW_COST
     """Mean cost of a recent row, in prompt tokens."""
+    prompt_tokens: float = 0.0
+    """Mean number of prompt tokens of the newest run, as far as it is known before its rows end."""
 
     @property
     def is_paused(self) -> bool:
@@ -58,10 +64,6 @@ class Account:
     def time(self) -> float:
         """Virtual time: the cost of the ended rows for each unit of the share."""
         return self.cost / self.share
-
-    def time_after(self, rows: int) -> float:
-        """Return the virtual time after the end of this number of further rows."""
-        return (self.cost + rows * self.row_cost) / self.share
 
     def add(self, answer: Completion | None) -> None:
         """Count a row that has ended; `answer` is None if the server refused the row."""
@@ -74,10 +76,12 @@ class Account:
             )
             self.tokens += prompt + output
         self.cost += cost
-        self.row_cost += (cost - self.row_cost) / ROWS_AVERAGED
+        self.rows_averaged = min(self.rows_averaged + 1, ROWS_AVERAGED)
+        self.row_cost += (cost - self.row_cost) / self.rows_averaged
 
     def expect_prompts(self, tokens: float) -> None:
         """Raise the mean cost of a row for a new run, whose prompts have a mean number of `tokens`."""
+        self.prompt_tokens = tokens
         self.row_cost = max(self.row_cost, tokens)
 
     def change_share(self, share: float) -> None:
@@ -88,6 +92,23 @@ class Account:
     def advance_to(self, time: float) -> None:
         """Raise the virtual time to at least `time`."""
         self.cost = max(self.cost, time * self.share)
+
+    def begin_beside(self, in_flight: Mapping[Account, int]) -> None:
+        """Begin beside other accounts, each with its number of rows in flight.
+
+        Their rows in flight count as ended, if their cost is known. Otherwise this account would get as much
+        work once more. Until rows of this account have ended, they are taken to cost as much as those of the
+        others, or as its prompts if that is more: a wrong guess would give far too many or too few slots.
+        """
+        known = [other for other in in_flight if other.rows_averaged]
+        if known and not self.rows_averaged:
+            mean_cost = math.fsum(other.row_cost for other in known) / len(known)
+            self.row_cost, self.rows_averaged = max(mean_cost, self.prompt_tokens), ROWS_AVERAGED
+        times = [
+            (other.cost + (rows * other.row_cost if other in known else 0.0)) / other.share
+            for other, rows in in_flight.items()
+        ]
+        self.advance_to(min(times))
 
     def slots_until(self, time: float) -> float:
         """Return the number of rows whose end would bring the account to a virtual time."""

@@ -62,6 +62,26 @@ def test_unused_time_is_not_saved_up() -> None:
     assert divide(100, [Claim(busy, 90, 100, 1000), Claim(idle, 1, 500, 500)]) == [50, 50]
 
 
+def test_a_new_account_gets_its_part_soon() -> None:
+    """A new run has half of the slots once the rows that were in flight before it have ended."""
+    busy, new = Account(), Account()
+    for _ in range(100):
+        busy.add(answer_of(100, 100))
+    new.begin_beside({busy: 40})
+    claims = [Claim(busy, 40, 100, 1000), Claim(new, 0, 100, 1000)]
+    assert divide(40, claims) == [40, 0]
+    for _ in range(40):
+        busy.add(answer_of(100, 100))
+    assert divide(40, claims) == [20, 20]
+
+
+def test_a_new_account_beside_one_without_ended_rows() -> None:
+    """While no row of any run has ended, the runs have equal numbers of slots."""
+    first, new = Account(), Account()
+    new.begin_beside({first: 40})
+    assert divide(40, [Claim(first, 40, 100, 1000), Claim(new, 0, 100, 1000)]) == [20, 20]
+
+
 def test_what_a_row_costs() -> None:
     """Cached prompt tokens cost nothing, output tokens cost more in a long context, a refusal a little."""
     costs = []

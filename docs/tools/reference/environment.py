@@ -32,8 +32,8 @@ READ = {
     "RAY_COLOR_PREFIX": "`0` shows Ray's log lines without colours.",
     "SLURM_JOB_ID, SLURM_ARRAY_JOB_ID, SLURM_ARRAY_TASK_ID, SLURM_RESTART_COUNT, SLURMD_NODENAME": "Set by "
     "Slurm: they name a task, and its node in the log.",
-    "SLURM_ARRAY_TASK_COUNT": "Set by Slurm: the number of tasks of an array, which share rows in at least eight "
-    "times as many leases.",
+    "SLURM_ARRAY_TASK_COUNT": "Set by Slurm: the number of tasks of an array, which share rows in "
+    "at least eight times as many leases.",
     "SLURM_JOB_NUM_NODES, SLURM_PROCID": "Set by Slurm: number of a task's machines, and rank of an engine's "
     "process (`engine.nodes`).",
     "BATCHRUN_RAY_GROUP": "Set by `batchrun ray` for its workers: the machines of one worker "
