@@ -42,7 +42,7 @@ def step_memory(descriptor: int) -> memoryview[float]:
 
 
 def running_step(memory: memoryview[float]) -> tuple[int, float]:
-    """Return the number of the rollout that runs (0 for none), and the start time of its step.
+    """Return the number of the rollout that runs (0 if none), and the time at which its current step began.
 
     The rollout is read first, because the worker may write at the same time, and writes the start time first.
     """

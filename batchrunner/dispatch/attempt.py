@@ -82,7 +82,7 @@ REFUSED_FOR_NOW = {FailureKind.BUSY, FailureKind.DOWN}
 """Kinds of temporary refusals. The row is not at fault, unless it is refused repeatedly while other rows are
 answered."""
 CONGESTED = {FailureKind.BUSY, FailureKind.NO_ANSWER}
-"""Kinds of failures of a server that may be overloaded, so that the windows of its route shrink."""
+"""Kinds of failures that suggest an overloaded server. Each such failure shrinks the windows of its route."""
 
 
 def kind_of(error: RequestError) -> FailureKind:

@@ -182,6 +182,7 @@ class LoadSummary:
         sums["empty"] += span_s * (load.queue == 0)
         sums["usage"] += span_s * load.token_usage
         sums["queue"] += span_s * load.queue
+        # `corner` is the load state of the scheduler, such as FULL or HELD; the report has their shares.
         if controller.corner is not None:
             sums[controller.corner] += span_s
 

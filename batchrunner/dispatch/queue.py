@@ -287,16 +287,23 @@ class DispatchQueue:
         return group.home
 
     def _route_to_relieve(self, in_flight: int) -> Route | None:
-        """Return the route whose kept rows a route with `in_flight` requests may take, or None."""
+        """Return the route whose rows another route may take, or None.
+
+        A kept row waits for the route that has its prefix in the cache. The other route asks for a row, and
+        has `in_flight` requests.
+        """
         busiest = max(self._routes, key=lambda route: len(route.kept))
-        waiting = len(busiest.kept)
-        if not waiting:
+        kept_rows = len(busiest.kept)
+        if not kept_rows:
             return None
-        if self._count >= READ_AHEAD_ROWS or busiest.is_suspended:
+        if busiest.is_suspended:  # The route cannot send its kept rows itself.
             return busiest
-        if 2 * in_flight >= busiest.in_flight + waiting:  # The route has enough to do itself.
+        if self._count >= READ_AHEAD_ROWS:
+            # The queue is full, so no more rows are read, and the asking route would get none.
+            return busiest
+        if 2 * in_flight >= busiest.in_flight + kept_rows:  # The asking route has enough to do itself.
             return None
-        if 4 * waiting < busiest.in_flight:  # The busiest route will need its kept rows soon.
+        if 4 * kept_rows < busiest.in_flight:  # The busiest route will need its kept rows soon.
             return None
         return busiest
 

@@ -272,12 +272,15 @@ class ReuseDistance:
     def _correct(self) -> DistanceChange | None:
         """Change the distance if too many followers did not find their prefix in the cache.
 
-        The share of misses must be too high in the last check and also in the mean over the checks at this
-        distance, since the misses of one check may be chance. In the mean the last check has half the weight.
+        The share of misses must be too high in the last check, and also in a running mean that gives the last
+        check a weight of one half, because the misses of a single check may be chance.
 
-        The distance shrinks if the missing prefixes were evicted: most of them had been computed before their
-        followers were sent, or the distance exceeds a prefill pass. Otherwise the reason is unknown. Then the
-        last kind of change is repeated, or reversed if the share of misses has grown.
+        The distance shrinks if the missing prefixes must have been evicted. That is so in two cases. Most of
+        these prefixes had been computed before their followers were sent. Or the distance is longer than one
+        prefill pass, so that a leader is always computed before its followers are sent.
+
+        Otherwise the reason is unknown. Then the last kind of change is repeated, or reversed if the share of
+        misses has grown.
         """
         followers, missed, evicted = self._followers, self._missed, self._evicted
         self._followers = self._missed = self._evicted = 0
@@ -590,13 +593,19 @@ class Reorderer:
             self._find_leaders(window)
         if last and self._lengths is not None:
             _find_longest_outputs(window, self._lengths)
+        # A follower shares a prefix with its leader, and is sent only after the leader. So only leaders are
+        # sorted, and `_release` holds their followers back for the reuse distance.
         leaders = [row for row in window if row.leader is None]
         if self._by_length:
             leaders.sort(key=lambda row: -row.prompt_bytes)
         else:
+            # At the end of the input, rows with the longest outputs go first. Before that,
+            # `longest_output` is 0 for all rows, and the sort keeps their order.
             leaders.sort(key=lambda row: -row.longest_output)
         self._release.add(leaders)
         if self._distance is not None:
+            # Rows of later windows may follow these leaders. Only small rows are kept for that, so that
+            # SENT_ROWS of them fit into SENT_BYTES.
             self._sent.extend(row for row in leaders if row.memory_bytes <= SENT_BYTES // SENT_ROWS)
         while piece := self._piece(last=last):
             yield piece

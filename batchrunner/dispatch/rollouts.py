@@ -115,11 +115,12 @@ class RolloutProcess(HookProcess):
 
     def __init__(self, setup: WorkerSetup, *, is_shared: bool) -> None:
         """Start the process, which loads the function while the run goes on."""
-        # The process writes its present step into memory that it shares with this process.
+        # The process writes its current step into memory that it shares with this process.
         with tempfile.TemporaryFile() as memory:
             memory.truncate(STEP_BYTES)
             self.step = partial(running_step, step_memory(memory.fileno()))
-            """Returns the number of the rollout whose code runs (0 for none), and the start of its step."""
+            """Returns the number of the rollout whose code runs now (0 if none), and the time at which its
+            current step began, on the monotonic clock. A step is the code between two awaits."""
             super().__init__(setup, step_descriptor=memory.fileno())
         self.rollouts: dict[int, Rollout] = {}
         """Rollouts that run in the process, by the number under which the process knows them."""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -65,8 +66,6 @@ async def make_engine(
 
 async def _running_servers(spec: AttachEngine | GatewayEngine, limits: LimitsSpec, task: TaskName) -> Engine:
     """Return the engine of servers that already run, to which rows go directly or through a gateway."""
-    from batchrunner.engines.http.client import AttachedServers  # noqa: PLC0415
-
     api_key = _read_key(spec.api_key_file) if spec.api_key_file else os.environ.get(spec.api_key_env)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     if isinstance(spec, AttachEngine) and len(spec.urls) == 1 and await is_gateway(spec.urls[0], headers):
@@ -74,32 +73,51 @@ async def _running_servers(spec: AttachEngine | GatewayEngine, limits: LimitsSpe
         fields = spec.model_dump(exclude={"kind", "urls"})
         spec = GatewayEngine(kind="gateway", url=spec.urls[0], **fields)
     options = dict[str, Any](api_key=api_key or None, limits=limits, task=task)
-    urls, gateway = ((), spec.url) if isinstance(spec, GatewayEngine) else (spec.urls, None)
-    if isinstance(spec, GatewayEngine) and spec.route != "workers":
-        from batchrunner.engines.http.gateway import ThroughGateway, reason_to_go_through  # noqa: PLC0415
+    if isinstance(spec, AttachEngine):
+        return _direct_servers(spec.urls, gateway=None, background=spec.background, options=options)
 
-        headers |= spec.headers
-        why = "engine.route" if spec.route == "gateway" else await reason_to_go_through(spec.url, headers)
-        if why is not None and spec.background:
-            raise EngineStartError(
-                f"engine.background: rows would go through the gateway {spec.url} ({why}), which reports the "
-                "load of its workers too late for rows to make way for their users",
-                hint="set `engine.route: workers` if this machine reaches the workers, or remove "
-                "engine.background",
-            )
-        if why is not None:
-            return ThroughGateway(
-                spec.url,
-                why=why,
-                headers=spec.headers,
-                routing_key_header=spec.routing_key_header,
-                **options,
-            )
+    why = await _reason_for_gateway(spec, headers)
+    if why is None:  # All workers can be reached, or the job says so: rows go to them directly.
+        return _direct_servers((), gateway=spec.url, background=spec.background, options=options)
     if spec.background:
+        raise EngineStartError(
+            f"engine.background: rows would go through the gateway {spec.url} ({why}), which reports the "
+            "load of its workers too late for rows to make way for their users",
+            hint="set `engine.route: workers` if this machine reaches the workers, or remove "
+            "engine.background",
+        )
+    from batchrunner.engines.http.gateway import ThroughGateway  # noqa: PLC0415
+
+    return ThroughGateway(
+        spec.url, why=why, headers=spec.headers, routing_key_header=spec.routing_key_header, **options
+    )
+
+
+def _direct_servers(
+    urls: Sequence[str], *, gateway: str | None, background: bool, options: dict[str, Any]
+) -> Engine:
+    """Return the engine of servers that get the rows directly: `urls`, or the workers of a `gateway`."""
+    if background:
         from batchrunner.engines.http.background import BackgroundServers  # noqa: PLC0415
 
         return BackgroundServers(urls, gateway=gateway, **options)
+    from batchrunner.engines.http.client import AttachedServers  # noqa: PLC0415
+
     return AttachedServers(urls, gateway=gateway, **options)
+
+
+async def _reason_for_gateway(spec: GatewayEngine, headers: Mapping[str, str]) -> str | None:
+    """Return why rows must go through the gateway; None if they go to its workers directly.
+
+    `headers` authorize batchrunner. The user's own headers are added to them.
+    """
+    if spec.route == "workers":
+        return None
+    if spec.route == "gateway":
+        return "engine.route"
+    from batchrunner.engines.http.gateway import reason_to_go_through  # noqa: PLC0415
+
+    return await reason_to_go_through(spec.url, {**headers, **spec.headers})
 
 
 def engine_of(job: Job) -> EngineSpec:

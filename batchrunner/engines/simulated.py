@@ -218,7 +218,8 @@ def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int, dimensions: 
             "total_tokens": prompt_tokens + output_tokens,
         },
     }
-    # The row's result has one completion with all output tokens. All choices are in the response.
+    # The row's result has only the first choice, but counts the tokens of all choices. The full response has
+    # all choices.
     first_completion = completions[0]
     if body.path == RESPONSES_PATH:
         response = _response_object(body, fields, first_completion)

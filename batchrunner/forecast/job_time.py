@@ -276,8 +276,8 @@ def cost_of(spans: Sequence[tuple[PassWork, float]]) -> CostModel:
 def draw(attempts: Sequence[Attempt], rows: Sequence[JobRow]) -> tuple[Drawn, float]:
     """Return the rows in input order, each with the output lengths of the sampled row that is most like it.
 
-    `attempts` are the answers to the sample. The second value is the standard deviation of the mean output of
-    the sampled rows.
+    `attempts` are the answers to the sample. The second value is the standard error of the mean output length
+    of the sampled rows.
     """
     answered_rows: dict[int, tuple[JobRow, list[int]]] = {}
     for attempt in attempts:
@@ -289,12 +289,15 @@ def draw(attempts: Sequence[Attempt], rows: Sequence[JobRow]) -> tuple[Drawn, fl
         most_alike = sample[rank * len(sample) // len(rows)]  # The same quantile of length.
         drawn.append((row, _scaled(most_alike, row)))
     drawn.sort(key=lambda row_and_outputs: row_and_outputs[0].row)
-    # Neighbours in the order of lengths predict each other. The error has the variance of two rows.
+    # Only the variance between rows of similar lengths counts, because the draw follows the order of lengths.
+    # The difference between two neighbours in this order has twice the variance of one row, so its square is
+    # halved.
     variances = []
     for answered, (row, outputs) in pairwise(sample):
         error = sum(_scaled(answered, row)) - sum(outputs)
         variances.append(error**2 / 2)
-    return drawn, math.sqrt(fmean(variances or [0]) / len(sample))
+    variance = fmean(variances or [0])
+    return drawn, math.sqrt(variance / len(sample))
 
 
 def _scaled(answered: tuple[JobRow, Sequence[int]], row: JobRow) -> list[int]:

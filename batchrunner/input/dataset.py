@@ -142,7 +142,7 @@ class Dataset:
         self.files = self._open_files(source, copies, batch_rules=batch_rules)
         _unify_json_lines(self.files)
         self._starts = [0, *accumulate(file.rows for file in self.files)]
-        """Ordinal of the first row of each file, and the ordinal after the last row."""
+        """Ordinal (row number in the input) of the first row of each file, and the number of all rows."""
         self.total_rows = self._starts[-1]
         """Number of rows in all files."""
         for file, start in zip(self.files, self._starts, strict=False):
@@ -238,7 +238,7 @@ class Dataset:
             last_file_then.recognize(earlier_facts[-1])
 
     def row_group_ends(self) -> list[int]:
-        """Return the ordinal after the last row of each row group, over all files."""
+        """Return, for each row group of all files, the row number in the input at which the next begins."""
         return [end for file in self.files for end in file.starts[1:]]
 
     def check_unchanged(self) -> None:

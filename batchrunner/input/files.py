@@ -390,13 +390,16 @@ class SourceFile:
             )  # fmt: skip
 
     def _begins_with(self, size: int, digest: str) -> bool:
-        """Tell whether the first `size` bytes of the file have this digest and end with a whole line."""
+        """Return whether the first `size` bytes of the file have this digest and end with a whole line.
+
+        Return False for a file to which no lines can be appended, such as a compressed file.
+        """
         if not self._may_grow or self._digest_of(size) != digest:
             return False
         with Path(self.path).open("rb") as file:
             # The line break is either the last of these bytes, or the first byte that was appended.
             file.seek(size - 1)
-            return not {*b"\r\n"}.isdisjoint(file.read(2))
+            return any(byte in b"\r\n" for byte in file.read(2))
 
     @property
     def _may_grow(self) -> bool:

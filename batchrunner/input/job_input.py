@@ -73,7 +73,7 @@ class JobInput:
             yield self.renderer.render(batch, check_stop, [None] * len(batch.rows))
 
     def selected(self, check_stop: Callable[[], None] = lambda: None) -> BitMap64:
-        """Return the ordinals of the first `input.limit` rows for which `input.filter` is true.
+        """Return the ordinals (row numbers) of the first `input.limit` rows for which `input.filter` is true.
 
         A filter that fails on a null counts as false. A row on which the filter fails otherwise, or that
         cannot be read, is selected too, and ends as a failed row. Only the columns of the filter are read,

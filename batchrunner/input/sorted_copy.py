@@ -73,7 +73,10 @@ class SortedCopy:
         return range(self.group_starts[-1])
 
     def rows(self, positions: range) -> BitMap64:
-        """Return the ordinals of the rows at `positions`, which must cover whole row groups."""
+        """Return the ordinals (row numbers in the input) of the rows at these positions of the copy.
+
+        `positions` must cover whole row groups.
+        """
         rows = BitMap64()
         ordinals = self._file.schema_arrow.names[-1:]
         for group in self._groups(positions):
@@ -122,9 +125,9 @@ BUCKET_BYTES = 48 << 20
 _KEYS = {"first": pa.int64(), "key": pa.binary(), "tail": pa.int64(), "row": pa.int64(), "size": pa.int64()}
 """Columns of the table of sort keys. Rows are sorted by the first four; `size` is in bytes."""
 _POSITION = "\0position"
-"""Name of the column with the positions of rows; no input column has such a name."""
+"""Name of the column with the positions of rows in the copy; no input column has such a name."""
 _ORDINAL = "\0row"
-"""Name of the column with the ordinals of rows; no input column has such a name."""
+"""Name of the column with the ordinals (numbers in the input) of rows; no input column has such a name."""
 
 
 @contextmanager
@@ -155,6 +158,8 @@ def write_sorted(
     work.mkdir()
     try:
         with connect(work) as db:
+            # The first reading of the input computes the sort keys. `first` decides in the order
+            # "longest_first", and is 0 in the order "prefix". `key` and `tail` come from `sort_key`.
             insert(db, "keys", _KEYS, _keys(job_input, rows, about["order"], check_stop))
             db.execute("CREATE TABLE sorted AS SELECT row, size FROM keys ORDER BY first, key, tail, row")
             # Tables that are no longer needed are dropped at once, because the disk may be small.
@@ -167,6 +172,8 @@ def write_sorted(
             db.execute("DROP TABLE sorted")
             from batchrunner.output.buckets import Buckets  # noqa: PLC0415 - only for jobs that sort
 
+            # The second reading, in input order, writes each row to the file of its bucket, a range of
+            # positions. A bucket is small enough to be sorted in memory.
             buckets = Buckets(work, _POSITION, list(_bucket_ends(groups)))
             positions = _values(db, "SELECT position FROM positions ORDER BY row")
             for table in _with_positions(job_input, rows, positions):
@@ -275,9 +282,9 @@ def _bucket_ends(groups: list[tuple[int, int]]) -> Iterator[int]:
 def _with_positions(
     job_input: JobInput, rows: BitMap64, positions: Iterator[tuple[int]]
 ) -> Iterator[pa.Table]:
-    """Yield `rows` in input order, with columns for their ordinals and positions.
+    """Yield `rows` in input order, with a column of their ordinals and one of their positions in the copy.
 
-    `positions` has the position of each row, in input order too.
+    `positions` yields these positions, first that of the first row in input order.
     """
     names = job_input.renderer.columns
     schema = job_input.dataset.schema_of(names)

@@ -135,8 +135,10 @@ class _SchemaReader:
         elif schema.get("maxItems") == len(first_items):  # a tuple has no further items
             inner = common_kind(map(self.kind_of, first_items))
         else:
-            inner = "json"
-        return ("list", inner) if items or inner != "json" else "json"
+            inner = "json"  # Any values may follow the first items, so there is no common type.
+        # An array of any items becomes one JSON text. With `items` it becomes a list, perhaps of JSON texts.
+        says_nothing = not items and inner == "json"
+        return "json" if says_nothing else ("list", inner)
 
     def _referred(self, reference: Any) -> ColumnKind:
         """Return the kind for the part of the schema that a `$ref` names."""

@@ -192,8 +192,8 @@ def _checked_model(model: str) -> str:
     if looks_like_path or is_hub_name(model):
         return model
     raise ValueError(
-        "no model has this name: give a folder (./NAME) or a name on the Hugging Face Hub (OWNER/NAME); give "
-        "the address of a server (http://HOST:PORT) as `urls` of an engine of `kind: attach`"
+        "no model has this name: give a folder (./NAME) or a name on the Hugging Face Hub (OWNER/NAME); for "
+        "a server that already runs, use `kind: attach` with its address (http://HOST:PORT) in `urls`"
     )
 
 

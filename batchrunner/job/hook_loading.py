@@ -115,7 +115,9 @@ def code_digest(function: Any) -> str | None:
         code = textwrap.dedent(inspect.getsource(module if module is not None and is_in_file else inner))
     except (OSError, TypeError):
         return None
-    # The source of a lambda is a line that may not be a statement. Such a line is digested unchanged.
+    # `ast` removes comments and formatting, which do not count. The source of a lambda is the whole line
+    # that contains it, for example an argument in a call of several lines. Python cannot parse such a line by
+    # itself, so the line is digested unchanged.
     with contextlib.suppress(SyntaxError, ValueError, RecursionError):
         code = ast.unparse(ast.parse(code))
     return hashlib.sha256(code.encode("utf-8", "replace")).hexdigest()[:16]

@@ -175,7 +175,7 @@ class StorageSpec(Spec):
             if not value:
                 # The message does not show the variable's name, which a user may have replaced by the secret.
                 raise JobError(
-                    f"storage.secrets.{name}: no environment variable of this name is set",
+                    f"storage.secrets.{name}: the environment variable that it names is not set",
                     hint="export the secret as a variable, and give the variable's name",
                 )
             values[name] = value

@@ -145,7 +145,7 @@ class NativeTask(ForwardTask):
         return tuple((name, _KINDS.get(name, ("list", "float64"))) for name in self.meanings)
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return one request body, with the prompts of all rows as a list."""
+        """Return the body of the only request, in a list. The body has a list of the prompts of all rows."""
         name = "input_ids" if requests[0].kind == "input_ids" else "text"
         return [_with_adapters(requests, {name: [request.prompt for request in requests]})]
 
@@ -241,7 +241,7 @@ class ScoreTask(NativeTask):
     }
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return one request body: all prompts, with the token ids of the labels for each prompt."""
+        """Return the body of the only request, in a list, with all prompts and the labels' token ids."""
         (prompts,) = NativeTask.bodies(self, requests)
         logprob_request = {
             "sampling_params": WITHOUT_TOKENS,
@@ -360,7 +360,7 @@ class RerankTask(NativeTask):
     }
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return one request body, with a pair of query and document for each document of all rows."""
+        """Return the body of the only request, in a list, with a pair of query and document per document."""
         pairs = [(request, document) for request in requests for document in request.items]
         texts = [[request.prompt, document] for request, document in pairs]
         body = {"text": texts, "is_cross_encoder_request": True}
@@ -497,7 +497,10 @@ class EmbedTask(ForwardTask):
         return ((EMBEDDING, ("list", self.dtype)),)
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return one request body. A single row is sent as a prompt, several rows as a list of prompts."""
+        """Return the body of the only request, in a list.
+
+        The body has the prompt of a single row as a text or token ids, and those of several rows as a list.
+        """
         prompts = [request.prompt for request in requests]
         adapters = [request.lora_path for request in requests]
         body: dict[str, Any] = {"model": MODEL, "encoding_format": "base64"}
@@ -573,11 +576,11 @@ class EmbedTask(ForwardTask):
 class VectorLength:
     """Number of dimensions of a model's vectors, learned from its answers.
 
-    It is that of the first vector, until two rows have vectors with an equal number of dimensions.
+    The first vector sets the number, until two rows have vectors with an equal number of dimensions.
     """
 
     def __init__(self) -> None:
-        """Begin without a length."""
+        """Begin with an unknown length."""
         self._length: int | None = None
         self._rows_by_length: defaultdict[int, set[int]] = defaultdict(set)
         """Rows by the lengths of their vectors, counted until two rows have vectors of equal length."""

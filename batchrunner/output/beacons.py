@@ -38,7 +38,7 @@ class Beacon:
     """The beacon of this worker. Its methods may be called from several threads."""
 
     def __init__(self, directory: Path, task: str, token: str, store: Store) -> None:
-        """`directory` is that of the leases, and `token` names the worker's lock (`TaskLock.token`)."""
+        """`directory` contains the leases, and `token` is that of the worker's lock (`TaskLock.token`)."""
         self._directory = directory
         self._prefix = f"alive.{task}.{token}"
         self._store = store

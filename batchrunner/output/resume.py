@@ -22,7 +22,7 @@ _COUNTED = ["row", "error"]
 
 @dataclass(slots=True)
 class DoneRows:
-    """Rows with a stored result, by ordinal, and their counts."""
+    """The rows with a stored result, by their numbers in the input, and their counts."""
 
     answered: BitMap64 = field(default_factory=BitMap64)
     """Rows with an answer."""

@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import orjson
 
@@ -19,6 +20,9 @@ from batchrunner.output.addresses import StoreAddress, check_client, endpoint_of
 from batchrunner.output.files import make_directory, using_run
 from batchrunner.output.holder import OWNER, parse_holder, this_process
 from batchrunner.output.store import LOCAL, ObjectStore, Store
+
+if TYPE_CHECKING:
+    from batchrunner.output.objects import RunObjects
 
 LEAST_FREE_BYTES = 16 << 20
 """Minimum number of free bytes on the disk with which a run may begin."""
@@ -273,7 +277,7 @@ def _with_copy(
     A task keeps its working copy for later attempts. With `is_read_only`, the run gets a separate copy.
     """
     address = store_address(path)
-    if address is None:
+    if address is None:  # The run lies on a file system, so nothing has to be fetched.
         return RunDir(path, task)
     storage = storage or _last_storage(address)
     check_client(address, OutputError)
@@ -290,15 +294,25 @@ def _with_copy(
     with using_run(run_dir.name if is_read_only else f"output.path {run_dir.name}"):
         holder = parse_holder(objects.look(run_dir.owner)[0])
         is_in_use = holder is not None and holder.is_dead(this_process()) is False
-        if is_read_only or not is_in_use:
-            # The local run.json is read before the object in the store. A new run writes the object first, so
-            # the local file cannot be newer than the object to which it is compared.
-            copied = read_json(run_dir.run_json)
-            if copied and str(copied.get(RUN_ID)).encode() not in objects.look("run.json")[0]:
-                # The run of this copy was deleted from the store, or replaced by a new run.
-                shutil.rmtree(root)
-            make_directory(root)
-            place = {"uri": str(address), "storage": storage.model_dump(mode="json", exclude_unset=True)}
-            (root / PLACE).write_bytes(orjson.dumps(place))
-            store.bring_all(re.compile(pattern, re.DOTALL))
+        if is_in_use and not is_read_only:
+            # A live process on this machine, perhaps this process, writes to the working copy. So the copy
+            # must not be deleted or overwritten, and it is newer than the objects in the store.
+            return run_dir
+        if _is_outdated(run_dir, objects):
+            shutil.rmtree(root)
+        make_directory(root)
+        place = {"uri": str(address), "storage": storage.model_dump(mode="json", exclude_unset=True)}
+        (root / PLACE).write_bytes(orjson.dumps(place))
+        store.bring_all(re.compile(pattern, re.DOTALL))
     return run_dir
+
+
+def _is_outdated(run_dir: RunDir, objects: RunObjects) -> bool:
+    """Return whether the run of a local copy was deleted from the store, or replaced by a new run."""
+    # The local run.json is read before the object in the store. A new run writes the object first, so the
+    # local file cannot be newer than the object to which it is compared.
+    copied = read_json(run_dir.run_json)
+    if not copied:
+        return False
+    # The run ID is a random text, so the search for its bytes in the JSON text needs no parsing.
+    return str(copied.get(RUN_ID)).encode() not in objects.look("run.json")[0]

@@ -57,10 +57,7 @@ class Store:
         """Raise JobError if several tasks cannot share a run in this store. Leave nothing behind."""
 
     def names(self, directory: Path) -> list[str]:
-        """Return the sorted names in a directory, whichever process published the files.
-
-        Return no names for a missing directory.
-        """
+        """Return the sorted names of the files in a directory that all workers share; [] if it is missing."""
         with contextlib.suppress(FileNotFoundError):
             return sorted(path.name for path in directory.iterdir())
         return []

@@ -25,11 +25,11 @@ from batchrunner.output.parts import Journal, read_journal
 from batchrunner.output.run_dir import MAIN_TASK, SEGMENT, RunDir
 
 SEGMENT_BYTES = 64 << 20
-"""Size in bytes of a segment's answers after which a new segment begins."""
+"""Size in bytes of the answers in a segment (a journal file) after which a new segment begins."""
 _SCHEMA = pa.schema({"row": pa.int64(), "turn": pa.string()})
-"""Columns of a segment. `turn` is an answer as JSON: its TurnKey, the number of attempts, the error, and the
-Completion. A null instead of an answer makes the earlier answers of the row invalid, because the row failed
-or starts anew."""
+"""Columns of a segment (a journal file). `turn` is an answer as JSON: its TurnKey, the number of attempts,
+the error, and the Completion. A null instead of an answer makes the earlier answers of the row invalid,
+because the row failed or starts anew."""
 TurnKey: TypeAlias = tuple[str, int]
 """Identity of a request in a rollout: its digest, and the number of equal requests that the rollout sent
 before."""
@@ -45,16 +45,17 @@ class TurnStore:
     _disk: DiskWait
 
     def __post_init__(self) -> None:
-        """Begin without answers, and write nothing yet."""
+        """Create a store without answers. No file is written before the first answer."""
         self._segments: dict[Path, BitMap64] = {}
-        """Segments of this attempt, each with those of its rows whose results are in no part file yet."""
+        """Segments (journal files) of this attempt, each with those of its rows whose results are in no part
+        file yet."""
         self._recovered: dict[int, list[str]] = defaultdict(list)
         """Answers that earlier attempts and other tasks have written, by row, as in column `turn`."""
         self._unwritten: list[tuple[int, str | None]] = []
-        """Rows of segments (see _SCHEMA) that are not on disk yet."""
+        """Table rows for the segments (see _SCHEMA) that are not on disk yet."""
         self._writing = asyncio.Lock()
         self._journal: Journal | None = None
-        """The newest segment; None before the first answer."""
+        """Journal file of the newest segment; None before the first answer."""
         self._bytes = 0
         """Size in bytes of the newest segment's answers."""
         self._next_number = 0
@@ -69,7 +70,7 @@ class TurnStore:
         # Later segments have higher numbers, also across tasks, so a null voids only earlier answers.
         for path in sorted(segments, key=lambda path: path.name):
             self._next_number = max(self._next_number, 1 + int(path.name.split("-")[1]))
-            # The task of a segment may delete the file at this moment.
+            # The worker that wrote this segment may delete the file while it is being read.
             with writing(path), contextlib.suppress(FileNotFoundError):
                 for table in read_journal(path):
                     for row, turn in zip(*table.to_pydict().values(), strict=True):
@@ -103,7 +104,7 @@ class TurnStore:
         await self._put((row, None))
 
     async def _put(self, turn: tuple[int, str | None]) -> None:
-        """Write a row of a segment durably, together with all others that came during the last write."""
+        """Write an entry of a segment durably, with all other entries that came during the last write."""
         self._unwritten.append(turn)
         async with self._writing:
             if turn in self._unwritten:  # otherwise the call that held the lock before has written it

@@ -281,7 +281,7 @@ class _PendingPart:
         self.number = number  # Last, so that a repeated call begins at the same number.
 
     def row_set(self) -> BitMap64:
-        """Return the ordinals of the part file's rows."""
+        """Return the ordinals (row numbers in the input) of the part file's rows."""
         chunks = [chunk for table in self._tables for chunk in table.column("row").chunks]
         return rows_of_column(pa.chunked_array(chunks))
 

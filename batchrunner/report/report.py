@@ -199,9 +199,11 @@ class Report:
         """Return lines about rejected answers, and what the retries cost."""
         if not self.checks:
             return []
-        checks, retries = self.checks, counted(self.checks["asked_again"], "time")
+        checks = self.checks
+        number = checks["asked_again"]
+        retries = f"{number:,} {'retry' if number == 1 else 'retries'}"
         summary = (
-            f"{counted(checks['rows_asked_again'], 'row')} retried {retries} after a rejected answer: "
+            f"{retries} of {counted(checks['rows_asked_again'], 'row')} after a rejected answer: "
             f"{checks['rows_mended']:,} then had a good answer, {checks['rows_failed']:,} failed; "
             f"{checks['output_tokens']:,} of the output tokens were rejected"
         )

@@ -80,9 +80,10 @@ class LeasedRows(TaskRows):
         events: EventLog,
         turns: TurnStore | None = None,
     ) -> None:
-        """Take no lease yet.
+        """Create the reader, which holds no lease until `take` or `take_first` is called.
 
-        `lock` is that of this worker. `counts` are the counts of the rows that this worker has finished.
+        `lock` is the lock that this worker holds on its task. `counts` are the counts of the rows that
+        this worker has finished.
         """
         super().__init__(prepared, turns)
         self._leases = leases
@@ -344,9 +345,9 @@ def join(
     The first worker makes the plan. A worker that finds new files or a larger limit adds a plan of the new
     rows, whether or not the other plans have ended. Once all plans have ended, the next worker plans the
     failed rows to retry, and the rows whose part file was moved away. While another worker makes a plan, this
-    function waits, unless `control` stops the run. `lock` is that of this worker, `counts` are the counts of
-    the rows that it has finished, and `turns` stores the answers of rollouts. Raises InputError, OutputError
-    or ResumeError.
+    function waits, unless `control` stops the run. `lock` is the lock that this worker holds on its task,
+    `counts` are the counts of the rows that this worker has finished, and `turns` stores the answers of
+    rollouts. Raises InputError, OutputError or ResumeError.
     """
     run_dir = prepared.run_dir
     leases = Leases(run_dir.leases, run_dir.task, run_dir.store)

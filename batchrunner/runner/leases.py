@@ -67,8 +67,8 @@ class Leases:
         self._joined = False
         """Whether later plans are ignored."""
         self._places: list[tuple[LeasePlan, range]] = []
-        """The plan of each lease, and the positions of the lease in the plan. The index is the lease's
-        number."""
+        """The plan of each lease, and the positions of the lease's rows in the order of the plan. The index
+        is the number of the lease."""
         self._turns: dict[int, tuple[int, bool]] = {}
         """The last turn of each lease that was taken, and whether that turn has ended. The first worker that
         takes a lease has turn 0."""
@@ -242,7 +242,7 @@ class Leases:
             name = f"{_name(number, turn - 1)}.left"
             return rows_from_text(self._read(name)["left"]) if name in self._names else BitMap64()
         plan, positions = self._places[number]
-        if plan.order is None:  # In input order, positions are the ordinals of rows.
+        if plan.order is None:  # In input order, the position of a row is its number in the input.
             return plan.rows & BitMap64(positions)
         if plan.order not in self._copies:
             self._copies[plan.order] = SortedCopy(self._copy(plan.order))

@@ -103,14 +103,17 @@ class PromptCheck:
 
 
 def _why_unknown(engine: ServerEngine, directory: Path) -> str | None:
-    """Return why the model's own chat template does not determine the prompts of chats; None if it does."""
+    """Return what is not checked and why, if the model's chat template does not determine chat prompts.
+
+    Return None if it does.
+    """
     for name in CHAT_ARGUMENTS:
         if name_in(engine.args, name) in engine.args:
-            return f"the prompts of chats, which engine.args.{name} changes"
+            return f"chat prompts, because engine.args.{name} changes how SGLang builds them"
     config = read_config(engine.model, engine.args.get("revision"))
     kind, architectures = config.get("model_type"), config.get("architectures") or ()
     if kind in OWN_CHAT_MODELS or any(str(name).startswith(_OWN_RULES) for name in architectures):
-        return f"the prompts of chats, for which SGLang has rules of its own for {kind}"
+        return f"chat prompts, because SGLang builds those of {kind} by rules of its own"
     if not has_chat_template(directory):
-        return f"the prompts of chats: there is no chat template among the files of {engine.model}"
+        return f"chat prompts, because there is no chat template among the files of {engine.model}"
     return None

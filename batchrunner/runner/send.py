@@ -194,18 +194,33 @@ class Sending:
     ) -> None:
         """Build the objects in the order in which rows and load samples pass through them.
 
-        `began` is the start of the attempt on the monotonic clock, `functions` runs the job's Python
-        functions, `done_before` are the rows of earlier attempts, `turns` stores the answers of rollouts,
-        `estimated_row_s` is the time per row in seconds that an estimate of the run predicts, `adaptation`
-        tunes the servers' flags, `corpora` gives servers answers for n-gram speculation, and `account` pays
-        for the rows. Raises CannotTokenizeError if the job needs client-side tokenization that is not
-        possible.
+        - `job`: the job whose rows are sent.
+        - `rows`: the source of the rows.
+        - `engine`: the open engine to which the rows go.
+        - `load_control`: sets the windows, and shares them among the runs that use the engine.
+        - `answers`: the columns and checks of the job's answers.
+        - `outlet`: takes the finished rows, for example the writer of part files (Parquet files of results).
+        - `counts`: the numbers of finished rows, which this object updates.
+        - `events`: the event log.
+        - `control`: stops the run.
+        - `displays`: show load samples to the user.
+        - `began`: the time, on the monotonic clock, at which the attempt began.
+        - `functions`: runs the job's Python functions; None if the job has none.
+        - `done_before`: the rows that earlier attempts finished.
+        - `turns`: stores the answers of rollouts.
+        - `estimated_row_s`: the seconds per row that `batchrun estimate` predicted; None without an estimate.
+        - `adaptation`: tunes the servers' flags during the run; None if the flags stay.
+        - `corpora`: gives servers earlier answers for n-gram speculation.
+        - `account`: the owner's account to which the rows are charged, for a run of `batchrun serve`.
+
+        Raises CannotTokenizeError if the job needs client-side tokenization that is not possible.
         """
         self._job, self._rows, self._outlet, self._events = job, rows, outlet, events
         self._control, self._displays, self._load_control = control, displays, load_control
         self._began, self._adaptation = began, adaptation
         self._adapting: asyncio.Task[None] | None = None
-        """asyncio task in which flag tuning processes a load sample."""
+        """asyncio task in which flag tuning processes a load sample. A restart of servers may take minutes,
+        so polling does not wait for the task."""
         self._corpora = corpora
         self._feeding: asyncio.Task[None] | None = None
         """asyncio task in which `corpora` processes a load sample."""
@@ -256,6 +271,7 @@ class Sending:
             engine=engine,
             urls=info.routes,
             keeps_prompts=job.accept.feedback,
+            # A background run computes no prefixes ahead, because the engine's users come first.
             primes=info.yields is None,
         )
         self.bundles = BundleTotals()

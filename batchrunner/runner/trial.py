@@ -109,7 +109,7 @@ def output_rate(passes: Passes) -> float | None:
     rates, lines = [], 0
     for batches in by_rank.values():
         tokens = seconds = 0.0
-        # The rate of the first line is left out, because it is that of the time before the measurement.
+        # The rate of the first line is left out, because it covers the time before the measurement.
         for before, after in pairwise(batches):
             if after.throughput:
                 tokens_of_pass = (before.running + after.running) / 2 * after.accepted

@@ -176,7 +176,7 @@ def tune(
     if job.forward is not None:
         raise JobError(
             f"task: {job.task}: only jobs of task generate can be tuned",
-            hint="tune with a job of task generate",
+            hint="use a job with `task: generate`",
         )
     engine = engine_to_tune(job)
     if store_address(job.output.path):
@@ -216,7 +216,8 @@ def _search(
         "job": [job.order, job.dedupe, job.window, job.tokenize],
         "engine": [engine.args, engine.env, machine.flags.version],
         "machine": [machine.cpu, machine.card, machine.card_gb],
-        # Results of a version of batchrunner with other statistics do not count.
+        # The names are part of the key, so that a version of batchrunner that records other signs does not
+        # reuse these trials.
         "signs": [sign.name for sign in fields(TrialSigns)],
     }
     job_args = {**engine.args, **numbers_in(engine.env)}

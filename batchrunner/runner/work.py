@@ -65,11 +65,11 @@ class WorkFinder:
     """Store of the answers of rollouts; None if the job has no rollouts."""
 
     def check(self, model: str | None, weights: str | None = None) -> Reuse | None:
-        """Raise a BatchrunError if this attempt must be refused. Change nothing.
+        """Raise a BatchrunError if this attempt must be refused. This method changes no file.
 
-        Return the `Reuse` of another run's answers if the job has `output.reuse` (in a shared run, the worker
-        that makes a plan does that). The engine's `model` and the version of its `weights` are compared with
-        those of the stored results if they are known.
+        Return the `Reuse` of another run's answers if the job has `output.reuse`. With --join, return None:
+        the worker that makes the plan of the shared run creates the `Reuse` with it. The engine's `model`
+        and the version of its `weights` are compared with those of the stored results if they are known.
         """
         prepared, run_dir = self.prepared, self.prepared.run_dir
         reuse = None
@@ -77,7 +77,7 @@ class WorkFinder:
             from batchrunner.runner.reuse import Reuse  # noqa: PLC0415 - only for such jobs
 
             reuse = Reuse(prepared, self.control, model, weights)
-        with writing(run_dir.path):
+        with writing(run_dir.path):  # turns an OSError into a StorageError that names this path
             # Another machine may have written files that an NFS client does not list yet.
             for directory in (run_dir.path, run_dir.tasks, run_dir.parts, run_dir.leases):
                 refresh_listing(directory)

@@ -199,7 +199,8 @@ async def serve(
     """Serve batches until a signal comes, and print the address; raises BatchrunError.
 
     `engine` is a model, addresses of servers, or a job file, whose engine, limits and order are used. `keys`
-    is a file with the API keys of several owners; None for one owner, whose key is in API_KEY_VARIABLE.
+    is a file with the API keys of several owners; None for one owner, whose key is in API_KEY_VARIABLE. The
+    server accepts `most_files` files of at most `most_bytes` bytes.
     """
     key = os.environ.get(API_KEY_VARIABLE, "")
     _check_options(directory, host=host, key=key, keys=keys)
@@ -208,13 +209,6 @@ async def serve(
     options: dict[str, Any] = {"engine": engine, "overrides": [*overrides, *limits]}
     job = job_of_batch("requests", str(directory), **options)
     control, stop_event, loop = Control(), asyncio.Event(), asyncio.get_running_loop()
-
-    def handle(number: signal.Signals) -> None:
-        if number == signal.SIGHUP and keys is not None:
-            loop.call_soon_threadsafe(owners.read_again)
-        else:
-            loop.call_soon_threadsafe(control.drain, "interrupted")
-
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(control.listening(stop_event.set))
         with using_run(f"--dir {directory}"):
@@ -223,6 +217,15 @@ async def serve(
             state = State(directory)
         owners = Owners(keys, key, usage=directory / USAGE)
         stack.callback(owners.save_usage)
+
+        def handle(number: signal.Signals) -> None:
+            # SIGHUP reads the file of keys again. Every other signal, and a SIGHUP without such a file, ends
+            # the server.
+            if number == signal.SIGHUP and keys is not None:
+                loop.call_soon_threadsafe(owners.read_again)
+            else:
+                loop.call_soon_threadsafe(control.drain, "interrupted")
+
         stack.enter_context(SignalWatch(handle, SIGNALS))
         address = f"--port {port}, --host {host}"
         with using_run(address):  # Report an address in use before the model loads.
@@ -231,7 +234,7 @@ async def serve(
         batches = Batches(state=state, engine=shared, options=options, server=control, owners=owners)
         stack.push_async_callback(batches.drain)
         endpoints = [*TASK_OF_ENDPOINT]
-        if not shared.info.simulated:
+        if not shared.info.simulated:  # The simulated engine answers requests of every task.
             endpoints = [path for path in endpoints if TASK_OF_ENDPOINT[path] == task]
         api = Api(
             state=state,
@@ -246,9 +249,9 @@ async def serve(
         await runner.setup()
         with using_run(address):
             await web.TCPSite(runner, host, port).start()
-        for batch in state.unfinished_batches():
+        for batch in state.unfinished_batches():  # those that an earlier start of the server left
             batches.start(batch)
         show([str(URL.build(scheme="http", host=host, port=runner.addresses[0][1], path="/v1"))])
         await _sweep_until(stop_event, state, owners)
-    if batches.lost is not None:
+    if batches.lost is not None:  # Not a signal, but the loss of the launched engine has ended the server.
         raise batches.lost

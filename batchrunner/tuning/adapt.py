@@ -18,10 +18,10 @@ EXPECTED = 0.05
 """Expected relative gain of an untried step for each doubling of its flag, or of the running requests or the
 speed if the advice predicts them. So a step from 4 to 64 running requests promises more than one from 4 to 8.
 A step is untried if no run with this model, machine and kind of job has measured it."""
-CARE = "schedule-conservativeness"
-"""Flag that is lowered together with a rise of `max_running_requests` or of the state pool. As long as one of
-these limits holds requests back, no load sample shows that the scheduler's reservation for outputs would hold
-them back next."""
+RESERVATION_FLAG = "schedule-conservativeness"
+"""Flag that sets how much of the KV pool the scheduler reserves for outputs. It is lowered together with a
+rise of `max_running_requests` or of the state pool. While one of these limits is the bottleneck, load samples
+cannot show that the reservation for outputs is the next bottleneck."""
 WIDER = ("running-capped", "states-full")
 """Rules of advice whose changes let more requests run."""
 ADAPTING_RULES = frozenset({
@@ -69,8 +69,8 @@ def steps_for(
     steps: list[tuple[Step, float]] = []
     for advice in apply_all(situation, flags):
         args = {**advice.args, **advice.env}
-        if args and advice.rule in WIDER and may_change(CARE) and _reserves_too_much(situation):
-            args |= next_setting("held", CARE, situation.server, flags)
+        if args and advice.rule in WIDER and may_change(RESERVATION_FLAG) and _reserves_too_much(situation):
+            args |= next_setting("held", RESERVATION_FLAG, situation.server, flags)
         if advice.rule not in ADAPTING_RULES or not args or not all(map(may_change, args)):
             continue
         old = {name: situation.server.now(name) for name in args}

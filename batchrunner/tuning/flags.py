@@ -26,7 +26,7 @@ OF_DECODING = frozenset({
     "held", "retracting", "full", "memory-left", "capped", "graph-off", "evicted", "small-prefills",
     "large-pages", "small-model", "wide-numbers",
 })  # fmt: skip
-"""Names of signs that only a server whose requests decode can show."""
+"""Names of signs (observations about a server) that only a server whose requests decode can show."""
 
 
 class MemoryBand(NamedTuple):
@@ -132,15 +132,20 @@ in that log line."""
 
 
 def in_effect(facts: Facts, flag: str) -> float | None:
-    """Return the value in effect, as one would write it for the flag; None if unknown."""
+    """Return the value of a flag that the server uses, in the unit of the command line; None if unknown.
+
+    SGLang may choose another value than the command line has. With DP attention, it logs the value of one
+    rank, while the flag on the command line has the total of all ranks.
+    """
     if flag.startswith("cuda-graph-max-bs"):
         return facts.graph_max_bs
+    # The scheduler knows best what it uses. The logged arguments come second.
     rank_value = getattr(facts.ready, _AT_READY.get(flag, ""), None)
     if rank_value is None:
         argument = facts.number(flag.replace("-", "_"))
         if argument is None:
             return None
-        if flag in _TOTALS:
+        if flag in _TOTALS:  # This argument is the total already.
             return int(argument)
         rank_value = argument
     value = as_flag(facts, flag, rank_value)
@@ -303,20 +308,24 @@ def _half_pool(s: Server) -> list[int]:
 def _good_fraction(s: Server) -> list[float]:
     """Return the `--mem-fraction-static` that leaves as much memory free as SGLang's tuning guides advise.
 
-    It leaves at least the memory for the weights and a useful KV pool.
+    The fraction has room for at least the weights and a useful KV pool. The list is empty if no such fraction
+    lies in the direction in which the free memory has to change.
     """
     present, spare_gb, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb
     if present is None or spare_gb is None or not card:
         return []
-    surplus_gb = spare_gb - s.band.good
+    surplus_gb = spare_gb - s.band.good  # `good` is the free memory that the guides advise
     is_raise = surplus_gb > 0
-    steps = math.floor(surplus_gb / card / FRACTION_STEP)  # negative if too little memory is free
+    # Rounded down, so that at least the advised memory stays free. Negative if too little memory is free.
+    steps = math.floor(surplus_gb / card / FRACTION_STEP)
     if is_raise:
+        # Callers ask for a raise only if far more is free than the guides advise, so one step is safe.
         steps = max(1, steps)
     least = math.ceil(least_fraction(s.facts) / FRACTION_STEP) * FRACTION_STEP
     target = round(min(HIGHEST_FRACTION, max(least, present + steps * FRACTION_STEP)), 3)
-    # The minimum and the maximum may move the target to the other side of the present value: no remedy.
-    return [target] if target != present and (target > present) is is_raise else []
+    # The minimum or the maximum may have moved the target to the other side of the present value.
+    moves_the_right_way = target > present if is_raise else target < present
+    return [target] if moves_the_right_way else []
 
 
 def _higher_fraction(s: Server) -> list[float]:
@@ -653,7 +662,7 @@ def _kv_once(s: Server) -> list[int]:
 
 
 class Move(NamedTuple):
-    """The change of a flag that a sign calls for."""
+    """The change of a flag that a sign, an observation about the server, calls for."""
 
     values: NextValues
     """Returns the values to take, in order; empty if no value remains or too little is known."""
@@ -697,9 +706,14 @@ class Flag:
     """Whether the model's answers change with the flag."""
 
     def fits(self, sign: str, server: Server) -> bool:
-        """Tell whether a server has what the flag needs, and whether the sign has a meaning for it."""
-        has = self.needs is None or NEEDS[self.needs](server.facts)
-        return has and (server.decodes or sign not in OF_DECODING)
+        """Return whether a change of this flag may cure `sign` on this server.
+
+        The server must have what the flag needs. A server of a task that generates no tokens shows no sign of
+        OF_DECODING.
+        """
+        has_needs = self.needs is None or NEEDS[self.needs](server.facts)
+        can_show_sign = server.decodes or sign not in OF_DECODING
+        return has_needs and can_show_sign
 
     def values(self, sign: str, server: Server) -> Sequence[Any]:
         """Return the values that a sign calls for, the next one first; empty if the flag does not fit."""
@@ -1202,7 +1216,8 @@ FLAGS: Mapping[str, Flag] = {
                     rule=f"set: NGRAM, with `--max-running-requests` and `--{CORPUS_FLAG}`",
                     source="SGLang; arithmetic, not tried on a GPU",
                     cost=(
-                        "each step checks 12 tokens a request: a loss if few are right or many requests run"
+                        "each step verifies 12 draft tokens of each request, which is slower if few are "
+                        "accepted or many requests run"
                     ),
                 )
             },

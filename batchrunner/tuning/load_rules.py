@@ -78,10 +78,10 @@ def queue_empty(s: Situation, flags: Flags) -> Finding | None:
 
 
 def _slow_component(client: ClientActivity, target: str) -> tuple[str, str]:
-    """Return a change in the runner against an empty queue, and the cause of most samples with one.
+    """Return a remedy for the empty queue of the engine, and the cause of most samples with an empty queue.
 
-    The change is empty if the server's front process or the network is slow. `target` is the advice on the
-    length of the queue.
+    The remedy changes the runner. It is empty if the server's front process or the network is slow. `target`
+    is the advice on the length of the queue.
     """
     half = client.empty / 2
     if client.on_way > half:

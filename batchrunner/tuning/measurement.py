@@ -190,14 +190,15 @@ class TrialWatch:
         best_ratio = ratio * (1 + WAVE * self._peak / rows)
         if best_ratio >= 1 - self.incumbent.margin:
             return None
-        return "behind", f"{ratio:.2f} x the best's output in {steady_s:.0f} s of steady time"
+        rate = f"{ratio:.2f} x the output rate of the best trial"
+        return "behind", f"{rate}, in {steady_s:.0f} s after the warm-up"
 
     def _measured(self, at_s: float, warm: TrialProgress) -> End | None:
         """Return the end of a trial with enough rows and time to judge its speed, otherwise None."""
         steady_s, rows = at_s - warm.at_s, self.rows - warm.rows
         is_enough = rows >= GENERATIONS * self._peak and steady_s >= TIMING.trial_steady
         if is_enough or steady_s >= MOST_STEADY_S:
-            return "measured", f"{counted(rows, 'row')} in {steady_s:.0f} s of steady time"
+            return "measured", f"{counted(rows, 'row')} in {steady_s:.0f} s after the warm-up"
         return None
 
     def measured_span(self, end: TrialProgress) -> tuple[TrialProgress, TrialProgress]:

@@ -158,13 +158,13 @@ class FlagMemory:
         self._memory.try_to_append("step", step, about=self._shape)
 
     def _latest(self) -> list[TriedStep]:
-        """Return the newest trial of each step, oldest first."""
+        """Return the last trial of each step, in the order of time in which these trials ran."""
         steps = []
         for content in self._memory.recall("step", about=self._shape):
             with contextlib.suppress(msgspec.MsgspecError):
                 steps.append(_read_step.decode(content))
         latest: dict[str, TriedStep] = {}
         for step in [*steps, *self._steps]:
-            latest.pop(step.name, None)
+            latest.pop(step.name, None)  # so that the step moves to the end of the order
             latest[step.name] = step
         return [*latest.values()]

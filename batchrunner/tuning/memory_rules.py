@@ -78,7 +78,10 @@ def _fraction(
     if not args:
         return None
     difference_gb = f"{abs(args[name] - present) * card:.1f} GB {'more' if is_raise else 'less'}"
-    change = f"{command_line(args)} instead of {present:g}: {difference_gb} of {card:.0f} GB for the KV pool"
+    change = (
+        f"{command_line(args)} instead of {present:g}: {difference_gb} for the KV pool "
+        f"(the GPU has {card:.0f} GB)"
+    )
     return Finding(reading, args=args, change=change, evidence=evidence)
 
 
@@ -86,6 +89,8 @@ def ran_out(phase: Phase, where: str = "") -> Callable[[Situation, Flags], Findi
     """Return the rule on memory that ran out in a phase of the server; `where` names the phase in words."""
 
     def judge(s: Situation, flags: Flags) -> Finding | None:
+        # The memory of CUDA graphs depends on the batch sizes that are captured, not on number types. Smaller
+        # graphs are among the flags that `_ran_out` advises, so this phase needs no further remedy.
         remedy = "" if phase == "graph" else _narrower(s, flags)
         return _ran_out(s, trouble=s.facts.troubles.get(phase), flags=flags, where=where, remedy=remedy)
 

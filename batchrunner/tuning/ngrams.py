@@ -53,10 +53,10 @@ def words_a_step(answers: Iterable[str], earlier: Iterable[str] = ()) -> float:
     return all_words / steps if steps else 1.0
 
 
-def _learn(next_word: dict[tuple[str, ...], str], words: Sequence[str], places: Iterable[int]) -> None:
-    """Remember the words at some places of an answer, by the n-grams before them."""
-    for place in places:
-        next_word |= dict.fromkeys(_contexts(words, place), words[place])
+def _learn(next_word: dict[tuple[str, ...], str], words: Sequence[str], indices: Iterable[int]) -> None:
+    """Store the words at some indices of an answer under the n-grams that precede them."""
+    for index in indices:
+        next_word |= dict.fromkeys(_contexts(words, index), words[index])
 
 
 def _drafted(next_word: Mapping[tuple[str, ...], str], words: Sequence[str], begin: int) -> int:
@@ -67,14 +67,14 @@ def _drafted(next_word: Mapping[tuple[str, ...], str], words: Sequence[str], beg
     return end - begin
 
 
-def _contexts(words: Sequence[str], place: int) -> list[tuple[str, ...]]:
-    """Return the n-grams before a word, the longest first."""
-    return [tuple(words[place - size : place]) for size in CONTEXTS if size <= place]
+def _contexts(words: Sequence[str], index: int) -> list[tuple[str, ...]]:
+    """Return the n-grams that precede the word at an index, the longest first."""
+    return [tuple(words[index - size : index]) for size in CONTEXTS if size <= index]
 
 
-def _expected(next_word: Mapping[tuple[str, ...], str], words: Sequence[str], place: int) -> str | None:
-    """Return the word that last followed the longest known n-gram before `place`; None without one."""
-    contexts = _contexts(words, place)
+def _expected(next_word: Mapping[tuple[str, ...], str], words: Sequence[str], index: int) -> str | None:
+    """Return the word that last followed the longest known n-gram before an index; None if none is known."""
+    contexts = _contexts(words, index)
     return next((next_word[context] for context in contexts if context in next_word), None)
 
 

@@ -62,7 +62,7 @@ class Rule:
     sign: str
     """The sign with its thresholds in words, for the docs."""
     judge: Callable[[Situation, Flags], Finding | None]
-    """Returns the finding on a situation; None if the situation does not show the sign."""
+    """Returns what the rule finds in a situation; None if the situation does not show the sign."""
     effect: str
     """The expected gain of the change in words."""
     flag: str = ""

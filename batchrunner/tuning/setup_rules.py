@@ -76,22 +76,22 @@ def data_parallel(s: Situation, flags: Flags) -> Finding | None:
 
 
 def expert_parallel(s: Situation, _: Flags) -> Finding:
-    """Return the finding for a mixture of experts, each of which is split over several GPUs."""
+    """Return the advice on a mixture of experts, each of which is split over several GPUs."""
     return Finding(f"{s.facts.model} has experts, each of them split over {s.facts.tp} GPUs")
 
 
 def dp_attention(s: Situation, _: Flags) -> Finding:
-    """Return the finding for a model with latent attention (MLA), whose KV cache is repeated on each GPU."""
+    """Return the advice on a model with latent attention (MLA), whose KV cache is repeated on each GPU."""
     return Finding(f"{s.facts.model} keeps the same KV cache on each of {s.facts.tp} GPUs")
 
 
 def encoder_unused(s: Situation, _: Flags) -> Finding:
-    """Return the finding for a model whose encoder of images, sounds or videos the job does not use."""
+    """Return the advice on a model whose encoder of images, sounds or videos the job does not use."""
     return Finding(f"{s.facts.model} accepts images, sounds or videos, but the job has none")
 
 
 def fixed_guesses(s: Situation, _: Flags) -> Finding:
-    """Return the finding for speculative decoding with a fixed number of guessed tokens per step."""
+    """Return the advice on speculative decoding with a fixed number of guessed tokens per step."""
     return Finding(
         f"{s.facts.arguments.get('speculative_algorithm')} guesses the same number of tokens in each step"
     )

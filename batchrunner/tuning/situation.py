@@ -265,19 +265,22 @@ def pool_tokens(config: Mapping[str, Any], free_bytes: float) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The finding of a rule of advice: a sign with its figures, and the change to make."""
+    """What a rule of advice says about a server or a run: the sign of a problem, and the change to make.
+
+    A sign is an observation, such as "no CUDA graph ran".
+    """
 
     sign: str
-    """The sign in words."""
+    """The observation in words."""
     args: dict[str, Any] | None = None
     """Server flags for `engine.args`; None means the next value of the rule's flag. If there are neither
     flags nor a `change`, the rule gives no advice."""
     change: str = ""
     """The change in words; empty if `args` say it all."""
     evidence: dict[str, Any] = field(default_factory=dict)
-    """The figures behind the sign, for `--json`."""
+    """The figures behind the observation, for `--json`."""
     certainty: Certainty | None = None
-    """Certainty of the finding, if it differs from the rule's."""
+    """Certainty that the change helps, if it differs from the rule's."""
     fine: bool = False
     """Whether the finding says that nothing has to change."""
     env: dict[str, str] = field(default_factory=dict)

@@ -418,7 +418,7 @@ def test_a_run_that_was_killed(tmp_path: Path, server: FakeSGLang) -> None:
     result = run_job(job, tmp_path)
     assert report_of(job)["rows_resumed"] == 50
     told = (
-        "90 rows retried 90 times after a rejected answer: 60 then had a good answer, 30 failed; "
+        "90 retries of 90 rows after a rejected answer: 60 then had a good answer, 30 failed; "
         "120 of the output tokens"
     )
     assert told in result.stderr

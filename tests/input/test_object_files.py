@@ -86,7 +86,7 @@ def test_storage_in_the_job(
     told(
         refusal(job, tmp_path),
         "storage.secrets.secret_access_key",
-        "no environment variable of this name is set",
+        "the environment variable that it names is not set",
     )
 
 

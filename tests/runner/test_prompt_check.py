@@ -71,11 +71,11 @@ def test_a_chat_template_that_takes_the_rows(tmp_path: Path, template: str, prom
 
 OWN_RULES = {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"]}
 UNKNOWN = [
-    (None, {}, "the prompts of chats: there is no chat template among the files of"),
+    (None, {}, "chat prompts, because there is no chat template among the files of"),
     (
         "{{ 1 / 0 }}",
         {"args": {"chat-template": "other.jinja"}},
-        "the prompts of chats, which engine.args.chat-template changes",
+        "chat prompts, because engine.args.chat-template changes how SGLang builds them",
     ),
 ]
 
@@ -98,7 +98,7 @@ def test_a_model_whose_chats_sglang_writes_itself(tmp_path: Path) -> None:
     done = batchrun("check", file)
     assert done.exit_code == 0
     assert (
-        "not checked: the prompts of chats, for which SGLang has rules of its own for deepseek_v4"
+        "not checked: chat prompts, because SGLang builds those of deepseek_v4 by rules of its own"
         in done.stdout
     )
 

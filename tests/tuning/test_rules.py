@@ -101,11 +101,13 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
     ),
     "memory left": (
         LogWriter().started(gpu_gb=13.5),
-        {"memory-left": "--mem-fraction-static 0.91 instead of 0.83: 6.3 GB more of 78 GB for the KV pool"},
+        {"memory-left": "--mem-fraction-static 0.91 instead of 0.83: 6.3 GB more for the KV pool "
+         "(the GPU has 78 GB)"},
     ),
     "memory tight": (
         LogWriter().started(gpu_gb=4.64),
-        {"memory-tight": "--mem-fraction-static 0.8 instead of 0.83: 2.4 GB less of 78 GB for the KV pool"},
+        {"memory-tight": "--mem-fraction-static 0.8 instead of 0.83: 2.4 GB less for the KV pool "
+         "(the GPU has 78 GB)"},
     ),
     "memory tight, and it is the weights": (
         LogWriter().started(gpu_gb=0.5, card_gb=22, weights_gb=17.5), {},

@@ -148,7 +148,8 @@ class BackgroundController(Controller):
     def _make_room(self, reading: Reading, waiting_users: int, slots: int, ahead: int) -> None:
         """Choose how many of our rows may stay in flight while users wait."""
         if self._yields and reading.running >= IN_USE * slots and reading.usage <= GOOD_USAGE:
-            # All slots are taken, so SGLang preempts our rows itself. These rows may be the ones that wait.
+            # With all slots taken, SGLang itself preempts our rows for users. The waiting requests may be
+            # these preempted rows, so no more room is made.
             self._rounds = 0
             return
         # A server that lets users go first starts a few of them in its next pass, without any preemption.

@@ -351,7 +351,8 @@ class Controller:
         if not in_use:
             return None
         share = self._held_share
-        if self._newest_corner is Corner.HELD:  # The state ends at a smaller share than that at its begin.
+        if self._newest_corner is Corner.HELD:
+            # Hysteresis: the state `held` ends at a smaller share than the share at which it begins.
             share /= HELD_ENDS
         return corner_of(reading, overfull=self.is_overfull, share_held=share)
 
@@ -372,9 +373,10 @@ def _weight(gap_s: float, half_life_s: float) -> float:
 UNKNOWN_ENGINE_WINDOW = 256
 """First window for an engine that does not report how many requests it runs at once."""
 TYPICAL_PROMPT_TOKENS = 256
-"""Assumed mean prompt length, unless the prompts that were read before the run are shorter. Longer prompts do
-not raise it: the smaller first window made jobs of a minute up to 2 % slower in virtual time, while a long
-queue at the start costs nothing."""
+"""Assumed mean prompt length, unless the prompts that were read before the run are shorter. Longer
+prompts do not raise this assumption. If they did, the first window would be smaller, which made jobs of one
+minute up to 2 % slower in simulation. A window that is too large only makes a queue at the start, which costs
+nothing."""
 TYPICAL_MAX_NEW_TOKENS = 512
 """Assumed `max_new_tokens` if the job sets none, or takes it from a column."""
 SHORT_OUTPUT_TOKENS = 256

@@ -84,8 +84,8 @@ class RouteLimit:
     schedulers: list[SchedulerLimit] = field(default_factory=list)
     ended: EndedRows = field(default_factory=EndedRows)
     recent: float = LEAST_ROWS
-    """Decaying count of ended rows, never 0; see `shares`. It begins with the first window, so that all
-    routes count as about equally fast until a wave of rows has ended."""
+    """Decaying count of ended rows, never 0; see `shares`. Its initial value is the size of the first window,
+    so that all routes count as about equally fast until a wave of rows has ended."""
     counted: int = 0
     """Number of ended rows that were already added to `recent`."""
     share: int | None = None

@@ -80,7 +80,8 @@ class ModelGuard:
         """Ask a server for its model, and return once it has answered with the run's model.
 
         Raises AnotherModelError for another model, EngineDownError if there is no answer. Simultaneous
-        callers share a question that has not been sent yet.
+        callers share one request if it has not been sent yet. A request that is already in flight is not
+        shared, because its answer may be older than the call.
         """
         watch = endpoint.watch
         if watch is None:

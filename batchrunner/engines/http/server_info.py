@@ -131,7 +131,7 @@ Amount = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
 
 
 class _Queues(msgspec.Struct):
-    """The `queues` of a scheduler's load."""
+    """The object `queues` in the entry of a scheduler in a reply of `/v1/loads`."""
 
     retracted: Requests | None = None
 

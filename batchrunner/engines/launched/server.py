@@ -37,7 +37,7 @@ LAUNCHER = Path(__file__).with_name("launcher.py")
 """Script that starts a server and ends it with this process."""
 MODULE = "sglang.launch_server"
 PLANNED = Hang(silent_s=0.0, why="is started again as planned")
-"""Stands in place of a hang for a planned restart with other flags."""
+"""Reason of a planned restart with other flags, where a restart normally has a hang of the server."""
 START_TRIES = 3
 """Maximum number of attempts at a start that fails because another process has taken a port of the server.
 SGLang draws ports for its processes and binds them seconds later. If eight servers start on a node at the

@@ -236,9 +236,9 @@ class Timeline:
 
     axis: TimeAxis
     places: list[float] = field(default_factory=list)
-    """Positions of the middles of the cells on the axis, in seconds, ascending."""
+    """Positions on the time axis of the middle of each cell, in seconds, ascending."""
     breaks: frozenset[int] = frozenset()
-    """Indices in `places` of the cells before which lines are interrupted."""
+    """Indices, in `places`, of the cells before which the lines of the charts are interrupted."""
     lines: dict[Key, Line] = field(default_factory=dict)
     """Lines by gauge and scheduler. A line without a scheduler is the sum over all workers."""
     retractions: int = 0

@@ -155,7 +155,7 @@ def _state(
 
 
 def _over_time(timeline: Timeline, histories: Sequence[WorkerHistory]) -> dict[str, Any]:
-    """Return what the template shows over time: charts, incidents, and values for the readout in page.js."""
+    """Return the charts and incidents of the page, and the values that page.js shows under the cursor."""
     incidents = sorted(incident for history in histories for incident in history.incidents)
     charts = load_charts(timeline, histories, incidents) if timeline.places else []
     return {
@@ -163,9 +163,10 @@ def _over_time(timeline: Timeline, histories: Sequence[WorkerHistory]) -> dict[s
         "retractions": timeline.retractions,
         "incidents": [(timeline.axis.place(incident.time), incident) for incident in incidents],
         "readout": {
+            # Positions on the time axis, in seconds, at which the charts have values.
             "places": [round(place, 2) for place in timeline.places],
-            "length_s": timeline.axis.length_s or 1.0,
-            "charts": {chart.key: [stroke.values for stroke in chart.strokes] for chart in charts},
+            "length_s": timeline.axis.length_s or 1.0,  # not 0, because page.js divides by it
+            "charts": {chart.key: [line.values for line in chart.strokes] for chart in charts},
         },
     }
 
@@ -232,7 +233,7 @@ def _load(run_dir: RunDir) -> list[tuple[str, str]]:
         text = f"{bundles['rows_per_request']:.1f} rows each on average, {bundles['most_rows']} at most"
         facts.append(("Requests", text))
     if checks := report.get("checks"):
-        retries = f"{checks['rows_asked_again']:,} rows retried {checks['asked_again']:,} times"
+        retries = f"{checks['asked_again']:,} retries of {checks['rows_asked_again']:,} rows"
         cost = f"{checks['output_tokens']:,} output tokens rejected"
         facts.append(("Checks", f"{retries}, {checks['rows_failed']:,} failed; {cost}"))
     return facts

@@ -62,7 +62,7 @@ def test_a_live_server_is_watched() -> None:
     assert found.situation.load.median("queue") == 36
     assert found.flags.version == "0.5.23"
     assert set(changes(found)) == {"running-capped", "metrics-off", "memory-left"}
-    assert "instead of 0.83: 6.3 GB more of 79 GB for the KV pool" in changes(found)["memory-left"]
+    assert "instead of 0.83: 6.3 GB more for the KV pool (the GPU has 79 GB)" in changes(found)["memory-left"]
 
 
 def test_a_live_server_with_dp_attention() -> None:
