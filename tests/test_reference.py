@@ -140,7 +140,11 @@ def test_the_keys_of_json_are_explained(job: Path, server: FakeSGLang, tmp_path:
     shared = job_of(tmp_path, server)
     printed("run", write_job(shared, tmp_path))
     check, status, advice = printed("check", job), printed("status", run), printed("advise", run)
+    comparison = printed("report", run, run)
+    page = printed("report", run)
     for heading, found in {
+        "## report --json": {**page, **comparison},
+        "### answers": comparison["answers"][0],
         "## report.json": saved,
         "### load": saved["load"],
         "### failures": saved["failures"][0],

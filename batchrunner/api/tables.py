@@ -115,9 +115,9 @@ def generate(
     """Send every row and return the results as a pyarrow Table in input order.
 
     `rows` are texts (the column `text`) or mappings, in any iterable; a table or data frame of pyarrow,
-    pandas, polars, duckdb or anything with Arrow's C interface; a dataset of pyarrow or Hugging Face; or the
-    path of a file, a directory or a glob. Iterators and datasets are read in bounded memory; the results are
-    in memory.
+    pandas, polars, duckdb or anything with Arrow's C interface; a LazyFrame of polars; a dataset of pyarrow
+    or Hugging Face; or the path of a file, a directory or a glob. Iterators, datasets and (with polars 2)
+    LazyFrames are read in bounded memory; the results are in memory.
 
     `prompt` is the user template, the `prompt` part of a job, or a function of a row; by default the only
     text column. `rollout`, in its place, is an asynchronous function for multi-turn rollouts. `parse` is a

@@ -105,6 +105,10 @@ def run(
     retry_failed: RetryFailedOption = False,
     join: JoinOption = False,
     background: BackgroundOption = False,
+    metrics: Annotated[
+        str | None,
+        typer.Option(metavar="[HOST]:PORT", help="Serve metrics for Prometheus during the run, as on :9400."),
+    ] = None,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
@@ -123,6 +127,7 @@ def run(
             fresh=fresh,
             retry_failed=retry_failed,
             join=join,
+            metrics=metrics,
             quiet=quiet,
             as_json=as_json,
         )
@@ -538,15 +543,16 @@ def merge(
     run: RunArgument,
     file: Annotated[
         str | None,
-        typer.Argument(metavar="FILE", help="File to write instead, such as answers.csv."),
+        typer.Argument(metavar="FILE|URI", help="File or dataset to write, such as answers.csv."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE or URI if it exists.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write a run's results in input order: RUN/merged, or one file.
 
     RUN/merged is a dataset of Parquet files. The ending of FILE selects CSV, JSON Lines, Parquet or Arrow,
-    and compression. The exit code is 1 while rows are missing.
+    and compression. To a URI, hf://datasets/OWNER/NAME or s3://BUCKET/DIR, RUN/merged is uploaded with a
+    README that has model, prompt and settings. The exit code is 1 while rows are missing.
 
     Example: batchrun merge out/summarize answers.csv
     """
@@ -562,20 +568,28 @@ def merge(
 
 
 def report(
-    run: RunArgument,
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN", help="The run's output path; several are compared.")
+    ],
     in_browser: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the report page of a run: RUN/report.html.
+    """Write the report page of a run, RUN/report.html, or print a comparison of several runs.
 
-    The run may be finished, active or killed.
+    A run may be finished, active or killed. The comparison has the figures of each run, the settings that
+    differ, and the answers of the same rows.
 
     Example: batchrun report out/summarize --open
     """
     from batchrunner.output.run_dir import look_at_run  # noqa: PLC0415
+    from batchrunner.report.compare import compare  # noqa: PLC0415
     from batchrunner.report.html.page import write_page  # noqa: PLC0415
 
-    run_dir = look_at_run(run)
+    if len(runs) > 1:
+        comparison = compare(runs)
+        show(comparison.as_dict() if as_json else comparison.lines())
+        return
+    run_dir = look_at_run(runs[0])
     page = str(write_page(run_dir))
     place = f"{run_dir.store.uri}/{run_dir.report_html.name}" if run_dir.store.uri else page
     show({"page": place} if as_json else [place])

@@ -33,7 +33,7 @@ _SCALARS: dict[type, pa.DataType] = {
 }  # fmt: skip
 """Arrow types of plain values. A lookup here is faster than `pyarrow.infer_type`."""
 _EXPECTED = (
-    "rows: give a list of texts or mappings, a table or data frame (pyarrow, pandas, polars, duckdb, "
+    "rows: give a list of texts or mappings, a table, data frame or query (pyarrow, pandas, polars, duckdb, "
     "datasets), or the path of files"
 )
 
@@ -94,13 +94,18 @@ def batches_of(data: object, on_each: Callable[[Any], Any]) -> Iterator[pa.Recor
 
 
 def as_batches(data: Any) -> Iterator[pa.RecordBatch] | None:
-    """Return the batches of a table, data frame or dataset; None for other data. Raises InputError."""
+    """Return the batches of a table, data frame, dataset or query; None for other data. Raises InputError."""
     is_hugging_face_dataset = hasattr(data, "with_format")
     if is_hugging_face_dataset:
         tables = data.with_format("arrow").iter(batch_size=CHUNK_ROWS)
         return chain.from_iterable(table.to_batches() for table in tables)
     is_pyarrow_dataset = hasattr(data, "scanner")
-    stream = data.scanner().to_reader() if is_pyarrow_dataset else data
+    is_polars_query = hasattr(data, "collect_schema") and hasattr(data, "collect")
+    stream = data
+    if is_pyarrow_dataset:
+        stream = data.scanner().to_reader()
+    elif is_polars_query:
+        stream = _results_of_query(data)
     if not hasattr(stream, "__arrow_c_stream__"):
         return None
     try:
@@ -109,6 +114,22 @@ def as_batches(data: Any) -> Iterator[pa.RecordBatch] | None:
         return None
     except ValueError as failure:  # for example a data frame of pandas with two columns of one name
         raise InputError(f"rows: {first_line(failure)}") from None
+
+
+def _results_of_query(query: Any) -> Any:
+    """Run a LazyFrame of Polars, and return an object with Arrow's interface. Raises InputError.
+
+    Polars 2 runs the query while its results are read. Earlier versions return them as one data frame.
+    """
+    try:
+        query.collect_schema()  # Raises the error of a wrong query, such as an unknown column.
+        if hasattr(query, "collect_batches"):
+            results = query.collect_batches(chunk_size=CHUNK_ROWS, lazy=True)
+            if hasattr(results, "__arrow_c_stream__"):
+                return results
+        return query.collect()
+    except Exception as failure:  # noqa: BLE001 - the query may also call functions of the program
+        raise InputError(f"rows: the query cannot be run: {first_line(failure)}") from None
 
 
 def as_rows(data: Any) -> Iterator[Any]:

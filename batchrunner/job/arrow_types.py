@@ -2,7 +2,8 @@
 
 A ColumnKind is the name of a plain type (PLAIN_TYPES), ("list", kind), or ("struct", ((name, kind), …)). The
 kind "json" is a JSON text, for values without an Arrow type: values of several types, objects without named
-properties, and values of a recursive schema.
+properties, and values of a recursive schema. The kind "null" is that of an object's property that only has
+nulls and empty lists so far.
 """
 
 import datetime as dt
@@ -23,6 +24,7 @@ PLAIN_TYPES: dict[str, pa.DataType] = {
     "string": pa.string(), "bool": pa.bool_(), "int32": pa.int32(), "int64": pa.int64(),
     "float16": pa.float16(), "float32": pa.float32(), "float64": pa.float64(), "binary": pa.binary(),
     "date": pa.date32(), "timestamp": pa.timestamp("us"), "json": pa.string(),
+    "null": pa.string(),
 }  # fmt: skip
 """Arrow types by the names of plain kinds."""
 _NAMES = {str(kind): name for name, kind in reversed(PLAIN_TYPES.items())}
@@ -34,6 +36,13 @@ _KINDS_OF_SCALARS = {"string": "string", "boolean": "bool", "integer": "int64", 
 """Kinds by the scalar types of JSON Schema."""
 _KINDS_OF_FORMATS = {"date": "date", "date-time": "timestamp", "binary": "binary"}
 """Kinds by the `format` that pydantic writes into the JSON Schema of a string."""
+MOST_PROPERTIES = 100
+"""Maximum number of properties in a struct whose properties come from values, not from a schema.
+
+An object with more properties is probably a lookup table, so it becomes JSON text.
+"""
+MOST_LEVELS = 8
+"""Maximum number of structs within one another whose properties come from values. What is deeper is JSON."""
 _KINDS_OF_VALUES: dict[type, str] = {bool: "bool", str: "string", int: "int64", float: "float64"}
 """Kinds by the Python types of scalars."""
 
@@ -153,29 +162,64 @@ def part_at(root: Any, reference: str) -> Any:
         raise LookupError(reference) from None
 
 
-def kinds_of_value(value: Any) -> list[ColumnKind]:
-    """Return the column kinds of a JSON value: a kind for each item of a list, no kind for a null."""
-    if value is None:
+def kinds_of_value(value: Any, level: int = 0) -> list[ColumnKind]:
+    """Return the column kinds of a JSON value: a kind for each item of a list, no kind for a null.
+
+    An empty object has no kind either, because it tells nothing of its properties. `level` is the number of
+    objects in which the value is nested.
+    """
+    if value is None or value == {}:
         return []
     if isinstance(value, list):
-        return [("list", kind) for kind in _kinds_of_values(value)]
+        return [("list", kind) for kind in _kinds_of_values(value, level)]
+    if isinstance(value, dict) and len(value) <= MOST_PROPERTIES and level < MOST_LEVELS:
+        properties = []
+        for name, inner in value.items():
+            properties.append((name, common_kind(["null", *kinds_of_value(inner, level + 1)])))
+        return [("struct", tuple(properties))]
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:  # does not fit into 64 bits
         return ["json"]
     return [_KINDS_OF_VALUES.get(type(value), "json")]
 
 
-def _kinds_of_values(values: Iterable[Any]) -> Iterator[ColumnKind]:
-    return chain.from_iterable(map(kinds_of_value, values))
+def _kinds_of_values(values: Iterable[Any], level: int = 0) -> Iterator[ColumnKind]:
+    return chain.from_iterable(kinds_of_value(value, level) for value in values)
 
 
 def common_kind(kinds: Iterable[ColumnKind]) -> ColumnKind:
     """Return the kind of a column that can hold values of all `kinds`."""
-    distinct = set(kinds)
+    distinct = dict.fromkeys(kinds)  # A set would lose the order of the properties of objects.
+    if len(distinct) > 1:
+        distinct.pop("null", None)
+    if len(distinct) == 1:
+        return next(iter(distinct))
     if distinct and all(kind[0] == "list" for kind in distinct):
         return "list", common_kind(kind[1] for kind in distinct)
-    if len(distinct) == 1:
-        return distinct.pop()
-    return "float64" if distinct == {"int64", "float64"} else "json"
+    if distinct and all(kind[0] == "struct" for kind in distinct):
+        return _common_struct(kind[1] for kind in distinct)
+    return "float64" if distinct.keys() == {"int64", "float64"} else "json"
+
+
+def _common_struct(structs: Iterable[Any]) -> ColumnKind:
+    """Return the struct with the properties of all `structs`, each a tuple of names and kinds.
+
+    The kind is JSON if a property has values of several types, or if there are too many properties.
+    """
+    kinds_of: dict[str, list[ColumnKind]] = {}
+    for properties in structs:
+        for name, kind in properties:
+            kinds_of.setdefault(name, []).append(kind)
+    merged = {name: common_kind(kinds) for name, kinds in kinds_of.items()}
+    for name, kind in merged.items():
+        # As JSON, the texts of a property of mixed types would have quotes within an object that has none.
+        if innermost(kind) == "json" and {*map(innermost, kinds_of[name])} != {"json"}:
+            return "json"
+    return "json" if len(merged) > MOST_PROPERTIES else ("struct", tuple(merged.items()))
+
+
+def innermost(kind: ColumnKind) -> ColumnKind:
+    """Return the kind of the items of a list, however deeply nested; any other kind unchanged."""
+    return innermost(kind[1]) if kind[0] == "list" else kind
 
 
 def fit(value: Any, kind: ColumnKind) -> Any:
@@ -245,4 +289,5 @@ _CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "date": lambda value: value if isinstance(value, dt.date) else dt.date.fromisoformat(value),
     "timestamp": _time,
     "json": _json_text,
+    "null": _json_text,
 }

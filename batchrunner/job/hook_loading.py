@@ -7,6 +7,7 @@ import datetime as dt
 import functools
 import hashlib
 import inspect
+import operator
 import pickle
 import pkgutil
 import textwrap
@@ -269,11 +270,39 @@ def columns_of(kind: Any) -> Columns:
     columns = []
     for name, annotation in fields.items():
         try:
-            schema = TypeAdapter(annotation).json_schema(mode="serialization")
-        except (PydanticSchemaGenerationError, PydanticUserError) as failure:
+            readable = _readable_by_pydantic(annotation, ())
+            schema = TypeAdapter(readable).json_schema(mode="serialization")
+        except (PydanticSchemaGenerationError, PydanticUserError, NameError) as failure:
             raise ValueError(f"returns a column {name}: {first_line(failure)}") from None
         columns.append((name, kind_of_schema(schema, formats=True)))
     return tuple(columns)
+
+
+def _readable_by_pydantic(annotation: Any, enclosing: tuple[Any, ...]) -> Any:
+    """Return an annotation with a TypedDict of typing_extensions for each dataclass and each TypedDict.
+
+    Before Python 3.12, pydantic refuses a TypedDict of the module `typing`, also as a field of a dataclass.
+    `enclosing` are the classes in which the annotation stands. A class within itself becomes a dict.
+    Raises NameError if an annotation names an unknown class.
+    """
+    is_typed_dict = typing_extensions.is_typeddict(annotation)
+    is_dataclass = dataclasses.is_dataclass(annotation) and not hasattr(annotation, "__pydantic_fields__")
+    if is_typed_dict or is_dataclass:
+        if annotation in enclosing:
+            return dict[str, Any]
+        hints = typing.get_type_hints(annotation, include_extras=True)
+        names = [field.name for field in dataclasses.fields(annotation)] if is_dataclass else hints
+        fields = {name: _readable_by_pydantic(hints[name], (*enclosing, annotation)) for name in names}
+        return typing_extensions.TypedDict(annotation.__name__, fields)  # type: ignore[operator]
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if not arguments:
+        return annotation
+    readable = tuple(_readable_by_pydantic(argument, enclosing) for argument in arguments)
+    if origin in {typing.Required, typing.NotRequired}:
+        return readable[0]  # A property that may be missing has the same column.
+    if origin in _UNIONS:
+        return functools.reduce(operator.or_, readable)
+    return origin[readable[0] if len(readable) == 1 else readable]
 
 
 def row_value(value: Any, annotations: Annotations) -> dict[str, Any]:

@@ -11,7 +11,14 @@ import pyarrow as pa
 
 from batchrunner.core.types import LEFT_OUT, ColumnKind, Completion, Outcome, RowRef
 from batchrunner.job.answers import AnswerPlan
-from batchrunner.job.arrow_types import arrow_type, common_kind, fit, kind_of_schema, kinds_of_value
+from batchrunner.job.arrow_types import (
+    arrow_type,
+    common_kind,
+    fit,
+    innermost,
+    kind_of_schema,
+    kinds_of_value,
+)
 from batchrunner.job.output import (
     MADE_ROWS,
     OF_TEXTS,
@@ -178,28 +185,27 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
 def kinds_returned(tables: Iterable[pa.Table]) -> dict[str, ColumnKind]:
     """Infer names and types of the result columns from the values that a rollout function returned.
 
-    This is for functions without annotation. A column that mixes text with other types becomes JSON, in which
-    texts are quoted; a warning says so.
+    This is for functions without annotation. Objects, such as the messages of a chat, become structs. If one
+    of their properties has values of several types, the column becomes JSON. A column that mixes text with
+    other types becomes JSON, in which texts are quoted; a warning says so.
     """
-    kinds_of: defaultdict[str, set[ColumnKind]] = defaultdict(set)
+    columns: dict[str, ColumnKind] = {}
+    columns_with_texts: set[str] = set()
     for table in tables:
         for row in _returned(table):
             for name, value in row.items():
-                kinds_of[name].update(kinds_of_value(value))
-    columns = {name: common_kind(kinds) for name, kinds in kinds_of.items()}
+                kinds = kinds_of_value(value)
+                columns[name] = common_kind([columns.get(name, "null"), *kinds])
+                if "string" in map(innermost, kinds):
+                    columns_with_texts.add(name)
     for name, kind in columns.items():
-        if _innermost(kind) == "json" and "string" in map(_innermost, kinds_of[name]):
+        if innermost(kind) == "json" and name in columns_with_texts:
             log.warning(
                 "column %r of the rollouts' results mixes text with other types: every value is written as "
                 "JSON, with text in quotes. To get one type, annotate the return type of the function",
                 name,
             )
     return columns
-
-
-def _innermost(kind: ColumnKind) -> ColumnKind:
-    """Return the kind of the items of a list, however deeply nested; any other kind unchanged."""
-    return kind if isinstance(kind, str) else _innermost(kind[1])
 
 
 def with_returned(table: pa.Table, kinds: Mapping[str, ColumnKind]) -> pa.Table:

@@ -8,6 +8,7 @@ from batchrunner.core.errors import EXIT_DONE, EXIT_STOPPED
 from batchrunner.output.merge import merge
 from batchrunner.output.run_dir import look_at_run
 from batchrunner.report.report import Report, report_of_all
+from batchrunner.report.upload import is_remote, upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,15 @@ class MergedRun:
 def merge_run(run: str | Path, file: str | None = None, *, force: bool = False) -> MergedRun:
     """Merge the results of a run, into RUN/merged or into `file`, and write the report of the run.
 
-    Raises the errors of `merge`.
+    If `file` is the URI of a dataset on the Hub or of a directory in an object store, RUN/merged is uploaded.
+    Raises the errors of `merge` and `upload`.
     """
     run_dir = look_at_run(run)
+    if file is not None and is_remote(file):
+        _, rows = merge(run_dir)
+        report = report_of_all(run_dir)
+        upload(run_dir, report, file, force=force)
+        return MergedRun(path=file, report=report, rows=rows)
     path, rows = merge(run_dir, file, force=force)
     report = report_of_all(run_dir)
     # The merged directory of a run in an object store is in the store, too.

@@ -37,14 +37,23 @@ def run_in_foreground(
     quiet: bool,
     as_json: bool,
     join: bool = False,
+    metrics: str | None = None,
 ) -> Report:
-    """Run a job. A signal drains the run, and a second SIGINT stops it at once. Raises BatchrunError."""
+    """Run a job. A signal drains the run, and a second SIGINT stops it at once. Raises BatchrunError.
+
+    `metrics` is the address on which the run's metrics are served during the run.
+    """
     loaded = load_job(job, overrides=overrides)
     control = Control()
     displays: list[Display] = []
     if not quiet and not as_json:
         displays = [ProgressBar() if sys.stderr.isatty() else ProgressLines()]
+    if metrics is not None:
+        from batchrunner.runner.metrics import MetricsServer  # noqa: PLC0415 - for few runs
 
+        server = MetricsServer(metrics)
+        log.info("metrics: %s", server.url)
+        displays.append(server)
     with _log_above(displays):
         running = execute(
             loaded, fresh=fresh, retry_failed=retry_failed, join=join, displays=displays, control=control

@@ -48,6 +48,32 @@ class Foreign:
         return iter(NAMES.column_names)
 
 
+class LazyFrame:
+    """A query of Polars 1: it runs as a whole, and has a schema before."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self._failure = failure
+
+    def collect_schema(self) -> pa.Schema:
+        if self._failure is not None:
+            raise self._failure
+        return NAMES.schema
+
+    def collect(self) -> Foreign:
+        return Foreign()
+
+
+class StreamedLazyFrame(LazyFrame):
+    """A query of Polars 2, whose results are a stream that is read once."""
+
+    def collect(self) -> Foreign:
+        raise AssertionError("the results of the query would all be in memory")
+
+    def collect_batches(self, *, chunk_size: int, lazy: bool) -> pa.RecordBatchReader:
+        assert lazy
+        return NAMES.to_reader(max_chunksize=min(chunk_size, 2))
+
+
 def saved(directory: Path) -> Path:
     """Write the names as two files, and return their directory."""
     (directory / "in").mkdir()
@@ -64,6 +90,8 @@ FORMS: dict[str, Callable[[Path], Any]] = {
     "relation of duckdb": lambda path: duckdb.sql(f"from '{saved(path)}/*.parquet'"),
     "data set of Hugging Face": lambda _: HubDataset(),
     "data frame": lambda _: Foreign(),
+    "query": lambda _: LazyFrame(),
+    "query with a stream": lambda _: StreamedLazyFrame(),
     "mappings": lambda _: NAMES.to_pylist(),
     "iterator": lambda _: iter(NAMES.to_pylist()),
     "directory": saved,
@@ -139,6 +167,7 @@ class TwoOfAName:
     ("rows", "told"),
     [
         (TwoOfAName(), "rows: Duplicate column names found: ['t', 't']"),
+        (LazyFrame(ValueError("no column 'x'")), "rows: the query cannot be run: no column 'x'"),
         (["a", b"b"], "a row of type bytes: row 1"),
         ([{"text": object()}], "column 'text' of rows 0 to 0 cannot be converted to Arrow: "),
         ([{1: "a"}], "the name of a column is 1, which is not a text: give a text as its name"),

@@ -79,7 +79,7 @@ def test_a_partition_that_becomes_another_type(tmp_path: Path, server: FakeSGLan
 
 
 READS = [
-    ("batchrunner.input.dataset.DatasetReader._next", "input"),
+    ("batchrunner.input.dataset.DatasetReader._next_batch", "input"),
     ("batchrunner.input.sorted_copy.batch_rows", "prefix"),
 ]
 

@@ -5,7 +5,6 @@ import logging
 import os
 import re
 import signal
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -126,14 +125,14 @@ def test_rows_by_values(tmp_path: Path, server: FakeSGLang) -> None:
     types = {name: merged.schema.field(name).type for name in ("score", "turns", "mixed", "tags", "of")}
     assert types == {
         "score": pa.float64(), "turns": pa.int64(), "mixed": pa.string(), "tags": pa.list_(pa.string()),
-        "of": pa.string(),
+        "of": pa.struct([("n", pa.int64())]),
     }  # fmt: skip
     rows = merged.to_pylist()
     assert [(row["row"], row["rollout"]) for row in rows] == [
         (0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (3, None)
     ]  # fmt: skip
     assert [row["score"] for row in rows[:6]] == [0.5, 0.5, 1.0, 0.5, 1.0, 2.0]
-    assert rows[0]["of"] == '{"n":0}'
+    assert rows[0]["of"] == {"n": 0}
     assert rows[6]["finish_reason"] == "left_out"
     pq.write_table(merged.slice(0, 6), next((tmp_path / "run" / "merged").iterdir()))
     again = batchrunner.generate(str(tmp_path / "run"), prompt={"text": "{{ row }}"}, engine="simulated")
@@ -693,9 +692,44 @@ def test_what_is_no_rollout_is_refused(tmp_path: Path, code: str, fields: dict[s
     assert (done.exit_code, says in done.stderr) == (2, True), done.stderr
 
 
+def test_chats_are_typed_without_an_annotation(tmp_path: Path, server: FakeSGLang) -> None:
+    """Messages become structs, so that merging writes JSON Lines as training tools read them.
+
+    A property with values of several types, and an object of many properties, are JSON.
+    """
+    write_module(
+        tmp_path,
+        """
+        async def solve(row, generate):
+            messages = [{"role": "user", "content": row["text"]}]
+            answer = await generate(messages)
+            call = {"name": "look", "arguments": {"x": row["id"]} if row["id"] else {}}
+            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+            messages.append({"role": "assistant", "content": answer.text, "tool_calls": []})
+            return {
+                "messages": messages,
+                "parts": [{"content": "text" if row["id"] else ["text"]}],
+                "counts": {f"word {row['id']} {n}": n for n in range(60)},
+                "empty": {},
+            }
+        """,
+    )
+    job = job_of(tmp_path, server, rows=2, prompt=PROMPT)
+    run_job(job, tmp_path)
+    assert batchrun("merge", tmp_path / "run", tmp_path / "chats.jsonl").exit_code == 0
+    first, second = map(json.loads, (tmp_path / "chats.jsonl").read_text().splitlines())
+    assert first["messages"][0] == {"role": "user", "content": "row 0", "tool_calls": None}
+    assert first["messages"][1]["tool_calls"] == [{"name": "look", "arguments": {"x": None}}]
+    assert second["messages"][1]["tool_calls"] == [{"name": "look", "arguments": {"x": 1}}]
+    assert second["messages"][2] == {"role": "assistant", "content": second["output"], "tool_calls": []}
+    assert [*map(json.loads, second["parts"])] == [{"content": "text"}]
+    assert json.loads(first["counts"])["word 0 7"] == 7
+    assert first["empty"] == "{}"
+
+
 @pytest.mark.parametrize("module", ["typing", "typing_extensions"])
-def test_a_declared_type_is_the_column_s_or_is_refused(tmp_path: Path, module: str) -> None:
-    """A TypedDict within another is a struct; it is refused before Python 3.12, where pydantic takes none."""
+def test_a_declared_type_is_the_column_s(tmp_path: Path, module: str) -> None:
+    """A TypedDict within another is a struct, whichever module it comes from."""
     write_module(
         tmp_path,
         f"""
@@ -719,13 +753,7 @@ def test_a_declared_type_is_the_column_s_or_is_refused(tmp_path: Path, module: s
     )
     job = job_of(tmp_path, rows=2, prompt=PROMPT)
     checked = batchrun("check", write_job(job, tmp_path))
-    if module == "typing" and sys.version_info < (3, 12):
-        assert checked.exit_code == 2
-        assert (
-            "hooks:solve returns a column places: Please use `typing_extensions.TypedDict`" in checked.stderr
-        )
-        return
-    assert checked.exit_code == 0
+    assert checked.exit_code == 0, checked.stderr
     run_job(job, tmp_path)
     (part,) = parts_of(tmp_path / "run")
     assert part.schema.field("places").type == pa.list_(pa.struct([("page", pa.int64())]))

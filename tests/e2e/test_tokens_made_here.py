@@ -85,7 +85,7 @@ def test_prompts_of_several_kinds_are_sent_as_tokens(server: FakeSGLang, model: 
     [
         ({"reasoning_parser": "qwen3"}, "--reasoning-parser"),
         ({"chat_template": "llama-2"}, "--chat-template"),
-        ({"has_image_understanding": True}, "more than text"),
+        ({"has_image_understanding": True}, "the model accepts images or audio"),
         ({"tokenizer_path": "some/model"}, "some/model is not on this machine"),
     ],
 )

@@ -6,7 +6,8 @@ import decimal
 import enum
 import threading
 from pathlib import Path
-from typing import Any, NamedTuple, NotRequired
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired
+from typing import TypedDict as PlainTypedDict
 
 import numpy as np
 import pydantic
@@ -57,6 +58,31 @@ class Model(pydantic.BaseModel):
 class Named(NamedTuple):
     number: int
     place: Place | None = None
+
+
+class Message(PlainTypedDict, total=False):
+    role: Literal["user", "assistant"]
+    content: Annotated[str | None, "text"]
+    replies: "list[Message]"
+
+
+@dataclasses.dataclass
+class Chat:
+    messages: tuple[Message, ...]
+    number: int = 0
+
+
+class Chats(PlainTypedDict):
+    chats: NotRequired[dict[str, int] | list[Chat]]
+    last: Chat | None
+
+
+def test_typed_dicts_of_python_within_each_other() -> None:
+    """A TypedDict of the module `typing` is a struct, also in a dataclass; one in itself is JSON."""
+    message = ("struct", (("role", "string"), ("content", "string"), ("replies", ("list", "json"))))
+    chat = ("struct", (("messages", ("list", message)), ("number", "int64")))
+    assert columns_of(Chats) == (("chats", "json"), ("last", chat))
+    assert columns_of(Chat) == chat[1]
 
 
 class Odd(TypedDict):

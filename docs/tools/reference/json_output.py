@@ -2,6 +2,7 @@
 
 import inspect
 
+from batchrunner.report.compare import AnswerComparison
 from batchrunner.report.report import Report
 from batchrunner.runner.check import Check
 from batchrunner.tuning.rules import Advice
@@ -83,6 +84,15 @@ MERGE = {
 }
 
 
+REPORT = {
+    "page": "Path or URI of the page; only for a single run.",
+    "runs": "Main figures of each run, named as in report.json; this key and the following are only for "
+    "several runs.",
+    "settings": "Settings that differ, by path in the job, with a list of their values in the runs.",
+    "answers": "Answers of the first run compared with those of each other run; see below.",
+}
+
+
 ROWS_LEFT = f"\n- `rows_left`: {inspect.getdoc(Report.rows_left)}"
 """The one key that is computed from the others."""
 
@@ -99,6 +109,8 @@ def page() -> str:
         "## status --json": meanings(STATUS.items()),
         "### tasks": meanings(TASK.items()),
         "## merge --json": meanings(MERGE.items()),
+        "## report --json": meanings(REPORT.items()),
+        "### answers": field_list(AnswerComparison),
         "## advise --json": meanings(ADVISE.items()),
         "### advice": field_list(Advice),
     }

@@ -1,0 +1,107 @@
+"""Uploads the merged results of a run, with a README card, to an object store or the Hugging Face Hub."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from batchrunner.core.errors import OutputError, first_line, install_command
+from batchrunner.job.output import StorageSpec
+from batchrunner.output.addresses import StoreAddress, check_client, store_address
+from batchrunner.output.files import writing
+from batchrunner.output.run_dir import RunDir
+from batchrunner.output.run_json import require_run_json
+from batchrunner.report.report import Report
+
+HUB = "hf://datasets/"
+"""Beginning of the URI of a dataset on the Hub, before OWNER/NAME."""
+CARD = "README.md"
+"""Name of the card, which the Hub shows as the page of a dataset."""
+
+
+def is_remote(destination: str) -> bool:
+    """Tell whether a destination of `batchrun merge` is a dataset on the Hub or a directory in a store."""
+    return destination.startswith("hf://") or store_address(destination) is not None
+
+
+def upload(run_dir: RunDir, report: Report, destination: str, *, force: bool) -> None:
+    """Upload the merged dataset of a run and its card; `force` replaces what is at the destination.
+
+    Raises OutputError if the destination is not empty, is malformed or refuses the upload, and StorageError.
+    """
+    files = {f"data/{file.name}": file for file in sorted(run_dir.merged.glob("*.parquet"))}
+    card = card_of(require_run_json(run_dir), report).encode()
+    address = store_address(destination)
+    if address is not None:
+        _upload_to_store(address, files, card, force=force)
+    else:
+        _upload_to_hub(destination, files, card, force=force)
+
+
+def card_of(content: Mapping[str, Any], report: Report) -> str:
+    """Return the card of a run in Markdown, with its model, prompt and settings from run.json (`content`)."""
+    job, versions = content["job"], content["versions"]
+    sections = {
+        "Prompt": job.get("prompt", {}),
+        "Sampling": job.get("sampling", {}),
+        "Conditions on answers": job.get("accept", {}),
+        "Versions": versions,
+    }
+    lines = [
+        "---", "configs:", "- config_name: default", "  data_files: data/*.parquet", "---", "",
+        "# Results of batch inference", "",
+        f"- Model: {content['engine'].get('model')}",
+        f"- Task: {report.task}",
+        f"- Rows: {report.rows_ok:,} ok and {report.rows_failed:,} failed of {report.rows_total:,}",
+    ]  # fmt: skip
+    if report.simulated:
+        lines.append("- The engine was simulated, so the answers are made up.")
+    for title, values in sections.items():
+        if values:
+            # Each line is indented, so that no text of a prompt is taken for Markdown.
+            code = json.dumps(values, indent=2, ensure_ascii=False).split("\n")
+            lines += ["", f"## {title}", "", *(f"    {line}" for line in code)]
+    return "\n".join(lines) + "\n"
+
+
+def _upload_to_store(address: StoreAddress, files: Mapping[str, Path], card: bytes, *, force: bool) -> None:
+    """Upload to a directory in an object store, and delete what else is there. The card comes last."""
+    check_client(address, OutputError)
+    from batchrunner.output.objects import RunObjects  # noqa: PLC0415 - imports obstore
+
+    objects = RunObjects(address, StorageSpec())
+    with writing(Path(str(address)), OutputError):
+        outdated = {stored.name for stored in objects.below()} - {CARD, *files}
+        if not force and objects.below():
+            raise OutputError(f"{address}: is not empty", hint="give --force to replace what is in it")
+        for name, file in files.items():
+            objects.put(name, file)
+        objects.delete(outdated)
+        objects.put(CARD, card)
+
+
+def _upload_to_hub(destination: str, files: Mapping[str, Path], card: bytes, *, force: bool) -> None:
+    """Upload to a dataset on the Hub in one commit; a new dataset is private."""
+    name = destination.removeprefix(HUB).strip("/")
+    if not destination.startswith(HUB) or name.count("/") != 1:
+        raise OutputError(f"{destination}: not a dataset on the Hub", hint=f"give {HUB}OWNER/NAME")
+    try:
+        import huggingface_hub as hub  # noqa: PLC0415 - may be missing
+    except ModuleNotFoundError:
+        raise OutputError(
+            f"{destination}: the Hub needs the package huggingface_hub", hint=install_command("hub")
+        ) from None
+    api = hub.HfApi()
+    operations: list[Any] = [hub.CommitOperationAdd(path, str(file)) for path, file in files.items()]
+    operations.append(hub.CommitOperationAdd(CARD, card))
+    try:
+        api.create_repo(name, repo_type="dataset", private=True, exist_ok=True)
+        stored = {path for path in api.list_repo_files(name, repo_type="dataset") if path != ".gitattributes"}
+        if stored and not force:
+            raise OutputError(f"{destination}: is not empty", hint="give --force to replace what is in it")
+        operations += [hub.CommitOperationDelete(path) for path in sorted(stored - {CARD, *files})]
+        api.create_commit(
+            name, operations, commit_message="Upload the results of batchrunner", repo_type="dataset"
+        )
+    except (hub.errors.HfHubHTTPError, OSError, ValueError) as failure:
+        raise OutputError(f"{destination}: cannot be written: {first_line(failure)}") from None
