@@ -181,10 +181,11 @@ class Leases:
         """End a lease of this worker or of a dead worker. The `remaining` rows can then be taken again."""
         name = _name(lease.number, lease.turn)
         if remaining:
-            self._create(f"{name}.left", orjson.dumps({"left": rows_to_text(remaining)}))
-            self._names.add(f"{name}.left")
+            file, content = f"{name}.left", orjson.dumps({"left": rows_to_text(remaining)})
         else:
-            self._create(f"{name}.end", b"")
+            file, content = f"{name}.end", b""
+        self._create(file, content)
+        self._names.add(file)
         self._note(lease.number, lease.turn, ended=True)
 
     def _create(self, name: str, content: bytes) -> bool:
@@ -239,8 +240,11 @@ class Leases:
     def _rows(self, number: int, turn: int) -> BitMap64:
         """Return the rows of a lease at a turn: all rows at turn 0, later the rows that remained before."""
         if turn:
-            name = f"{_name(number, turn - 1)}.left"
-            return rows_from_text(self._read(name)["left"]) if name in self._names else BitMap64()
+            name = _name(number, turn - 1)
+            # A worker that was taken for dead may end its lease once more when it wakes. What the worker
+            # wrote that took over from it counts: it has read which rows are done.
+            is_done = f"{name}.end" in self._names or f"{name}.left" not in self._names
+            return BitMap64() if is_done else rows_from_text(self._read(f"{name}.left")["left"])
         plan, positions = self._places[number]
         if plan.order is None:  # In input order, the position of a row is its number in the input.
             return plan.rows & BitMap64(positions)

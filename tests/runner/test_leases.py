@@ -1,6 +1,10 @@
 """Ranges of rows that tasks lease: what is free, and who gets it."""
 
-from batchrunner.runner.leases import next_lease
+from pathlib import Path
+
+from pyroaring import BitMap64
+
+from batchrunner.runner.leases import LeasePlan, Leases, next_lease
 
 
 def test_tasks_meet_late() -> None:
@@ -10,3 +14,38 @@ def test_tasks_meet_late() -> None:
     assert next_lease(range(1, 100), None) == 50
     assert next_lease([*range(10, 20), *range(40, 100)], 19) == 70
     assert next_lease([], 3) is None
+
+
+def test_a_worker_that_wakes_frees_no_rows_that_are_done(tmp_path: Path) -> None:
+    """If a lease was ended as done by another worker, its late holder cannot free its rows once more."""
+    late, other = Leases(tmp_path, "late"), Leases(tmp_path, "other")
+    late.make_plan(
+        LeasePlan(
+            rows=BitMap64(range(10)), cuts=[0, 10], rows_total=10, fingerprint={}, order=None, choice={}
+        )
+    )
+    lease = late.take(0)
+    assert lease is not None
+    other.refresh()
+    other.end(lease, BitMap64())
+    late.end(lease, lease.rows)
+    for leases in (late, other, Leases(tmp_path)):
+        leases.refresh()
+        assert (leases.rows_free(), leases.is_done()) == (0, True)
+
+
+def test_rows_that_are_left_are_taken_again(tmp_path: Path) -> None:
+    """A lease that ended early is free again, with the remaining rows alone."""
+    first, second = Leases(tmp_path, "first"), Leases(tmp_path, "second")
+    first.make_plan(
+        LeasePlan(
+            rows=BitMap64(range(10)), cuts=[0, 10], rows_total=10, fingerprint={}, order=None, choice={}
+        )
+    )
+    lease = first.take(0)
+    assert lease is not None
+    first.end(lease, BitMap64([3, 4]))
+    second.refresh()
+    again = second.take(0)
+    assert again is not None
+    assert (again.turn, list(again.rows)) == (1, [3, 4])
