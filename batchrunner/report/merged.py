@@ -8,7 +8,7 @@ from batchrunner.core.errors import EXIT_DONE, EXIT_STOPPED
 from batchrunner.output.merge import merge
 from batchrunner.output.run_dir import look_at_run
 from batchrunner.report.report import Report, report_of_all
-from batchrunner.report.upload import is_remote, upload
+from batchrunner.report.upload import check_destination, is_remote, upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ def merge_run(run: str | Path, file: str | None = None, *, force: bool = False) 
     """
     run_dir = look_at_run(run)
     if file is not None and is_remote(file):
+        check_destination(file)
         _, rows = merge(run_dir)
         report = report_of_all(run_dir)
         upload(run_dir, report, file, force=force)

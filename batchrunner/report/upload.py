@@ -1,11 +1,13 @@
 """Uploads the merged results of a run, with a README card, to an object store or the Hugging Face Hub."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from batchrunner.core.errors import OutputError, first_line, install_command
+from batchrunner.core.files import known_format
 from batchrunner.job.output import StorageSpec
 from batchrunner.output.addresses import StoreAddress, check_client, store_address
 from batchrunner.output.files import writing
@@ -15,6 +17,7 @@ from batchrunner.report.report import Report
 
 HUB = "hf://datasets/"
 """Beginning of the URI of a dataset on the Hub, before OWNER/NAME."""
+_HUB_DATASET = re.compile(rf"{HUB}[^/]+/[^/]+/?")
 CARD = "README.md"
 """Name of the card, which the Hub shows as the page of a dataset."""
 
@@ -22,6 +25,17 @@ CARD = "README.md"
 def is_remote(destination: str) -> bool:
     """Tell whether a destination of `batchrun merge` is a dataset on the Hub or a directory in a store."""
     return destination.startswith("hf://") or store_address(destination) is not None
+
+
+def check_destination(destination: str) -> None:
+    """Raise OutputError for a URI to which no data set can be uploaded. Send no request."""
+    if known_format(destination) is not None:
+        raise OutputError(
+            f"{destination}: is a URI of a file, but results are uploaded as a directory",
+            hint="give the URI of a directory, or a path on this machine, then copy the file to the store",
+        )
+    if destination.startswith("hf://") and not _HUB_DATASET.fullmatch(destination):
+        raise OutputError(f"{destination}: not a dataset on the Hub", hint=f"give {HUB}OWNER/NAME")
 
 
 def upload(run_dir: RunDir, report: Report, destination: str, *, force: bool) -> None:
@@ -83,8 +97,6 @@ def _upload_to_store(address: StoreAddress, files: Mapping[str, Path], card: byt
 def _upload_to_hub(destination: str, files: Mapping[str, Path], card: bytes, *, force: bool) -> None:
     """Upload to a dataset on the Hub in one commit; a new dataset is private."""
     name = destination.removeprefix(HUB).strip("/")
-    if not destination.startswith(HUB) or name.count("/") != 1:
-        raise OutputError(f"{destination}: not a dataset on the Hub", hint=f"give {HUB}OWNER/NAME")
     try:
         import huggingface_hub as hub  # noqa: PLC0415 - may be missing
     except ModuleNotFoundError:

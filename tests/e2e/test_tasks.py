@@ -164,7 +164,7 @@ def test_resumed_joined_merged(tmp_path: Path, task: str) -> None:
 @pytest.mark.parametrize(
     ("task", "arguments", "message"),
     [
-        ("embed", {}, "serves fake/model, which generates text: start it with"),
+        ("embed", {}, "serves fake/model, which generates text: start the server with"),
         ("generate", {"is_generation": False}, "serves fake/model, which does not generate text"),
         ("score", {"is_generation": False}, "serves fake/model, which does not generate text"),
         (
