@@ -104,7 +104,8 @@ def test_a_job_is_valid(block: Block) -> None:
     }
     for tree in yaml.safe_load_all(block.text):
         assert tree, "a job has sections"
-        if block.reason is None or set(tree) <= set(Job.model_fields):
+        is_job = isinstance(tree, dict) and set(tree) <= set(Job.model_fields)
+        if block.reason is None or is_job:
             load_job(whole | tree)
 
 

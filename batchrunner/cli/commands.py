@@ -574,9 +574,9 @@ def report(
     in_browser: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the report page of a run, RUN/report.html, or print a comparison of several runs.
+    """Write the report page of a run, or compare several runs.
 
-    A run may be finished, active or killed. The comparison has the figures of each run, the settings that
+    The page is RUN/report.html. A run may be finished, active or killed. The comparison has the figures of each run, the settings that
     differ, and the answers of the same rows.
 
     Example: batchrun report out/summarize --open
