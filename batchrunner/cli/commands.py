@@ -576,8 +576,8 @@ def report(
 ) -> None:
     """Write the report page of a run, or compare several runs.
 
-    The page is RUN/report.html. A run may be finished, active or killed. The comparison has the figures of each run, the settings that
-    differ, and the answers of the same rows.
+    The page is RUN/report.html. A run may be finished, active or killed. The comparison has the figures of
+    each run, the settings that differ, and the answers of the same rows.
 
     Example: batchrun report out/summarize --open
     """
