@@ -134,4 +134,19 @@ def cut_into_leases(rows: BitMap64, end: int) -> list[int]:
     """
     rows_for_most_leases = -(-len(rows) // MOST_LEASES)  # rounded up
     size = max(lease_rows(len(rows)), rows_for_most_leases)
-    return [0, *(rows[index] for index in range(size, len(rows), size)), end]
+    cuts = [0]
+    rows_before, next_rank = 0, size
+    # To select a row by its rank takes time that grows with the input, so ranks are counted block by block.
+    block_size = max(1, -(-end // MOST_LEASES))
+    for start in range(0, end, block_size):
+        stop = min(end, start + block_size)
+        rows_to_here = rows_before + rows.range_cardinality(start, stop)
+        if next_rank < rows_to_here:
+            block = BitMap64()
+            block.add_range(start, stop)
+            rows_of_block = rows & block
+            while next_rank < rows_to_here:
+                cuts.append(rows_of_block[next_rank - rows_before])
+                next_rank += size
+        rows_before = rows_to_here
+    return [*cuts, end]
