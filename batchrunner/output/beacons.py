@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from batchrunner.output.holder import LockHolder, parse_holder, this_process
@@ -79,12 +79,15 @@ class Beacon:
 class _Sighting:
     """A beacon as it was last seen."""
 
-    name: str
     token: str
+    beats: int
+    """Number of heartbeats, from the newest name."""
     since: float
-    """Time at which a listing first had this name."""
+    """Time at which a listing first had this number."""
     has_moved: bool
     """Whether the worker was seen to rename its beacon."""
+    names: list[str] = field(default_factory=list)
+    """Names of the beacon in the last listing."""
 
 
 class BeaconWatch:
@@ -128,18 +131,24 @@ class BeaconWatch:
     def look(self, names: Iterable[str]) -> None:
         """Judge the workers from the names in a new listing of the directory. Raises OSError."""
         now = time.monotonic()
-        before, self._sightings = self._sightings, {}
+        # In an object store, a rename creates a new object and then deletes the old one. A worker that is
+        # killed in between leaves both names, of which the newest counts.
+        names_by_task: dict[str, list[tuple[int, str, str]]] = {}
         for match in filter(None, map(_NAME.fullmatch, names)):
-            task, token, _ = match.groups()
-            if task == self._run_dir.task:
-                continue
+            task, token, beats = match.groups()
+            if task != self._run_dir.task:
+                names_by_task.setdefault(task, []).append((int(beats), token, match[0]))
+        before, self._sightings = self._sightings, {}
+        for task, found in names_by_task.items():
+            beats, token, _ = max(found)
             known = before.get(task)
-            if known is not None and known.name == match[0]:
-                # A listing during a rename may have both names; the new one counts.
-                self._sightings.setdefault(task, known)
-            else:
-                has_moved = known is not None and known.token == token
-                self._sightings[task] = _Sighting(match[0], token, now, has_moved)
+            is_same_process = known is not None and known.token == token
+            has_moved = known is not None and is_same_process and beats > known.beats
+            sighting = _Sighting(token=token, beats=beats, since=now, has_moved=has_moved)
+            if known is not None and is_same_process and not has_moved:
+                sighting = known
+            sighting.names = [name for _, _, name in found]
+            self._sightings[task] = sighting
         self._runs = {
             task: True if sighting.has_moved and now - sighting.since <= self._fresh_s else None
             for task, sighting in self._sightings.items()
@@ -157,7 +166,8 @@ class BeaconWatch:
         """Delete the beacon of a dead worker, whose leases have ended. Raises OSError."""
         del self._runs[task]
         if sighting := self._sightings.pop(task, None):
-            self._run_dir.store.remove(self._run_dir.leases / sighting.name)
+            for name in sighting.names:
+                self._run_dir.store.remove(self._run_dir.leases / name)
 
     def _judge(self, task: str, sighting: _Sighting, now: float) -> bool | None:
         """Return whether a worker runs; None if that is not clear yet. Raises OSError."""

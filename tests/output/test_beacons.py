@@ -89,6 +89,23 @@ def test_a_silent_worker_is_dead(tmp_path: Path, clock: Clock) -> None:
     assert LOCAL.names(run.leases) == []
 
 
+def test_a_worker_that_was_killed_during_a_rename(tmp_path: Path, clock: Clock) -> None:
+    """Two names of one beacon, as a kill leaves them in an object store, do not look like heartbeats."""
+    run = run_at(tmp_path)
+    OtherWorker(run, "other")
+    (first,) = run.leases.glob("alive.*")
+    first.with_name(first.name.replace("000001", "000002")).touch()
+    watch = BeaconWatch(run)
+    for _ in range(3):
+        look(watch, run)
+        assert (watch.all_run, watch.dead) == (False, [])
+        clock.now += DEAD_AFTER_S / 3 + 1
+    look(watch, run)
+    assert watch.dead == ["other"]
+    watch.remove("other")
+    assert LOCAL.names(run.leases) == []
+
+
 def test_a_worker_that_is_being_taken_over_is_not_dead(tmp_path: Path, clock: Clock) -> None:
     """While another worker holds the lock of a dead one, to take over, nobody else judges it dead."""
     run = run_at(tmp_path)
