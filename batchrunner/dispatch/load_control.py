@@ -117,10 +117,17 @@ class LoadControl:
         for limit in self.concurrency.routes:
             window = self.concurrency.window_of(limit)
             routes = [run.routes.open(limit.url, limit.ended) for run in self._runs]
-            accounts = [run.routes.account for run in self._runs]
-            in_flight = [route.in_flight for route in routes]
-            free = max(0, window - sum(in_flight))
-            shares = divide(window, [*map(Claim, accounts, in_flight, ready, unsent)])
+            free = max(0, window - sum(route.in_flight for route in routes))
+            claims = [
+                Claim(
+                    account=run.routes.account,
+                    in_flight=route.in_flight,
+                    ready=ready_rows,
+                    unsent=unsent_rows,
+                )
+                for run, route, ready_rows, unsent_rows in zip(self._runs, routes, ready, unsent, strict=True)
+            ]
+            shares = divide(window, claims)
             for route, share in zip(routes, shares, strict=True):
                 # A run gets more slots only as other runs free them, because no request is cancelled.
                 granted = min(share, route.in_flight + free)

@@ -365,7 +365,8 @@ def _location_of(tree: object, problem: ErrorDetails) -> _Location:
         elif isinstance(tree, (list, tuple)) and isinstance(step, int):
             path = (*path, str(step))
             tree = tree[step] if step < len(tree) else None
-        elif not (isinstance(tree, Mapping) and step == tree.get("kind")):  # the kind was the user's choice
+        elif not (isinstance(tree, Mapping) and step == tree.get("kind")):
+            # A branch that the user chose by `kind` is no guess of pydantic, so it is not recorded.
             branches.setdefault(path, str(step))
     if is_missing:
         path = (*path, str(problem["loc"][-1]))

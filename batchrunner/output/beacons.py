@@ -84,7 +84,7 @@ class _Sighting:
     """Number of heartbeats, from the newest name."""
     since: float
     """Time at which a listing first had this number."""
-    has_moved: bool
+    has_moved: bool = False
     """Whether the worker was seen to rename its beacon."""
     names: list[str] = field(default_factory=list)
     """Names of the beacon in the last listing."""
@@ -133,21 +133,20 @@ class BeaconWatch:
         now = time.monotonic()
         # In an object store, a rename creates a new object and then deletes the old one. A worker that is
         # killed in between leaves both names, of which the newest counts.
-        names_by_task: dict[str, list[tuple[int, str, str]]] = {}
+        beacons: dict[str, list[tuple[int, str, str]]] = {}
         for match in filter(None, map(_NAME.fullmatch, names)):
             task, token, beats = match.groups()
             if task != self._run_dir.task:
-                names_by_task.setdefault(task, []).append((int(beats), token, match[0]))
+                beacons.setdefault(task, []).append((int(beats), token, match[0]))
         before, self._sightings = self._sightings, {}
-        for task, found in names_by_task.items():
-            beats, token, _ = max(found)
-            known = before.get(task)
-            is_same_process = known is not None and known.token == token
-            has_moved = known is not None and is_same_process and beats > known.beats
-            sighting = _Sighting(token=token, beats=beats, since=now, has_moved=has_moved)
-            if known is not None and is_same_process and not has_moved:
-                sighting = known
-            sighting.names = [name for _, _, name in found]
+        for task, beacons_of_task in beacons.items():
+            newest_beats, newest_token, _ = max(beacons_of_task)
+            sighting = before.get(task)
+            if sighting is None or sighting.token != newest_token:
+                sighting = _Sighting(token=newest_token, beats=newest_beats, since=now)
+            elif newest_beats > sighting.beats:
+                sighting.beats, sighting.since, sighting.has_moved = newest_beats, now, True
+            sighting.names = [name for _, _, name in beacons_of_task]
             self._sightings[task] = sighting
         self._runs = {
             task: True if sighting.has_moved and now - sighting.since <= self._fresh_s else None

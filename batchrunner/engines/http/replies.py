@@ -119,7 +119,7 @@ class Choice(msgspec.Struct):
 
 
 class CachedTokens(msgspec.Struct):
-    """The `prompt_tokens_details` in the `usage` of an OpenAI endpoint's reply."""
+    """Details of the prompt tokens in the `usage` of an OpenAI endpoint's reply."""
 
     cached_tokens: TokenCount | None = None
 
@@ -155,18 +155,12 @@ class ChoicesReply(msgspec.Struct):
     metadata: Metadata | None = None
 
 
-class InputTokensDetails(msgspec.Struct):
-    """`usage.input_tokens_details` of a response."""
-
-    cached_tokens: TokenCount | None = None
-
-
 class ResponseUsage(msgspec.Struct):
     """The counts of a reply of `/v1/responses`."""
 
     input_tokens: TokenCount | None = None
     output_tokens: TokenCount | None = None
-    input_tokens_details: InputTokensDetails | None = None
+    input_tokens_details: CachedTokens | None = None
 
 
 class ResponseReply(msgspec.Struct):
