@@ -49,7 +49,8 @@ class Account:
     """Cost of the ended rows, in prompt tokens. It also grows while the account needs less than its share, so
     that an account cannot save up time of the engine."""
     rows_averaged: int = 0
-    """Number of recent rows in `row_cost`, at most ROWS_AVERAGED; 0 until the cost of a row is known."""
+    """Weight of `row_cost` in rows, at most ROWS_AVERAGED. A cost that is taken from other accounts has the
+    full weight; 0 means that nothing is known."""
     row_cost: float = FIRST_ROW_COST
     """Mean cost of a recent row, in prompt tokens."""
     prompt_tokens: float = 0.0

@@ -104,11 +104,11 @@ class BeaconWatch:
         self._fresh_s = FRESH_S if run_dir.store.objects is None else STORE_FRESH_S
         self._sightings: dict[str, _Sighting] = {}
         self._monitors: dict[str, LivenessMonitor] = {}
-        """Monitors of workers without a beacon, and of processes that take over from a worker."""
+        """Monitors of workers without a beacon, and of processes that hold the lock of a dead worker."""
         self._runs: dict[str, bool | None] = {}
         """Whether each worker runs; None if that is not clear yet."""
         self._owners: dict[str, bytes] = {}
-        """Contents of `owner` of the dead workers."""
+        """The last content of `owner` that was read, by worker."""
 
     def __len__(self) -> int:
         """Return the number of workers that hold leases."""
@@ -174,7 +174,7 @@ class BeaconWatch:
         self._owners[task] = content
         silent_s = now - sighting.since
         holder = parse_holder(content)
-        if holder is None:  # it was released or is being written
+        if holder is None:  # the lock was released, or `owner` is being written
             return False if silent_s > UNNAMED_AFTER_S else None
         is_dead = holder.is_dead(self._me)
         if is_dead is not None:

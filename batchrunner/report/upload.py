@@ -28,11 +28,11 @@ def is_remote(destination: str) -> bool:
 
 
 def check_destination(destination: str) -> None:
-    """Raise OutputError for a URI to which no data set can be uploaded. Send no request."""
+    """Check the form of a URI without a request. Raises OutputError if no dataset can be uploaded to it."""
     if known_format(destination) is not None:
         raise OutputError(
             f"{destination}: is a URI of a file, but results are uploaded as a directory",
-            hint="give the URI of a directory, or a path on this machine, then copy the file to the store",
+            hint="give the URI of a directory, or merge to a file on this machine and copy it",
         )
     if destination.startswith("hf://") and not _HUB_DATASET.fullmatch(destination):
         raise OutputError(f"{destination}: not a dataset on the Hub", hint=f"give {HUB}OWNER/NAME")

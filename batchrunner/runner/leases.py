@@ -76,7 +76,7 @@ class Leases:
         """Contents of the files that were read, by name. A content stays valid, because files never
         change."""
         self._names: set[str] = set()
-        """Names of the files that this worker has listed or created."""
+        """Names of the lease files that this worker has noted, without plans."""
         self._copies: dict[str, SortedCopy] = {}
         """The sorted copies of the input that were opened, by file name."""
 

@@ -134,7 +134,7 @@ class Owners:
         with using_run(str(usage)):
             stored = json.loads(usage.read_bytes()) if keys is not None and usage.exists() else {}
         self._tokens: dict[str, int] = stored["tokens"] if stored.get("day") == self._day else {}
-        """Tokens of this day that owners had used before the server started, by name of the owner."""
+        """Tokens of this day as they were last read or saved, by name of the owner."""
 
     @property
     def are_several(self) -> bool:
@@ -162,7 +162,10 @@ class Owners:
                 account.most_tokens = owner.max_tokens_per_day
 
     def owner_of(self, key: str) -> Owner | None:
-        """Return the owner of an API key; None if nobody has this key. All keys are compared in any case."""
+        """Return the owner of an API key; None if nobody has this key.
+
+        Every key is compared, so that the time tells nothing.
+        """
         digest = digest_of(key)
         matching = [owner for owner in self._owners if hmac.compare_digest(owner.digest, digest)]
         return matching[0] if matching else None
