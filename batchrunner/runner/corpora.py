@@ -61,7 +61,8 @@ class ServerCorpus:
     tokens_at_start: int
     """Output tokens of the run when this start was noticed."""
     is_loaded: bool = False
-    """Whether this start of the server may have a corpus of this run: set before the request that loads it."""
+    """Whether this start of the server may have a corpus of this run. It is set before the request that loads
+    the corpus."""
     is_refused: bool = False
     """Whether the server gets no more corpora."""
 
