@@ -17,7 +17,8 @@ from typing import NamedTuple
 from batchrunner.core.engine_info import SchedulerLoad
 
 TIMES_LONGEST = 5.0
-"""Multiple of the longest silence that ended by itself. Only a silence longer than that is a hang."""
+"""A silence counts as a hang only if it lasts this many times as long as the longest earlier silence that
+ended by itself."""
 WARM_UP = 5.0
 """Multiple of `limits.hang` for which a server must have worked before `limits.hang` applies. Until then,
 only a silence longer than this multiple is a hang: 300 s by default, the same as SGLang's watchdog."""

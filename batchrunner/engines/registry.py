@@ -109,7 +109,7 @@ def _direct_servers(
 async def _reason_for_gateway(spec: GatewayEngine, headers: Mapping[str, str]) -> str | None:
     """Return why rows must go through the gateway; None if they go to its workers directly.
 
-    `headers` authorize batchrunner. The user's own headers are added to them.
+    `headers` has the API key. The headers of the job's own `engine.headers` are sent too.
     """
     if spec.route == "workers":
         return None

@@ -117,7 +117,7 @@ def answer(request: Request, limit_tokens: int, dimensions: int = 384) -> Comple
 
 
 class _Output(NamedTuple):
-    """A made-up output."""
+    """One synthetic output of a request."""
 
     text: str
     tokens: int

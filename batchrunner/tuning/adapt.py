@@ -15,9 +15,9 @@ from batchrunner.tuning.rules import apply_all
 from batchrunner.tuning.situation import Situation
 
 EXPECTED = 0.05
-"""Expected relative gain of an untried step for each doubling of its flag, or of the running requests or the
-speed if the advice predicts them. So a step from 4 to 64 running requests promises more than one from 4 to 8.
-A step is untried if no run with this model, machine and kind of job has measured it."""
+"""Expected relative gain of one doubling, for a step that no run with this model, machine and kind of job has
+measured. What is doubled is the flag, or the running requests or speed that the advice predicts. So a step
+from 4 to 64 running requests promises more than a step from 4 to 8."""
 RESERVATION_FLAG = "schedule-conservativeness"
 """Flag that sets how much of the KV pool the scheduler reserves for outputs. It is lowered together with a
 rise of `max_running_requests` or of the state pool. While one of these limits is the bottleneck, load samples
@@ -35,7 +35,7 @@ class Step(NamedTuple):
     """A change of flags or variables."""
 
     name: str
-    """Names of the rules that call for the step, each with the old values of its flags."""
+    """Key of the step: the rules that call for it, each with the old values of its flags."""
     args: Mapping[str, Any]
     """New values of the flags and variables."""
     why: str

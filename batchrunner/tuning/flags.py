@@ -115,7 +115,8 @@ tuning guides: "typically 160-256")."""
 LEAST_POOL = 0.05
 """Minimum size of a useful KV pool, as a fraction of the GPU's memory."""
 DP_ATTENTION_CONSERVATIVENESS = 0.3
-"""Factor by which SGLang multiplies `--schedule-conservativeness` with DP attention (parallel_hook.py)."""
+"""Factor by which SGLang multiplies `--schedule-conservativeness` if DP attention is on
+(parallel_hook.py)."""
 _DIVIDED = {"chunked-prefill-size", "max-running-requests", "max-mamba-cache-size"}
 """Flags whose values DP attention divides by the number of its ranks. Each rank logs its own share."""
 _TOTALS = {"max-running-requests", "max-mamba-cache-size"}
@@ -170,7 +171,7 @@ def least_fraction(facts: Facts) -> float:
 NORMAL = 1.0
 """SGLang's default of `--schedule-conservativeness`."""
 LESS_CONSERVATIVE = 0.3
-"""`--schedule-conservativeness` that SGLang's tuning guides advise if it admits too few requests."""
+"""`--schedule-conservativeness` that SGLang's tuning guides advise if a scheduler admits too few requests."""
 LEAST_CONSERVATIVE = 0.1
 """Lower `--schedule-conservativeness` than SGLang's tuning guides advise; only trials use it."""
 MORE_CONSERVATIVE = 1.3
@@ -179,10 +180,10 @@ MOST_CONSERVATIVE = 1 / 0.7
 """From this `--schedule-conservativeness` on, a scheduler reserves memory for all of `max_new_tokens`,
 because it reserves the fraction min(0.7 x conservativeness, 1)."""
 MOST_CLIP = 4096
-"""SGLang's default of the clip: the maximum of an output's length, in tokens, for which it reserves
-memory."""
+"""SGLang's default clip for reserved output: it reserves memory for at most this many tokens of each
+output."""
 SHORTER = 0.9
-"""A lower clip is worth a change only if it is below this fraction of the present one."""
+"""The clip is lowered only if the new value is below this fraction of the present one."""
 FEWER = 0.9
 """If the KV pool is too small, `--max-running-requests` falls to this fraction of the running requests."""
 MOST_RUNNING = 4096
@@ -220,7 +221,8 @@ GRAPH_SIZES = (256, 512, 1024, 2048, 4096)
 GRAPH = 64
 """First value to try for the largest batch with a CUDA graph, in requests, if the present one is unknown."""
 LEAST_GRAPH = 16
-"""Minimum of the largest batch with a CUDA graph, in requests, that is tried. SGLang itself proposes it."""
+"""Lower limit, in requests, for the tried values of the largest batch with a CUDA graph. An error message of
+SGLang proposes the value."""
 NGRAM = "speculative-algorithm"
 """Flag that turns on n-gram speculation (value NGRAM)."""
 CORPUS_FLAG = "speculative-ngram-external-sam-budget"
@@ -371,7 +373,7 @@ def _larger_chunk(s: Server) -> list[int]:
 def _smaller_chunk(s: Server) -> list[int]:
     """Return the steps down of the prefill chunk, in tokens."""
     present = s.now("chunked-prefill-size")
-    if present is None or present <= 0:  # unknown, or prompts are not computed in chunks
+    if present is None or present <= 0:  # The chunk size is unknown, or chunking is off.
         return [*CHUNKS]
     return [chunk for chunk in CHUNKS if chunk < present]
 
@@ -397,7 +399,8 @@ def _more_running(s: Server) -> list[int]:
 def _fewer_running(s: Server) -> list[int]:
     """Return three quarters of the requests that ran, or of `--max-running-requests` if that is lower."""
     limits = (int(s.now("max-running-requests") or 0), int(_running(s)))
-    lower = 3 * min((limit for limit in limits if limit), default=0) // 4  # 0 stands for unknown
+    # The filter drops zeros, because 0 means that a limit is unknown.
+    lower = 3 * min((limit for limit in limits if limit), default=0) // 4
     return [lower] if lower >= LEAST_RUNNING else []
 
 
@@ -479,7 +482,7 @@ def _state_pool(flag: str, *, grows: bool) -> NextValues:
 
 
 def _twice_ratio(s: Server) -> list[float]:
-    """Return twice the present memory ratio of state pool to KV pool, if it sets the state pool's size."""
+    """Return twice the present ratio of state pool to KV pool; empty if another flag sizes the state pool."""
     if s.facts.sizes_states:
         return []
     doubled = 2 * (s.now("mamba-full-memory-ratio") or STATE_RATIO)
@@ -487,13 +490,16 @@ def _twice_ratio(s: Server) -> list[float]:
 
 
 def _twice_slots(s: Server) -> list[int]:
-    """Return twice the present number of state slots, if the arguments set it."""
+    """Return twice the present number of state slots; empty if the arguments do not set this number."""
     slots = s.now("max-mamba-cache-size")
     return [int(2 * slots)] if slots else []
 
 
 def _lazy_states(s: Server) -> list[str]:
-    """Return the strategy with fewer slots per request that still caches prefixes and overlaps passes."""
+    """Return the state strategy that takes fewer slots per request.
+
+    Like the present strategy, it caches prefixes and lets SGLang prepare a pass during the previous pass.
+    """
     strategy, pool = s.facts.arguments.get(STATE_STRATEGY.replace("-", "_")), s.facts.states
     saves_slots = pool is not None and strategy == "extra_buffer" and pool.per_request > LAZY_SLOTS
     return ["extra_buffer_lazy"] if saves_slots and not _cache_off(s) else []
@@ -502,7 +508,8 @@ def _lazy_states(s: Server) -> list[str]:
 def _cache_off(s: Server) -> list[bool]:
     """Return `--disable-radix-cache` true if prompts are known to share no prefixes.
 
-    Cached states take most of the state pool. If a request takes a single slot, the cache is off already.
+    Without the cache, running requests get the state slots that cached prefixes occupied. If each request
+    takes only one slot, the cache is already off.
     """
     if s.shared is None or s.shared >= GUIDES.shared:
         return []
@@ -525,8 +532,8 @@ def slots_after(args: Mapping[str, Any], per_request: int) -> int:
 def beside(name: str, value: Any, s: Server) -> dict[str, Any]:
     """Return the flags that must change together with a flag; empty if no other flag must change.
 
-    With NGRAM, these are the limit on running requests and the budget for a corpus. With a flag that changes
-    the size or number of states, they fit the state pool of a hybrid model to the changed states.
+    With n-gram speculation (NGRAM), these flags limit the running requests and set the budget for a corpus.
+    If a flag changes the size or number of a hybrid model's states, its state pool is resized to match.
     """
     if name == NGRAM:
         return _with_ngrams(s)
@@ -550,7 +557,7 @@ def best_backends(facts: Facts) -> Sequence[str]:
         return ()
     if not facts.is_mla or card == "hopper":
         return _BACKENDS[card]
-    return ("trtllm_mla", "flashinfer") if card == "blackwell" else ()  # SGLang uses triton elsewhere.
+    return ("trtllm_mla", "flashinfer") if card == "blackwell" else ()  # On other GPUs SGLang chooses triton.
 
 
 def _other_backends(s: Server) -> list[str]:
@@ -701,14 +708,14 @@ class Flag:
     schedules: bool = False
     """Whether the flag changes only the order and the batches in which rows are computed."""
     small_steps: bool = False
-    """Whether the gain of one step is smaller than the noise of measured times."""
+    """Whether one step of the flag gains less than the noise of measured times."""
     changes_answers: bool = False
     """Whether the model's answers change with the flag."""
 
     def fits(self, sign: str, server: Server) -> bool:
         """Return whether a change of this flag may cure `sign` on this server.
 
-        The server must have what the flag needs. A server of a task that generates no tokens shows no sign of
+        The server must meet the flag's needs. A server without generated tokens cannot show the signs in
         OF_DECODING.
         """
         has_needs = self.needs is None or NEEDS[self.needs](server.facts)

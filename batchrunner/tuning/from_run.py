@@ -46,7 +46,7 @@ because each server takes the memory that is free when it starts."""
 
 
 def read_run(run: Path | RunDir) -> Situation:
-    """Read the situation of a run from all its workers. Raises OutputError if the path holds no run."""
+    """Read the situation of a run from the logs of all its workers. Raises OutputError if there is no run."""
     run_dir = look_at_run(run)
     facts = require_run_json(run_dir)
     client = _client(facts)
@@ -67,7 +67,8 @@ def read_run(run: Path | RunDir) -> Situation:
     server = log.facts
     server.version = facts["engine"].get("version")
     server.card = server.card or facts["engine"].get("card")
-    if server.ready is None and facts["engine"].get("memory_caps_running"):  # a server without a log here
+    # the run did not start the server, so its log is not here
+    if server.ready is None and facts["engine"].get("memory_caps_running"):
         server.ready = ServerReady(memory_caps_running=True)
     gpus = facts["engine"].get("gpus")
     if gpus and server.arguments:
@@ -78,7 +79,7 @@ def read_run(run: Path | RunDir) -> Situation:
 
 
 def _client(facts: Mapping[str, Any]) -> ClientActivity:
-    """Return the runner's settings from a run.json, without any activity yet."""
+    """Return a ClientActivity with the runner's settings from a run.json; its counts are still zero."""
     job, sampling = facts["job"], facts["fingerprint"].get("sampling", {})
     prompt = facts["fingerprint"].get("prompt", {})
     most = sampling.get("max_new_tokens")
@@ -105,7 +106,7 @@ class _WorkerReader:
 
     def __init__(self, name: str, load: Series, client: ClientActivity) -> None:
         self.client = client
-        """Activity of the runner in all workers read so far."""
+        """Activity of the runner, summed over all workers read so far."""
         self._name = name
         self._load = load
         self._before = dict(load.tracks), load.retractions, replace(client)
@@ -120,7 +121,7 @@ class _WorkerReader:
         self._began: int | None = None
         """Rows done at the first sample since the servers started; None before that sample."""
         self._peak = 0
-        """Maximum number of requests that have run at once since that sample."""
+        """Maximum number of requests that have run at once since the first load sample."""
 
     def read(self, path: Path) -> None:
         """Read the worker's event log to its end."""
@@ -155,7 +156,7 @@ class _WorkerReader:
         )
 
     def _track(self, scheduler: str) -> str:
-        """Return the stable name of a scheduler."""
+        """Return a name for a scheduler that is unique among all workers of the run."""
         return self._tracks.setdefault(scheduler, f"{self._name} {len(self._tracks)}")
 
     def add(self, sample: RunSample, at: float, server: str | None = None) -> None:
@@ -211,19 +212,22 @@ class ServerWatch:
         Reads files: the server's log at each call, run.json once per span, and the part files as soon as
         there is enough work to judge.
         """
-        if self._reader is None:  # run.json is written shortly before the first load sample
+        # The first load sample comes after run.json is written, so the file can be read now.
+        if self._reader is None:
             facts = require_run_json(self._run_dir)
             client = _client(facts)
             self._log.facts.card = facts["engine"].get("card")  # the log does not name the GPU
             self._reader = _WorkerReader("", self._load, client)
         self._reader.add(sample, now, self._url)
-        if self._first is None or not self._load.counted:  # Steady work has not begun yet.
+        # Until steady work begins, the span starts anew with each load sample.
+        if self._first is None or not self._load.counted:
             self._first, self._log.series = sample, Series()
         self._last = sample
         with contextlib.suppress(OSError), self._log_path.open("rb") as file:
             file.seek(self._at)
             for line in file:
-                if line.endswith(b"\n"):  # The server may still be writing the last line.
+                # A last line without an end is still being written, so the next call reads it.
+                if line.endswith(b"\n"):
                     self._at += len(line)
                     self._log.take(line.decode(errors="replace"))
         if self.busy_s and not self._reader.client.outputs:
@@ -280,7 +284,7 @@ def _read_lengths(run_dir: RunDir, client: ClientActivity) -> None:
         with unreadable, pq.ParquetFile(path) as part:
             if has_texts(part.schema_arrow):
                 tokens = part.read(columns=["completion_tokens"]).column(0)
-                if pa.types.is_list(tokens.type):  # several completions per row
+                if pa.types.is_list(tokens.type):  # a row with several completions has a list of lengths
                     tokens = pc.list_flatten(tokens)
                 chunks += tokens.chunks
     if not chunks:
@@ -327,7 +331,10 @@ def texts_of(column: pa.Array) -> list[str]:
 
 
 def _possible_share(event: Mapping[str, Any]) -> float | None:
-    """Return the share of prompt tokens that a cache could serve, in the better of input and sorted order."""
+    """Return the share of prompt tokens that a prefix cache could serve, or None if unknown.
+
+    The runner has estimated it for the input's order and for sorted order; the larger share counts.
+    """
     shares = [number(event.get(name)) for name in ("input_share", "sorted_share")]
     return max((share for share in shares if share is not None), default=None)
 

@@ -53,7 +53,7 @@ def conservativeness(s: Situation) -> float:
 
 
 def queue_empty(s: Situation, flags: Flags) -> Finding | None:
-    """Find that the queue runs empty, and name the component that fills it too slowly."""
+    """Detect that the queue runs empty, and name the component that fills it too slowly."""
     if not frequent(s.load, "empty"):
         return None
     band = QueueBand(int(GUIDES.queue_low), int(GUIDES.queue_deep)).scaled(s.max_running)
@@ -105,7 +105,7 @@ def _slow_component(client: ClientActivity, target: str) -> tuple[str, str]:
 
 
 def queue_deep(s: Situation, _: Flags) -> Finding | None:
-    """Find that more requests wait than the scheduler should sort through before each pass."""
+    """Detect that more requests wait than the scheduler should sort through before each pass."""
     if not frequent(s.load, "deep"):
         return None
     if s.client:
@@ -122,7 +122,7 @@ def queue_deep(s: Situation, _: Flags) -> Finding | None:
 
 
 def conservative(s: Situation, flags: Flags) -> Finding | None:
-    """Find that SGLang reserves memory for longer outputs than the rows have."""
+    """Detect that SGLang reserves memory for longer outputs than the rows have."""
     if not s.admits_too_few or s.fills_up:
         return None
     if s.client and s.client.ignore_eos:  # Every output needs all the memory that SGLang reserves for it.
@@ -170,7 +170,7 @@ def _cause_of_reserve(
 
 
 def running_capped(s: Situation, _: Flags) -> Finding | None:
-    """Find that `max_running_requests` is the limit while the KV pool has room."""
+    """Detect that `max_running_requests` is the limit while the KV pool has room."""
     most = s.max_running or 0
     if not frequent(s.load, "capped") or s.fills_up or not 0 < most < MOST_RUNNING:
         return None
@@ -189,7 +189,7 @@ first."""
 
 
 def states_full(s: Situation, flags: Flags) -> Finding | None:
-    """Find that the state pool of a hybrid model is the limit while the KV pool has room."""
+    """Detect that the state pool of a hybrid model is the limit while the KV pool has room."""
     if not s.waits_for_states or s.fills_up:
         return None
     # The first flag with a next value is advised.
@@ -216,7 +216,7 @@ def states_full(s: Situation, flags: Flags) -> Finding | None:
 
 
 def retractions(s: Situation, flags: Flags) -> Finding | None:
-    """Find that the KV pool overflows and retracts requests. About one retraction a minute is fine."""
+    """Detect that the KV pool overflows and retracts requests. About one retraction a minute is fine."""
     if not s.retractions:
         return None
     rate = s.retractions_per_min
@@ -265,7 +265,7 @@ LARGE_TP = 4
 
 
 def running_low(s: Situation, flags: Flags) -> Finding | None:
-    """Find that few requests run, because full prefill passes admit requests only as fast as others end."""
+    """Detect that few requests run, because full prefill passes admit requests only as fast as others end."""
     if not frequent(s.load, "far_below") or s.fills_up or conservativeness(s) > LESS_CONSERVATIVE:
         return None
     prefills = s.log.prefills
@@ -281,7 +281,7 @@ def running_low(s: Situation, flags: Flags) -> Finding | None:
 
 
 def prefill_full(s: Situation, flags: Flags) -> Finding | None:
-    """Find that many prefill passes fill a small chunk, so that their fixed cost is paid too often."""
+    """Detect that many prefill passes fill a small chunk, so that their fixed cost is paid too often."""
     prefills = s.log.prefills
     share = prefills.filled_waiting / max(1, prefills.passes)
     if prefills.passes < GUIDES.samples or not is_frequent(share):
@@ -298,7 +298,7 @@ def prefill_full(s: Situation, flags: Flags) -> Finding | None:
 
 
 def small_prefills(s: Situation, flags: Flags) -> Finding | None:
-    """Find that decoding often stops for prefill passes of few tokens."""
+    """Detect that decoding often stops for prefill passes of few tokens."""
     name = "prefill-decode-interval"
     prefills, chunk = s.log.prefills, s.facts.chunk or 0
     args = next_setting("small-prefills", name, s.server, flags)
@@ -326,10 +326,10 @@ def small_prefills(s: Situation, flags: Flags) -> Finding | None:
 
 
 def _saves_passes(*, prefills: int, steps: float, output_tokens: float, interval: int) -> bool:
-    """Tell whether one prefill pass in `interval` decode steps needs clearly fewer passes than there were.
+    """Tell whether one prefill pass every `interval` decode steps would clearly reduce the number of passes.
 
-    The slot of a finished request then stays empty for half an interval on average. So a smaller share of the
-    slots decodes, and more decode steps are needed.
+    With such an interval, the slot of a finished request stays empty for half an interval on average. So
+    fewer slots decode, and more decode steps are needed.
     """
     if prefills * interval <= steps or not output_tokens:
         return False
@@ -341,7 +341,7 @@ def _saves_passes(*, prefills: int, steps: float, output_tokens: float, interval
 
 
 def long_prompts(s: Situation, flags: Flags) -> Finding | None:
-    """Find that one or two prompts fill a prefill pass."""
+    """Detect that one or two prompts fill a prefill pass."""
     prefills = s.log.prefills
     share = prefills.few_long / max(1, prefills.passes)
     if prefills.passes < GUIDES.samples or not is_frequent(share):
@@ -360,7 +360,7 @@ def long_prompts(s: Situation, flags: Flags) -> Finding | None:
 
 
 def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
-    """Find that decoding runs without CUDA graphs, although they matter at its batch sizes."""
+    """Detect that decoding runs without CUDA graphs, although they matter at its batch sizes."""
     sign = "no_graph"
     if 0 < (s.facts.weights_gb or 0) <= GUIDES.launched_gb:
         sign = "no_graph_small"
@@ -374,7 +374,8 @@ def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
     if s.facts.graph_disabled:
         cause = "the server's arguments switch CUDA graphs off"
         args = next_setting("graph-off", "cuda-graph-backend-decode", s.server, flags)
-        if s.facts.arguments.get("disable_cuda_graph"):  # the older flag, which must go
+        # The older flag --disable-cuda-graph would override the new flag, so it is removed.
+        if s.facts.arguments.get("disable_cuda_graph"):
             args = {"disable-cuda-graph": None}
     else:
         cause = "CUDA graphs are captured only for smaller batches"
@@ -396,7 +397,7 @@ FEWEST_ANSWERS = 100
 
 
 def answers_repeat(s: Situation, flags: Flags) -> Finding | None:
-    """Find that answers repeat each other so much that drafts from earlier answers would save time."""
+    """Detect that answers repeat each other so much that drafts from earlier answers would save time."""
     answers, server = s.client.answers if s.client else 0, s.server
     args = with_beside("repeated", NGRAM, server, flags)
     if answers < FEWEST_ANSWERS or not has_enough(s.load) or not args:

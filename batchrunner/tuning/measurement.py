@@ -167,7 +167,8 @@ class TrialWatch:
             # Warm-up ends once as many rows have ended as run at once.
             if 0 < self._peak <= self.rows or at_s >= MOST_STEADY_S:
                 self._warm = progress
-                self._outputs.clear()  # Outputs that end first are short, so they are no fair sample.
+                # The first outputs to end are the short ones, so their lengths are not representative.
+                self._outputs.clear()
             return None
         self._readings += signals
         if any(signal.queue for signal in signals):
@@ -176,10 +177,10 @@ class TrialWatch:
         return self._behind(at_s, self._warm) or self._measured(at_s, self._warm)
 
     def _behind(self, at_s: float, warm: TrialProgress) -> End | None:
-        """Return the end of a trial that can no longer beat the incumbent, otherwise None.
+        """Return an end for the trial if it can no longer beat the incumbent, otherwise None.
 
-        In any trial, the rows that end first are short. So the output so far is estimated as the number of
-        rows in steady time, times the mean output of all rows.
+        The rows that end first have short outputs, so the output counted so far is too low. Therefore the
+        output is estimated: the number of rows in steady time, times the mean output of all rows.
         """
         steady_s, rows = at_s - warm.at_s, self.rows - warm.rows
         if self.incumbent is None or steady_s < TIMING.trial_judged or rows < self._peak:

@@ -130,7 +130,8 @@ class FlagMemory:
     def __init__(self, memory: Memory, shape: str, incidents: list[Incident]) -> None:
         self._memory = memory
         self._shape = shape
-        self._steps: list[TriedStep] = []  # this worker's, in case the file cannot be written
+        # Steps of this worker, kept in memory in case the file cannot be written.
+        self._steps: list[TriedStep] = []
         self.args = {name: value for step in self._latest() for name, value in step.args.items()}
         """Flags and variables with which the servers of this run start, in addition to the job's own."""
         if self.args:

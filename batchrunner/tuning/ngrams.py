@@ -127,7 +127,10 @@ to 13 % on answers of which each repeats only itself, and gained 50 % on answers
 
 
 def corpus_gain(answers: Sequence[str]) -> float:
-    """Return by what factor knowledge of the first half of some answers speeds up the second half."""
+    """Return how many times as fast the second half of the answers is decoded if the first half is known.
+
+    Speed is the number of words per decode step.
+    """
     half = len(answers) // 2
     return words_a_step(answers[half:], earlier=answers[:half]) / words_a_step(answers[half:])
 

@@ -160,10 +160,10 @@ SILENCES: dict[str, tuple[str, ...]] = {
     "tensor-parallel": ("expert-parallel", "dp-attention"),
     "dp-attention": ("data-parallel",),
 }
-"""For each rule, the rules whose advice it silences, because that advice would undo its own or set the same
-flag differently. After an out-of-memory error, no advice may take more memory. Unused memory goes to the
-advice that needs it. One thing is changed at a time. Entries apply in order, and a silenced rule silences no
-other rule."""
+"""Conflicts between rules: the advice of a rule suppresses the advice of the rules listed for it. The
+suppressed advice would undo the first, or set the same flag differently. After an out-of-memory error, no
+advice may take more memory. Unused memory goes to the advice that needs it most. Only one thing is changed at
+a time. Entries apply in order, and a suppressed rule suppresses no other rule."""
 
 
 OFTEN = "often"

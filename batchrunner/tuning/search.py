@@ -22,7 +22,7 @@ GUESS = 0.05
 """Assumed standard deviation of a trial's log speed before any repetition. A shared machine of two cores
 shows 5 %. A machine without other users shows about 1 %, which a few repetitions reveal."""
 GUESS_WEIGHT = 4
-"""Number of repetitions of a trial as which the assumption GUESS counts."""
+"""Weight of the assumed deviation GUESS, in degrees of freedom: it counts like four repeated trials."""
 MOST_TURNS = 3
 """Maximum number of trials of each of two settings that are compared."""
 SAME_WORK = 0.01
@@ -43,13 +43,14 @@ def compare(
     more_per_pass: bool = False,
     worth: float = LEAST_GAIN,
 ) -> tuple[RaceVerdict, str]:
-    """Return the verdict on a challenger against the best setting, and the interval of their ratio as text.
+    """Compare a challenger with the best setting: return the verdict, and the speed ratio as text.
 
-    `challenger` and `best` are the speeds of their trials, and `spread` is the result of `trial_noise`. The
-    verdict is "again" as long as the difference is unclear. After MOST_TURNS trials of both, a challenger
-    that has not proved faster is "no faster". `more_per_pass` tells that the scheduler counted more output in
-    each pass of the challenger. Then a mean gain above `worth` suffices, and two trials of both are the
-    maximum.
+    `challenger` and `best` are the speeds of the trials, and `spread` is the result of `trial_noise`. The
+    text has the confidence interval of the ratio. The verdict is "again" while the difference is unclear.
+    After MOST_TURNS trials of each setting, an unproved challenger is "no faster".
+
+    `more_per_pass` tells that the challenger also produced more output per forward pass, a count without
+    measurement noise. Then a mean gain above `worth` is enough, and each setting gets at most two trials.
     """
     deviation, freedom = spread
     gain = fmean(map(math.log, challenger)) - fmean(map(math.log, best))  # of the logarithms
@@ -123,7 +124,8 @@ safe. It is not 0, because trials do not answer the same rows."""
 MOST_MISSES = 2
 """Number of changes of a flag in a row without a gain after which the flag is given up."""
 TOGETHER = Flag("together", {})
-"""Stands for one change of all flags whose signs the best trial shows, except those that need a GPU."""
+"""Placeholder for a joint change of all flags whose signs the best trial shows, except flags that need a
+GPU."""
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ _GENERAL = {"triton", "torch_native", "flex_attention", "flashinfer"}
 
 
 def metrics_off(s: Situation, flags: Flags) -> Finding | None:
-    """Find that the server's metrics or its report of cached tokens are switched off."""
+    """Detect that the server's metrics, or its counts of cached tokens, are switched off."""
     contents = {
         "enable_metrics": "/metrics (retractions, cache hits, throughput, latency)",
         "enable_cache_report": "cached tokens of each chat answer",
@@ -41,7 +41,7 @@ def metrics_off(s: Situation, flags: Flags) -> Finding | None:
 
 
 def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
-    """Find that a model is split over several GPUs although it fits one, or that GPUs are idle."""
+    """Detect that a model is split over several GPUs although it fits one, or that GPUs are idle."""
     tp, card, idle = s.facts.tp, s.facts.card_gb, s.facts.idle_gpus
     if idle:
         return Finding(
@@ -106,14 +106,14 @@ def torch_compile(s: Situation, _: Flags) -> Finding | None:
 
 
 def pool_full(s: Situation, _: Flags) -> Finding | None:
-    """Find that the KV pool limits the number of running requests."""
+    """Detect that the KV pool limits the number of running requests."""
     if not frequent(s.load, "kv_bound"):
         return None
     return Finding(f"the KV pool is full {s.often('kv_bound')}", evidence=s.evidence("kv_bound"))
 
 
 def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
-    """Find that prompts share prefixes, but come in an order with few prefix cache hits."""
+    """Detect that prompts share prefixes, but come in an order with few prefix cache hits."""
     prefills, policy = s.log.prefills, s.facts.arguments.get("schedule_policy")
     share = prefills.cached_share
     if prefills.prompts < FEW_PROMPTS or not GUIDES.shared <= share <= GUIDES.cached_well:
@@ -123,7 +123,7 @@ def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
     evidence = {"cached_share": round(share, 4), "prompts": prefills.prompts}
     if s.client is not None:
         if s.client.order in {"auto", "prefix"}:
-            return None  # The runner already sends rows with a common prefix one after another.
+            return None  # No advice is needed: the runner already groups rows by their common prefix.
         reading = f"{reading}, in the input's order"
         return Finding(reading, args={}, change="`order: auto`", evidence=evidence)
     queue, limit = s.load.longest_queue, GUIDES.lpm_queue
@@ -175,7 +175,7 @@ LOST_IN_PAGES = 0.15
 
 
 def cache_off(s: Situation, _: Flags) -> Finding | None:
-    """Find that the prefix cache is off although prompts share prefixes."""
+    """Detect that the prefix cache is off although prompts share prefixes."""
     shared = s.client.possible_share if s.client else None
     if not s.facts.arguments.get("disable_radix_cache") or shared is None or shared < GUIDES.shared:
         return None
@@ -186,7 +186,7 @@ def cache_off(s: Situation, _: Flags) -> Finding | None:
 
 
 def order_of_server(s: Situation, _: Flags) -> Finding | None:
-    """Find that the server reorders rows, and so has fewer prefix cache hits than it could have."""
+    """Detect that the server reorders rows, and so has fewer prefix cache hits than it could have."""
     policy, prefills = s.facts.arguments.get("schedule_policy"), s.log.prefills
     shared = s.client.possible_share if s.client else None
     if policy is None or policy in KEEPS_ORDER or shared is None:
@@ -202,7 +202,7 @@ def order_of_server(s: Situation, _: Flags) -> Finding | None:
 
 
 def pages_large(s: Situation, _: Flags) -> Finding | None:
-    """Find that requests are short for the page size, so that half-empty last pages waste the KV pool."""
+    """Detect that requests are short for the page size, so that half-empty last pages waste the KV pool."""
     page, prefills = int(s.facts.number("page_size") or 1), s.log.prefills
     backend = str(s.facts.arguments.get("attention_backend"))
     if page < 2 or any(name in backend for name in PAGED) or not prefills.prompts:  # noqa: PLR2004

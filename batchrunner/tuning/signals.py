@@ -31,7 +31,8 @@ class Thresholds:
     samples: float = 8
     """Minimum number of load samples for advice."""
     queue_low: float = 100
-    """Minimum length of a healthy queue, `#queue-req`, in requests (the guides: 100, one of them 50)."""
+    """Minimum length of a healthy queue, `#queue-req`, in requests. SGLang's guides say 100, one of them
+    50."""
     queue_deep: float = 2000
     """Maximum length of a healthy queue, `#queue-req`, in requests (the guides: 2000, one of them 1000)."""
     usage_good: float = 0.9
@@ -121,7 +122,7 @@ class Gauges(Protocol):
 
 
 def is_full(load: Gauges) -> bool:
-    """Tell whether the KV pool is well used."""
+    """Tell whether the KV pool is full enough, so that a larger share in use would gain nothing."""
     return load.usage >= GUIDES.usage_good
 
 

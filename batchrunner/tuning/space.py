@@ -1,7 +1,8 @@
-"""Flag changes that `batchrun tune` tries, by the table of flags and the signs of the best trial.
+"""Flag changes that `batchrun tune` tries, chosen by the load signs of the best trial.
 
-A flag is tried only if a sign of the best trial calls for the flag. If no sign does, a note says so. SGLang's
-tuning guides begin with the length of the queue, which no flag sets. The runner's concurrency law sets it.
+A flag is tried only if a sign in the table of flags (`FLAGS`) calls for it and the best trial shows this
+sign. Otherwise a note says so. SGLang's tuning guides begin with the queue length. No flag sets it: the
+runner controls the queue by its concurrency limit.
 """
 
 import math
@@ -88,8 +89,8 @@ def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> M
 Args = dict[str, Any]
 """Flags of the server and their values, as in `engine.args`."""
 PASS_IS_FULL = 0.6
-"""Minimum size of the mean prefill pass, as a fraction of the prefill chunk, at which the chunk counts as the
-limit. The fraction is below 1, because the last pass of a prompt is short."""
+"""If the mean prefill pass has at least this fraction of the prefill chunk, the chunk size limits prefill.
+The fraction is below 1, because the last pass of a prompt is short."""
 GRAPH_OFF_OFTEN = 0.1
 """Minimum fraction of the decode passes without a CUDA graph at which larger graphs are tried."""
 
@@ -204,7 +205,8 @@ def candidates(flag: Flag, best: TrialResult, machine: Machine) -> list[FlagChan
 
 def _with_others(flag: Flag, value: Any, server: Server, flags: Flags) -> list[Args]:
     """Return the settings to try for a value of a flag, each with the flags that must change with it."""
-    if flag.name == "tp-size" and server.facts.is_moe:  # Experts may be whole, or split over the GPUs.
+    # Each GPU may hold a slice of every expert, or some experts whole, so both are tried.
+    if flag.name == "tp-size" and server.facts.is_moe:
         return [{flag.name: value, "ep-size": size} for size in dict.fromkeys((value, 1))]
     others = beside(flag.name, value, server)
     return [{flag.name: value} | {name: other for name, other in others.items() if flags.spelling(name)}]

@@ -226,7 +226,7 @@ class HttpEngine(Engine):
         return 0
 
     def status_of(self, url: str) -> ServerStatus:
-        """Return a client for questions to a server."""
+        """Return a client for a server's status paths, such as `/model_info`."""
         assert self._question_session is not None
         return ServerStatus(self._question_session, url)
 
@@ -357,7 +357,7 @@ class HttpEngine(Engine):
         """Poll the load of every replica; leave out replicas that do not answer within 2 s."""
         if not self._reports_load:
             return []
-        serving = self.serving  # `serving` may be replaced during the polls
+        serving = self.serving  # another coroutine may replace `self.serving` during the polls
         loads: list[SchedulerLoad] = []
         polls = await asyncio.gather(*(self._loads_of(endpoint.url) for endpoint in serving))
         for endpoint, server_loads in zip(serving, polls, strict=True):
@@ -436,7 +436,10 @@ class HttpEngine(Engine):
                 endpoint.end_requests(sent_before=latest_send_time)
 
     async def _is_alive(self, endpoint: Endpoint) -> bool:
-        """Ask a server whether it answers. All rows that lost their connections together share a question."""
+        """Tell whether a server still answers.
+
+        Rows that lost their connections at the same time share one request to the server.
+        """
         liveness = endpoint.liveness
         question = liveness.question
         if question is None:
@@ -444,7 +447,8 @@ class HttpEngine(Engine):
             status = ServerStatus(self._question_session, endpoint.address)
             question = liveness.question = asyncio.ensure_future(status.is_alive())
             question.add_done_callback(liveness.forget_question)
-        alive = await asyncio.shield(question)  # a cancelled row must not cancel the question of other rows
+        # The shield keeps the request alive for the other rows if this row is cancelled.
+        alive = await asyncio.shield(question)
         liveness.record(alive=alive)
         return alive
 
@@ -620,7 +624,8 @@ class HttpEngine(Engine):
             abort=self._abort,
         )
         answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, stream.read, rids=rids)
-        if answer is not None and answer.is_json:  # a proxy or server that does not stream
+        # a proxy or server that does not stream sends one JSON reply
+        if answer is not None and answer.is_json:
             return replies.completion_of(request, answer.content)
         if answer is not None:
             raise self._refusal(endpoint, answer)
@@ -702,7 +707,8 @@ class HttpEngine(Engine):
         sender = endpoint.senders.get(path)
         if sender is None:
             sender = endpoint.senders[path] = self._new_sender(endpoint, path)
-        if endpoint.doubts:  # otherwise another model might compute the rows
+        # After a lost connection, another server with another model may be at the address.
+        if endpoint.doubts:
             await self.guard.confirm(endpoint)
         posted = await sender.post(body)
         try:

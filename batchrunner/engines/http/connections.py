@@ -43,7 +43,8 @@ def raise_file_limit() -> int:
     if soft == resource.RLIM_INFINITY:
         return MOST_FILES
     new_limit = MOST_FILES if hard == resource.RLIM_INFINITY else hard
-    with contextlib.suppress(ValueError, OSError):  # the kernel's maximum is lower
+    # The kernel may refuse the hard limit, because its own maximum is lower. Then the soft limit stays.
+    with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard))
         soft = new_limit
     if soft < FEWEST_FILES:

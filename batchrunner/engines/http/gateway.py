@@ -212,7 +212,7 @@ class WorkerState:
 
 @dataclass(slots=True)
 class WorkerStates:
-    """States of a gateway's workers, which decide whether an answer is surely one of the run's model."""
+    """States of a gateway's workers. They decide whether an answer certainly came from the run's model."""
 
     of: dict[str, WorkerState] = field(default_factory=dict)
     """States by the URLs of the workers."""
@@ -304,7 +304,8 @@ class ThroughGateway(HttpEngine):
         self._key_search: asyncio.Task[None] | None = None
         """Search for new keys, after a change of the workers."""
         self._next_search_at = 0.0
-        """Time before which a wrong worker's answer starts no search, in seconds of the monotonic clock."""
+        """No new key search starts before this time (seconds of the monotonic clock), even if a wrong worker
+        answers."""
         self._halves_load = LoadEstimate()
         """Load of all prefill and decode workers together."""
         self._is_away = False
@@ -416,7 +417,7 @@ class ThroughGateway(HttpEngine):
         return None
 
     async def _name_to_send(self, endpoint: Endpoint, name: str | None) -> str | None:  # noqa: ARG002
-        """Return the name by which the gateway finds a worker; warn once for each other name in rows."""
+        """Return the model name that the gateway knows; warn once for each unknown name in the rows."""
         if name is not None and name not in self._model_names and name not in self._names_to_send:
             log.warning("requests for the model %r are answered by %s", name, self._model_id)
             self._names_to_send[name] = self._model_id
@@ -473,7 +474,9 @@ class ThroughGateway(HttpEngine):
         self._workers.listed_at = asked_at
         self._follow(workers)
         loads = self._loads_now(workers, time.monotonic())
-        if self._has_keys:  # otherwise the rows of one worker cannot be told from those of others
+        # Without routing keys, it is unknown which worker a row is at, so a hang cannot be attributed to a
+        # worker.
+        if self._has_keys:
             self._pause_hanging_servers([load for load in loads if load.used_tokens is not None])
         return loads
 
@@ -566,11 +569,11 @@ class ThroughGateway(HttpEngine):
     # Routing keys
 
     def _leads_astray(self, now: float) -> bool:
-        """Tell whether keys have to be found anew, because a key led to a worker other than its own.
+        """Tell whether a new key search is due, because a routing key led to the wrong worker.
 
-        The gateway may have assigned the key to another worker, or its overload protection avoids the key's
-        worker for a while. A new search does not help against the latter, so searches are not repeated at
-        once.
+        Either the gateway has assigned the key to another worker, or its overload protection avoids the right
+        worker for a while. Against overload protection a new search does not help, so there is a pause
+        between searches.
         """
         if now < self._next_search_at:
             return False

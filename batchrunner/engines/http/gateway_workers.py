@@ -226,7 +226,8 @@ class LoadEstimate:
         """
         limit = self._report.max_running_requests
         requests = in_flight + self._from_others
-        # The largest number counts: a report from between two batches shows few requests at work.
+        # The largest number of recent reports counts, because a report from between two batches shows few
+        # requests at work.
         most_at_work = max(self._at_work, default=requests if limit is None else limit)
         at_work = min(requests, most_at_work)
         return SchedulerLoad(
@@ -249,7 +250,7 @@ measures the memory at each start, and other processes on the GPU change the res
 
 
 NO_REPORT = ""
-"""Time of a report that the gateway could not read; it differs from the time of any report."""
+"""Report time of a load report that the gateway could not read. No real report has this time."""
 
 
 @dataclass(slots=True)
@@ -316,7 +317,8 @@ class GatewayQuestions:
                 return _read_workers(reply["workers"])
         is_refused = status in KEY_REFUSED
         if is_refused or not self._lists_workers:
-            # `/loads` is open to every key, so a second question tells whether this key may send rows.
+            # A gateway answers `/loads` for every key, so an empty request for an answer shows whether this
+            # key may send rows.
             workers = await self._workers_in_loads(timeout_s)
             if workers and await self._takes_rows(timeout_s):
                 self._lists_workers = False

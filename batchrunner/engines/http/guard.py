@@ -101,7 +101,7 @@ class ModelGuard:
             await self.confirm(endpoint)
         if version is None:
             return
-        self.weights = self.weights or version  # the first answer decides
+        self.weights = self.weights or version  # the first server to answer sets the version for all
         if version != self.weights:
             raise another_model(endpoint.url, "weight_version", self.weights, version)
 
@@ -145,7 +145,7 @@ class GuardedConnector(aiohttp.TCPConnector):
     """Hands out a new connection only after its server has confirmed that it serves the run's model."""
 
     def __init__(self, guard: ModelGuard, **options: Any) -> None:
-        """`options` are those of TCPConnector."""
+        """Create a connector whose connections `guard` checks; `options` go to aiohttp's TCPConnector."""
         super().__init__(**options)
         self._guard = guard
 

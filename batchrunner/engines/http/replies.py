@@ -225,7 +225,7 @@ BEGIN = "<think>"
 END = "</think>"
 """Tag after a model's reasoning."""
 TAGS = "think>"
-"""Common end of the tags BEGIN and END. A text without it has no reasoning."""
+"""Last characters of both reasoning tags, <think> and </think>. A text without them has no reasoning."""
 NO_REASONING: Mapping[str, list[Any]] = MappingProxyType({"reasoning": [None]})
 """Column of an answer without reasoning."""
 _END_ON_A_LINE = re.compile(r"(?:^|\n)[ \t]*</think>[ \t]*(?:\n|$)")
@@ -566,7 +566,7 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
 
     Raises RequestError if the reply is an abort or not an answer, or if a vector is invalid.
     """
-    reply = strict_json(reply)  # the reply becomes a line of the results, which must be valid JSON
+    reply = strict_json(reply)  # The reply becomes a line of the results, so it must be valid JSON.
     if body.path == EMBEDDINGS_PATH:
         prompt_tokens = check_embeddings(reply, len(prompts_in(body)) or None)
         columns = {RESPONSE: [_as_line(reply, body.model)]}

@@ -43,7 +43,7 @@ class Liveness:
     result is whether the server answers."""
 
     def record(self, *, alive: bool) -> None:
-        """Record whether the server is alive now; of several failures in a row, the first is its death."""
+        """Record whether the server is alive now. The time of death is that of the first failed check."""
         if not alive and not self.is_dead:
             self.died_at = time.monotonic()
         self.is_dead = not alive
@@ -55,7 +55,7 @@ class Liveness:
 
 @dataclass(slots=True, eq=False)
 class ModelWatch:
-    """Questions to one server for its model."""
+    """Asks one server, again and again, whether it still serves the run's model."""
 
     ask: ModelQuestion
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -131,7 +131,7 @@ class Endpoint:
             self.doubts += 1
 
     def hang_among(self, loads: Sequence[SchedulerLoad]) -> Hang | None:
-        """Return the hang if the server hangs, else None; `loads` are the latest loads of all servers."""
+        """Return the server's hang, or None if it has none; `loads` are the latest loads of all servers."""
         own_loads = [load for load in loads if load.server == self.url]
         return self.hangs.poll(time.monotonic(), own_loads, in_flight=self.in_flight, answers=self.answers)
 
@@ -142,7 +142,7 @@ class Endpoint:
         self.end_requests(math.inf)
 
     def resume(self) -> None:
-        """End the pause of a hang."""
+        """Send rows again to a server that was paused because it hung."""
         self.hang_pause = None
         self._update_closed()
 

@@ -122,8 +122,8 @@ class ServerStatus:
 
 
 Requests = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
-"""Number of requests at one scheduler. The maximum is about sixteen times the number of ports of an
-address."""
+"""Number of requests at one scheduler. The upper limit is about sixteen times the number of TCP ports of one
+IP address."""
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 """Number of tokens in a reply of a server."""
 Amount = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
@@ -396,8 +396,8 @@ BUDGET_PARSERS = {
 def why_no_budget(server: Mapping[str, Any], *, any_parser: bool = False) -> str | None:
     """Return why a server would ignore or refuse `max_thinking_tokens`; None if it obeys the budget.
 
-    `any_parser` says that the server also has a budget for all rows (SGLANG_MAX_THINK_TOKENS), with which
-    every parser obeys.
+    Without a default budget, only some reasoning parsers support `max_thinking_tokens`. `any_parser` tells
+    that the server has a default budget (SGLANG_MAX_THINK_TOKENS), with which every parser supports it.
     """
     parser = server.get("reasoning_parser")
     if not parser:
@@ -431,7 +431,8 @@ def describe(
         tokenizing=_common_to([*map(tokenizer_info, models, servers)]),
         takes_images=takes_images,
         takes_audio=_in_all(models, "has_audio_understanding"),
-        takes_videos=takes_images and None,  # a model that takes images may take videos
+        # A model that takes images may also take videos, but no server reports it. So None means unknown.
+        takes_videos=takes_images and None,
         no_thinking_budget=next(filter(None, map(why_no_budget, servers)), None),
         one_by_one=next(filter(None, map(sends_pieces, servers)), None),
     )
@@ -477,7 +478,7 @@ def running_by_states(server: Mapping[str, Any]) -> int | None:
 
 
 LEAST_DEFAULT_RUNNING = 2048
-"""Minimum of the `max_running_requests` that SGLang chooses by default, if memory does not cap it."""
+"""Minimum of SGLang's default for `max_running_requests`, unless memory allows fewer requests."""
 
 
 def memory_caps_running(server: Mapping[str, Any]) -> bool:

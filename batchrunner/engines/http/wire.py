@@ -301,7 +301,7 @@ def watched_body(request: Request) -> dict[str, Any]:
 
 
 def bundle_body(requests: Sequence[Request]) -> dict[str, Any]:
-    """Return the body for `/generate` of several prompts of token ids, which is answered by events."""
+    """Return the body that sends several prompts of token ids to `/generate`, with a streamed answer."""
     samplings = [_streamed(request, request.sampling) for request in requests]
     are_equal = all(sampling == samplings[0] for sampling in samplings)
     body: dict[str, Any] = {
@@ -366,7 +366,7 @@ def tokenize_body(request: Request, *, special: bool = True) -> dict[str, Any]:
 
 
 def _json(value: Any, name: str) -> Any:
-    """Return a sampling parameter that may be JSON text as a value; raises RowRefusedError."""
+    """Return the value of a sampling parameter, decoded if it is JSON text; raises RowRefusedError."""
     if not isinstance(value, str):
         return value
     try:

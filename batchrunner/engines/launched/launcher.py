@@ -110,7 +110,8 @@ def local_copy(source: str, cache: str, name: str) -> str:
             copy.parent.mkdir(parents=True, exist_ok=True)
             with copy.with_name(f"{name}.lock").open("wb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                if not copy.exists():  # another server may have copied while this one waited for the lock
+                # Another server may have made the copy while this server waited for the lock.
+                if not copy.exists():
                     copy_files(source, files, copy)
     except OSError as failure:
         raise SystemExit(f"{error_prefix}: cannot copy {source}: {failure}") from None

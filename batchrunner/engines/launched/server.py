@@ -108,7 +108,7 @@ class SGLangServer:
         ]  # fmt: skip
         self._start_timeout_s = spec.start_timeout
 
-        # The flags of the job, tuned flags, and flags that were changed after a death.
+        # Flags come from three sources: the job, flag tuning, and recovery after a death.
         self._job_args = server_args(spec.args, cpu=cpu)
         self._set_by_job = {**spec.args, **spec.env}
         self._healer = healer
@@ -147,7 +147,7 @@ class SGLangServer:
         # The result of recovery after the last death.
         # Whether recovery has found safer arguments.
         self._was_healed = False
-        # Time of the result, in seconds of the monotonic clock.
+        # Time at which recovery ended, in seconds of the monotonic clock.
         self._judged_at = -math.inf
         # Set when the result for the next death is known.
         self._verdict = asyncio.Event()
@@ -185,8 +185,8 @@ class SGLangServer:
                 await self.stop()
             else:
                 self.start_s = time.monotonic() - began
-                # The start failed with the flags of an earlier run, and has succeeded without them. Before
-                # the success it was not clear that the flags were at fault.
+                # The flags of an earlier run are forgotten only now. A start with them failed, but only this
+                # successful start without them shows that the flags were the cause.
                 if self._is_recalled and self._previous is None and self._memory:
                     self._memory.forget()
                     self._is_recalled = False

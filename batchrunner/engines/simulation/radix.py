@@ -80,7 +80,7 @@ class RadixCache:
         so their tokens count as evictable.
         """
         node, matched = self.match(path, limit)
-        segment_begin = 0  # in tokens from the beginning of the context
+        segment_begin = 0  # token position in the whole context
         for name, tokens in path:
             end = min(tokens, limit - segment_begin)
             cached = max(0, matched - segment_begin)
@@ -146,7 +146,7 @@ class RadixCache:
         node.tokens -= tokens
         upper.children[node.key] = node
         self._time += 1
-        node.touched = self._time  # SGLang too counts the lower node as accessed
+        node.touched = self._time  # The split counts as an access of the lower node, as in SGLang.
         return upper
 
     def _offer(self, node: CacheNode) -> None:

@@ -71,7 +71,8 @@ class CostModel(NamedTuple):
 
     def work_s(self, work: PassWork) -> float:
         """Return the seconds that the passes of `work` take."""
-        amounts = work[:PARTS]  # without the output tokens, whose cost the samples include
+        # `work` also counts output tokens, which have no cost of their own: the samples include it.
+        amounts = work[:PARTS]
         return sum(cost * amount for cost, amount in zip(self, amounts, strict=True))
 
     def step_s(self, step: StepResult) -> float:

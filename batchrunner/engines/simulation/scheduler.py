@@ -417,9 +417,10 @@ class Scheduler:
         return self.queue > 0 and not self._is_full
 
     def _admit(self, sample: SimulatedRequest, budget: PrefillBudget, *, is_first: bool) -> int | Refusal:
-        """Admit the head of the queue; return the number of its tokens that this pass computes.
+        """Admit the first sample of the queue; return the number of its tokens that this pass computes.
 
-        `is_first` says that the pass has no sample yet. Return the reason if the sample is not admitted.
+        `is_first` tells that the pass has admitted no sample yet. If the sample is refused, return the
+        reason.
         """
         # The prefix is locked before the tests, because the available tokens do not include locked ones.
         node, matched = self.pool.lock_prefix(sample)
@@ -452,7 +453,8 @@ class Scheduler:
         """
         uncomputed = sample.fill_tokens - sample.filled_tokens
         free_tokens = self.pool.available_tokens
-        chunk_limit = max(budget.chunk_tokens, 1)  # a chunk has at least one token, or it would never end
+        # At least one token, because an empty chunk would never finish the prompt.
+        chunk_limit = max(budget.chunk_tokens, 1)
         room_tokens = math.floor(free_tokens - budget.expected_tokens)
         if room_tokens > 0:
             chunk_limit = min(chunk_limit, room_tokens)
@@ -463,9 +465,9 @@ class Scheduler:
         return tokens
 
     def _charge(self, budget: PrefillBudget, sample: SimulatedRequest, tokens: int, uncomputed: int) -> None:
-        """Charge `tokens` of an admitted sample to the budget.
+        """Subtract `tokens` of an admitted sample from the budget of this pass.
 
-        The expected output is charged too if these are all `uncomputed` tokens of the sample.
+        With its last chunk (`tokens` equals `uncomputed`), the sample's expected output is charged too.
         """
         new_tokens = min(sample.asked_tokens, self.config.clip_tokens) if tokens == uncomputed else 0
         budget.expected_tokens += tokens + PAGE_TOKENS + new_tokens
@@ -496,7 +498,7 @@ class Scheduler:
             self.pool.checkpoint(sample)
             if sample is self.chunked:  # more chunks follow
                 continue
-            sample.outputs += 1  # the last token of a context generates the next one
+            sample.outputs += 1  # the pass that computes the last prompt token generates an output token
             if sample.outputs >= sample.target_tokens:
                 self.pool.release(sample, sample.filled_tokens, keep=True)
                 finished.append(sample)
