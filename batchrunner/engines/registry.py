@@ -177,7 +177,8 @@ def bound_blanks(spec: ServerEngine) -> ServerEngine:
     Without a limit, a model may write blanks up to `max_new_tokens`. A limit that the job sets takes
     precedence.
     """
-    if not is_at_least(version_of(spec.python, spec.env), 0, 5, 23):  # older versions may lack the flag
+    # versions before 0.5.23 may lack the flag
+    if not is_at_least(version_of(spec.python, spec.env), 0, 5, 23):
         return spec
     return spec.model_copy(update={"args": {MAX_BLANKS_FLAG: MOST_BLANKS, **spec.args}})
 

@@ -155,7 +155,8 @@ def _output(request: Request, number: int, most_tokens: int) -> _Output:
     budget = request.sampling.get(THINKING) or 0
     if budget <= 0:
         return _output_without_thinking(request, number, most_tokens)
-    # The bits of `number` from the 22nd on choose neither the length of the answer nor its text.
+    # These bits of `number` choose neither the length of the answer nor its text, so all three are
+    # independent.
     thinking_tokens = min(_LENGTHS[number >> 22], budget, most_tokens)
     if thinking_tokens < most_tokens:
         output = _output_without_thinking(request, number, most_tokens - thinking_tokens)
@@ -163,7 +164,7 @@ def _output(request: Request, number: int, most_tokens: int) -> _Output:
         output = _Output("", 0, CUT)
     return output._replace(
         tokens=thinking_tokens + output.tokens,
-        thinking=_text(~number, thinking_tokens),  # ~, so that the thinking has other words than the answer
+        thinking=_text(~number, thinking_tokens),  # `~number` selects other words than those of the answer
         is_thinking_cut=thinking_tokens == budget,
     )
 
@@ -408,7 +409,9 @@ def _length(sampling: dict[str, Any], number: int, most_tokens: int) -> tuple[in
 
 def _text(number: int, tokens: int) -> str:
     """Return a word for each of `tokens`, at most LONGEST_TEXT_WORDS, after the mark of made-up texts."""
-    start = (number >> 10) % _TAPE_STARTS  # not the bits that chose the length, so that both are independent
+    # The length of the answer comes from the last 10 bits, so these are left out, and text and length are
+    # independent.
+    start = (number >> 10) % _TAPE_STARTS
     return MARK + " ".join(_TAPE[start : start + min(tokens, LONGEST_TEXT_WORDS)])
 
 
@@ -498,7 +501,8 @@ class Simulator(Engine):
             )
             for output_tokens in output_lengths
         ]
-        self._advance()  # samples take part from the scheduler's next pass on, so bring its clock up to date
+        # The scheduler takes new samples into its next pass, so its clock must first catch up.
+        self._advance()
         for sample in samples:
             self._replica.scheduler.submit(sample)
         if self._simulation is None or self._simulation.done():

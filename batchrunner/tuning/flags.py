@@ -310,8 +310,9 @@ def _half_pool(s: Server) -> list[int]:
 def _good_fraction(s: Server) -> list[float]:
     """Return the `--mem-fraction-static` that leaves as much memory free as SGLang's tuning guides advise.
 
-    The fraction has room for at least the weights and a useful KV pool. The list is empty if no such fraction
-    lies in the direction in which the free memory has to change.
+    The fraction has room for at least the weights and a useful KV pool. If too much memory is free, the
+    fraction must exceed the present one; if too little is free, it must be lower. Otherwise the list is
+    empty.
     """
     present, spare_gb, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb
     if present is None or spare_gb is None or not card:
@@ -321,7 +322,7 @@ def _good_fraction(s: Server) -> list[float]:
     # Rounded down, so that at least the advised memory stays free. Negative if too little memory is free.
     steps = math.floor(surplus_gb / card / FRACTION_STEP)
     if is_raise:
-        # Callers ask for a raise only if far more is free than the guides advise, so one step is safe.
+        # Callers ask for a larger fraction only if far more memory is free than advised, so one step is safe.
         steps = max(1, steps)
     least = math.ceil(least_fraction(s.facts) / FRACTION_STEP) * FRACTION_STEP
     target = round(min(HIGHEST_FRACTION, max(least, present + steps * FRACTION_STEP)), 3)
@@ -354,7 +355,10 @@ def _lower_fraction(s: Server) -> list[float]:
 
 
 def _fraction_for_pool(s: Server) -> list[float]:
-    """Return a `--mem-fraction-static` above the minimum that SGLang's error message names."""
+    """Return a `--mem-fraction-static` that leaves room for a KV pool.
+
+    It is higher than the present one, and than the minimum that SGLang's error message names.
+    """
     minimum = re.search(r"above (0\.\d+)", s.why)
     base = max(s.now("mem-fraction-static") or FRACTIONS[0], float(minimum[1]) if minimum else 0.0)
     fraction = round(base + ROOM_STEP, 3)
@@ -438,7 +442,7 @@ def state_slots(s: Server, per_request: int, size: float = 1.0) -> int:
     pool, share = s.facts.states, s.facts.state_share
     if pool is None or not share or s.running < 1:
         return 0
-    # Fractions of the memory of both pools that a request takes.
+    # Both variables are fractions of the two pools' memory that one request takes.
     states = per_request * size * share / pool.slots
     tokens = (1 - share) * s.usage / GUIDES.usage_good / s.running
     most_in_both = 1 / (states + tokens)
@@ -462,7 +466,7 @@ def state_args(
     if s.facts.sizes_states or sets_running:
         return {"max-mamba-cache-size": int(as_flag(s.facts, "max-mamba-cache-size", slots))}
     new_share = (slots + 1) * size * (s.facts.state_share or 0.0) / pool.slots
-    ratio = new_share / (1 - new_share)  # of the state pool's memory to the KV pool's
+    ratio = new_share / (1 - new_share)  # memory of the state pool divided by that of the KV pool
     return {"mamba-full-memory-ratio": math.ceil(100 * ratio) / 100}
 
 
@@ -615,7 +619,7 @@ def _other_layouts(s: Server) -> list[int]:
         sizes.append(facts.tp // 2)
     if facts.idle_gpus >= facts.gpus:
         sizes.append(2 * facts.tp)
-    # If the number of heads is unknown, a power of two probably divides it.
+    # If the number of heads is unknown, it is assumed to be divisible by any power of two.
     heads = facts.config.get("num_attention_heads") or MOST_RUNNING
     return [size for size in sizes if heads % size == 0]
 
@@ -623,9 +627,9 @@ def _other_layouts(s: Server) -> list[int]:
 def _ngrams(s: Server) -> list[str]:
     """Return NGRAM if it promises a clear gain, and this server can use it without a change of answers.
 
-    SGLang refuses DP attention, and most attention backends with pages of several tokens. On other GPUs than
-    NVIDIA's it would decode greedily, whatever the temperature. A mixture of experts reads more experts to
-    check more tokens, a cost that is not known here.
+    With NGRAM, SGLang refuses DP attention, and most attention backends with pages of several tokens. On GPUs
+    of other makers than NVIDIA, NGRAM decodes greedily, whatever the temperature. For a mixture of experts
+    the gain is unknown, because more checked tokens read more experts.
     """
     facts, arguments = s.facts, s.facts.arguments
     pages_fit = arguments.get("page_size") in {None, 1} or arguments.get("attention_backend") == "flashinfer"

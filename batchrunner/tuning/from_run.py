@@ -58,11 +58,12 @@ def read_run(run: Path | RunDir) -> Situation:
         client = worker.client
         for path in sorted(worker_dir.log_directory.glob("engine*.log")):
             log.source = f"{worker_dir.task} {path.stem}"
-            with contextlib.suppress(InputError):  # the log of a server that never started is empty
+            with contextlib.suppress(InputError):  # a server that never started has an empty log
                 log.read(path)
     load.settle()
     _read_lengths(run_dir, client)
-    if not has_enough(load):  # The log alone would mislead: it also has passes of the start and the tail.
+    # The log cannot replace the load samples, because it includes the start and the tail of the run.
+    if not has_enough(load):
         log.series.tracks, log.series.prefills = {}, Prefills()
     server = log.facts
     server.version = facts["engine"].get("version")
@@ -114,8 +115,7 @@ class _WorkerReader:
         self._learned: dict[str, Any] = {}
         """Flags that the runner gave the servers in addition to the job's own."""
         self._tracks: dict[str, str] = {}
-        """Stable name of each scheduler, numbered by order, because launched servers get new ports in each
-        attempt."""
+        """Name of each scheduler in the series. Names are numbers, because ports change with each attempt."""
         self._retractions = 0
         """Retractions of this attempt so far."""
         self._began: int | None = None
@@ -315,7 +315,8 @@ def _replay(run_dir: RunDir, situation: Situation) -> None:
 def some_answers(run_dir: RunDir) -> list[str]:
     """Return the beginnings of up to MOST_ANSWERS answers: the first ones of the newest part with texts."""
     for path in reversed(run_dir.all_parts()[-MOST_PARTS:]):
-        damaged = contextlib.suppress(pa.ArrowException, OSError, KeyError)  # or removed in the meantime
+        # A part file may be damaged, or removed after the listing. Then the next one is read.
+        damaged = contextlib.suppress(pa.ArrowException, OSError, KeyError)
         with damaged, pq.ParquetFile(path) as part:
             if has_texts(part.schema_arrow):
                 rows = next(part.iter_batches(MOST_ANSWERS, columns=["output"]), None)

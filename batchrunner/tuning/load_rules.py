@@ -78,10 +78,10 @@ def queue_empty(s: Situation, flags: Flags) -> Finding | None:
 
 
 def _slow_component(client: ClientActivity, target: str) -> tuple[str, str]:
-    """Return a remedy for the empty queue of the engine, and the cause of most samples with an empty queue.
+    """Return a remedy on the runner's side, and the main cause of an empty engine queue.
 
-    The remedy changes the runner. It is empty if the server's front process or the network is slow. `target`
-    is the advice on the length of the queue.
+    The remedy is empty if the cause is the server's front process or the network. `target` is the advised
+    queue length.
     """
     half = client.empty / 2
     if client.on_way > half:
@@ -304,7 +304,8 @@ def small_prefills(s: Situation, flags: Flags) -> Finding | None:
     args = next_setting("small-prefills", name, s.server, flags)
     if name not in flags.names or not args or not has_enough(s.log):
         return None
-    if s.facts.arguments.get("enable_mixed_chunk"):  # Prefill passes do not stop decoding then.
+    # Mixed chunks let prefill passes decode too, so they delay nothing.
+    if s.facts.arguments.get("enable_mixed_chunk"):
         return None
     mean_tokens = prefills.new_tokens / max(1, prefills.passes)
     are_small = mean_tokens <= min(GUIDES.small_pass * chunk, LIKE_A_STEP)

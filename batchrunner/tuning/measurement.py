@@ -22,8 +22,8 @@ GENERATIONS = 2
 """Number of generations to measure. A generation is as many rows as run at once. The first generation is not
 measured, because its rows began together, so the load is not steady."""
 WAVE = 0.5
-"""Number of generations (rows that run at once) by which a trial may lag without being slow. Rows that began
-together end together, so output comes in waves."""
+"""Rows that began together end together, so output comes in waves. A trial may therefore lag by this number
+of generations (rows that run at once) before it counts as slow."""
 LEAST_GAIN = 0.02
 """Minimum relative gain in speed by which a change of flags counts as faster. A smaller gain is noise."""
 NEARLY_ALL = 0.99
@@ -187,7 +187,7 @@ class TrialWatch:
             return None
         tokens = rows * self.tokens / max(self.rows, 1)
         ratio = tokens / max(steady_s * self.incumbent.tokens_per_s, 1.0)
-        # At most the rows of WAVE generations may be about to end.
+        # Output comes in waves, so the rows of WAVE generations may be about to end; count them too.
         best_ratio = ratio * (1 + WAVE * self._peak / rows)
         if best_ratio >= 1 - self.incumbent.margin:
             return None

@@ -31,9 +31,10 @@ def words_a_step(answers: Iterable[str], earlier: Iterable[str] = ()) -> float:
 
     The result is 1 if no draft is ever right. The speculation looks up the last words of an answer, and
     drafts the words that followed them when they last occurred in any answer. It does not learn from prompts,
-    except for their last words (0.5.23, ngram_worker). The server has generated the `earlier` answers before.
+    except for their last words (0.5.23, ngram_worker). It can also draft from `earlier`, the answers that the
+    server generated before.
     """
-    next_word: dict[tuple[str, ...], str] = {}  # The last word that followed an n-gram.
+    next_word: dict[tuple[str, ...], str] = {}  # Maps each n-gram to the word that last followed it.
     for answer in earlier:
         words = WORD.findall(answer)[:MOST_WORDS]
         _learn(next_word, words, range(len(words)))
@@ -121,9 +122,10 @@ many tokens as the maximum (10 million nodes, up to 18 for a token). A corpus ta
 server's memory for a token."""
 
 LEAST_CORPUS_GAIN = 1.2
-"""A corpus is loaded only if it would raise the words per decode step of a server that has just started by at
-least this factor. It takes the place of drafts from the answer itself. With SGLang's own matcher, that lost 4
-to 13 % on answers of which each repeats only itself, and gained 50 % on answers made of common sentences."""
+"""Minimum ratio of words per decode step, with and without a corpus, at which a corpus is loaded into a
+server that has just started. A corpus has a cost, because its drafts replace drafts from the answer itself.
+With SGLang's own matcher, a corpus lost 4 to 13 % on answers that repeat only themselves, and gained 50 % on
+answers made of common sentences."""
 
 
 def corpus_gain(answers: Sequence[str]) -> float:

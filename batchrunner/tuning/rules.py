@@ -101,7 +101,8 @@ class Rule:
         if finding.fine:
             return Advice(self.name, finding.sign, certainty="high", evidence=finding.evidence)
         args = finding.args or {}
-        if self.flag and finding.args is None and not finding.change:  # The finding leaves it to the flag.
+        # The finding has no change of its own, so the next value of the rule's flag is advised.
+        if self.flag and finding.args is None and not finding.change:
             args = next_setting(self.on, self.flag, server, flags)
         change = finding.change or command_line(args)
         if not change:
@@ -167,8 +168,8 @@ a time. Entries apply in order, and a suppressed rule suppresses no other rule."
 
 
 OFTEN = "often"
-"""Word, in the signs of RULES, for a sign that at least 25% of at least 8 samples over 10 s show (`frequent`,
-`samples` and `span_s` of `Thresholds`)."""
+"""Word in the texts of RULES. It means that at least 25% of at least 8 load samples over at least 10 s show a
+sign (`frequent`, `samples` and `span_s` of `Thresholds`)."""
 
 
 def _safer_values(kind: Phase | Kind) -> str:

@@ -122,7 +122,7 @@ FAILED_MORE = 0.01
 """Maximum difference, between a challenger's share of failed rows and the best's, at which the challenger is
 safe. It is not 0, because trials do not answer the same rows."""
 MOST_MISSES = 2
-"""Number of changes of a flag in a row without a gain after which the flag is given up."""
+"""Maximum number of changes without a gain, one after the other, before the search leaves a flag."""
 TOGETHER = Flag("together", {})
 """Placeholder for a joint change of all flags whose signs the best trial shows, except flags that need a
 GPU."""
@@ -163,7 +163,7 @@ class TrialRequest:
 
 
 class Search:
-    """The search; `best` is the best setting so far."""
+    """A search for faster flags; `best` is the best setting so far."""
 
     def __init__(self, args: Args, machine: Machine, tuned_flags: Sequence[Flag] = TUNED_FLAGS) -> None:
         """`args` has the job's own flags, which are tried first."""
@@ -274,7 +274,8 @@ class Search:
         self, setting: FlagSetting, change: FlagChange, tuned_flag: Flag
     ) -> Generator[TrialRequest, TrialResult, bool]:
         """Try a setting, then the best and this setting in turn; return whether the setting is faster."""
-        before = len(self.best.speeds) - 1  # The last trial of the best counts as its first turn.
+        # The comparison begins with the best setting's last trial, so that it need not run again.
+        before = len(self.best.speeds) - 1
         yield from self._try(setting, change.why, self._incumbent(setting))
         while (verdict := self._verdict(setting, change, tuned_flag, self.best.speeds[before:])) is None:
             if len(self.best.speeds) - before <= len(setting.speeds):
@@ -323,7 +324,7 @@ class Search:
             best_speeds,
             self._noise(),
             more_per_pass=only_schedules and more_per_pass(newest.signs, best.signs),
-            # With fuller passes, a small step may even seem to lose a little: that is noise.
+            # Passes have become fuller, so an apparent loss of up to LEAST_GAIN is noise for a small step.
             worth=-LEAST_GAIN if tuned_flag.small_steps else LEAST_GAIN,
         )
         return None if verdict == "again" else (verdict == "faster", f"{verdict}: {text}")

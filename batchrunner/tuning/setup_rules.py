@@ -64,7 +64,7 @@ def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
 
 
 def data_parallel(s: Situation, flags: Flags) -> Finding | None:
-    """Find data-parallel replicas inside one server, which get requests whatever their load."""
+    """Detect that one server runs data-parallel replicas, which get requests without regard to their load."""
     dp = s.facts.number("dp_size") or 1
     if dp < 2 or s.facts.attn_dp > 1:  # noqa: PLR2004
         return None
@@ -152,7 +152,7 @@ def host_cache(s: Situation, _: Flags) -> Finding | None:
 
 
 def attention_backend(s: Situation, _: Flags) -> Finding | None:
-    """Find an attention backend for any GPU on a GPU for which SGLang has a better one."""
+    """Detect a general-purpose attention backend on a GPU for which SGLang has a better one."""
     backend = s.facts.arguments.get("attention_backend")
     if backend not in _GENERAL or backend in best_backends(s.facts)[:1]:
         return None

@@ -143,8 +143,9 @@ def is_at_cap(load: Gauges) -> bool:
 def fills_states(load: Gauges) -> bool:
     """Tell whether a hybrid model's state pool has no room for more requests.
 
-    The pool also counts as full if the running requests reach their cap and the state pool sets this cap. It
-    does so if it holds the states of no more requests than the cap, that is, of `running / state_usage`.
+    SGLang may limit `max_running_requests` to the number of states in the pool. So the pool also counts as
+    full if this limit is reached and the pool has room for no more. `running / state_usage` estimates that
+    room.
     """
     if load.state_usage >= GUIDES.usage_good:
         return True

@@ -259,7 +259,10 @@ class Situation:
 
 
 def pool_tokens(config: Mapping[str, Any], free_bytes: float) -> int | None:
-    """Return the number of tokens that a quarter of the free memory holds; None for an unknown model."""
+    """Return the number of KV pool tokens that fit into a quarter of the free memory, in bytes.
+
+    None if the model is unknown.
+    """
     token_bytes = kv_bytes(config, FLOAT32_BYTES)
     return int(free_bytes / POOL_SHARE / token_bytes) if token_bytes else None
 

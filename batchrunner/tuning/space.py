@@ -67,7 +67,7 @@ def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> M
     gpus_a_replica, replicas = cards_of(engine.args), getattr(job.engine, "replicas", 1)
     count = 0 if cpu else len(gpus(engine.env)) or len(gpu_cards)
     if isinstance(replicas, int) and replicas > 1:
-        count = replicas * gpus_a_replica  # the job uses only these, even if the machine has more
+        count = replicas * gpus_a_replica  # The job cannot use more GPUs, even if the machine has more.
     prompt = job.prompt.model_dump()
     return Machine(
         flags=installed(engine.python, engine.env),

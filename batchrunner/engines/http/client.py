@@ -474,10 +474,9 @@ class HttpEngine(Engine):
     async def _name_to_send(self, endpoint: Endpoint, name: str | None) -> str | None:
         """Return the model name to send with a row of a batch file; None if the row has no model name.
 
-        The row's name is sent unchanged, unless it is the name of a LoRA adapter without the base model's.
-        SGLang takes the part after a colon for an adapter, and refuses an adapter that is not loaded. A
-        request with any name without a colon is answered by the base model. So the name of an adapter is
-        sent as `model:adapter`.
+        SGLang reads a name as `model:adapter`. For a name without a colon the base model answers, even if it
+        is the name of a LoRA adapter. So the bare name of an adapter is sent as `model:adapter`, and any
+        other name unchanged. SGLang refuses an adapter that is not loaded.
         """
         if name is None or name in self._model_names or ":" in name:
             return name

@@ -92,7 +92,7 @@ class HeldPort:
         raise OSError(errno.EADDRINUSE, "no port is free")
 
     def release(self) -> None:
-        """Let other batchrunner processes have the port."""
+        """End the reservation of the port, so that other batchrunner processes may use it."""
         self._reservation.close()
 
 

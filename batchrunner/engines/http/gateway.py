@@ -217,7 +217,7 @@ class WorkerStates:
     of: dict[str, WorkerState] = field(default_factory=dict)
     """States by the URLs of the workers."""
     listed_at: float = -math.inf
-    """Time of the last question for the list of workers that was answered."""
+    """Time at which the last answered request for the list of workers was sent."""
     gateway_lost_at: float = -math.inf
     """Time at which a row's connection to the gateway last failed."""
 
@@ -245,7 +245,7 @@ class GatewaySender(PostSender):
     def __init__(
         self, session: aiohttp.ClientSession, url: URL, headers: Mapping[str, str], workers: WorkerStates
     ) -> None:
-        """Take the further headers of each request, and the states of the workers, which change."""
+        """Send `headers` with each request. `workers` is shared with the engine, which updates it."""
         super().__init__(session, url, headers=headers)
         self._workers = workers
         self.answered_by: str | None = None
@@ -447,7 +447,7 @@ class ThroughGateway(HttpEngine):
         return True
 
     async def excuses(self, url: str, sent_at: float) -> bool:  # noqa: ARG002 - the same for all rows
-        """Tell that no row is to blame for a lost connection, because the gateway was lost and no worker."""
+        """Return True: the connection to the gateway was lost, not to a worker, so no row is to blame."""
         return True
 
     # Workers and their load

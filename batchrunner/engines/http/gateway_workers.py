@@ -210,7 +210,7 @@ class LoadEstimate:
         self._report = report
         self._from_others = max(0, running + waiting - in_flight)
         if not running + waiting:
-            return  # an idle worker does not show how many requests it can run
+            return  # An idle worker does not show how many requests it can run at once.
         at_work = in_flight + self._from_others - waiting
         if not waiting:
             # The scheduler has room for more requests, up to its limit. More than twice as many as now are
@@ -255,12 +255,12 @@ NO_REPORT = ""
 
 @dataclass(slots=True)
 class WorkerWatch:
-    """Watches for another model at a worker's address, of which the gateway takes no notice. Pure.
+    """Detects that a server with another model has taken a worker's address. Pure.
 
-    The gateway reads a worker's model only when the worker is registered. If a server of another model takes
-    the address later, only the load reports show it, because its weights take another amount of memory.
-    Before that, requests fail on their way to the worker. From such a failure on, the worker is in doubt and
-    its answers do not count, until a report that is newer than the failure.
+    The gateway does not notice this, because it reads a worker's model only when the worker is registered.
+    Only the load reports show it, because the weights of the other model take another amount of memory.
+    Before that, requests to the worker fail. From such a failure on, the worker is in doubt and its answers
+    do not count, until a report that is newer than the failure.
     """
 
     url: str
@@ -268,7 +268,8 @@ class WorkerWatch:
     _weights_gb: float | None = None
     """Memory of the weights by the first report; None if no report has it, and then nothing is in doubt."""
     _report_before: Any = None
-    """Time of the last report from before the doubt; None until the list of workers is read again."""
+    """Time of the newest report that the gateway had when the doubt arose; None until its list is read
+    again."""
 
     def record_failure(self) -> None:
         """Record that a request failed on its way to the worker."""

@@ -74,7 +74,7 @@ its end."""
 SAME_AGE_S = 1.0
 """Two requests count as equally old if their ages differ by at most this many seconds."""
 SAME_SHARE = 0.05
-"""Fraction of an age by which two ages may differ and still count as equal, if it exceeds SAME_AGE_S."""
+"""Two requests also count as equally old if their ages differ by at most this fraction."""
 BETWEEN_S = 1.0
 """Minimum seconds between the times at which two counted requests were sent. Requests that were sent together
 and lost together have the same age in any case."""

@@ -393,7 +393,8 @@ def _from_chat(request: Request, reply: ChoicesReply) -> Completion:
         raise_abort(choice.meta_info.finish_reason)
         raise_abort(choice.finish_reason)
         message = choice.message
-        # `_completion` refuses a reply without any text. Among several outputs, each must have a text.
+        # A reply with one empty output is checked in `_completion`. If there are several, each must have a
+        # text.
         if message is None or (len(choices) > 1 and not _has_content(message)):
             raise AttemptFailedError(f"sample {number} of {len(choices)} has no text")
         answers.append(

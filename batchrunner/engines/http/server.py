@@ -96,7 +96,7 @@ class Endpoint:
     arguments: Mapping[str, Any] | None = None
     """The server's arguments at the start of the run; None if the server did not answer then."""
     watch: ModelWatch | None = None
-    """Questions for the server's model; None before the run's model is known."""
+    """Asks the server which model it serves; None before the run's model is known."""
     doubts: int = 0
     """Number of signs, since the server's model was last confirmed, that another server may be at its
     address."""
@@ -152,7 +152,7 @@ class Endpoint:
         self._update_closed()
 
     def _update_closed(self) -> None:
-        """Set the reason for which the server gets no requests."""
+        """Set `closed`: the reason why the server gets no requests, or None if it gets them."""
         if not self.is_listed:
             self.closed = f"the gateway sends no rows to {self.url} now"
         else:

@@ -258,7 +258,7 @@ def check_architecture(task: TaskName, architectures: object, who: str) -> None:
     `who` is the beginning of the message. Nothing is raised if the architectures are unknown.
     """
     forward_task = TASKS.get(task)
-    if forward_task is None or not forward_task.architectures:  # any model can do the task
+    if forward_task is None or not forward_task.architectures:  # any model can do a task that generates text
         return
     if not isinstance(architectures, list) or not architectures:
         return

@@ -90,7 +90,7 @@ class LaunchedFleet(HttpEngine):
         cpu = on_cpu(spec.device)
         if cpu and spec.device == "auto":
             _refuse_several_gpus(spec)
-        raise_file_limit()  # before the start, because the servers inherit the limit
+        raise_file_limit()  # The limit is raised first, because the servers inherit it.
         if spec.heal or self._shape:
             memory = await asyncio.to_thread(memory_of, spec, model, cpu=cpu)
             self._healer = Healer(spec.args, memory, self._incidents) if spec.heal else None
@@ -161,7 +161,7 @@ class LaunchedFleet(HttpEngine):
         """Wait until the server of a route is up; raises EngineDownError or EngineLostError if it is lost."""
         server = self._replicas[route]
         if server.lost and not all(replica.lost for replica in self._replicas.values()):
-            raise EngineDownError(str(server.lost))  # its rows go to other replicas
+            raise EngineDownError(str(server.lost))  # the rows of this server go to other replicas
         await server.ready()
 
     async def loads(self) -> Sequence[SchedulerLoad]:

@@ -82,7 +82,7 @@ def of_rank(config: dict[str, Any], rank: int) -> dict[str, Any]:
     """Return the configuration for one of several machines, which has a log and a port of its own."""
     argv = [*config["argv"], "--node-rank", str(rank)]
     log = Path(config["log"])
-    if rank:  # rank 0 listens at the port of the server
+    if rank:  # only rank 0 listens at the server's own port
         log = log.with_name(f"{log.stem}-node{rank}{log.suffix}")
         log.parent.mkdir(parents=True, exist_ok=True)
         with socket.create_server(("127.0.0.1", 0)) as listener:

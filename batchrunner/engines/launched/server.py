@@ -90,7 +90,7 @@ class SGLangServer:
 
         # The program, environment and arguments of every start.
         offline: dict[str, str] = {}
-        if Path(model).exists():  # a local model needs no network
+        if Path(model).exists():  # the model is on this machine, so Hugging Face's server is not needed
             offline = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
         self.environ = program_environment({**offline, **spec.env, **(environ or {})}, cpu=cpu)
         self.key = key
@@ -240,14 +240,16 @@ class SGLangServer:
 
         New rows wait for the restart, or go to other servers.
         """
-        self.has_work = True  # until a poll says otherwise
+        self.has_work = True  # assumed until the next poll
         deadline = time.monotonic() + self.start_s
         while self.has_work and time.monotonic() < deadline and not self._flags_are_final:  # noqa: ASYNC110 - polls set it
             await asyncio.sleep(TIMING.load_poll)
 
     def _heal(self) -> bool:
         """Choose arguments for the next start by the cause of the last death; tell whether they may help."""
-        if self._previous is not None:  # the flags on trial are the most likely cause
+        # The server died with flags on trial, so these are the most likely cause: go back to the flags
+        # before.
+        if self._previous is not None:
             self._change(self._previous, self._failure_message("died with the new flags"))
             self._previous = None
             return True
@@ -388,7 +390,8 @@ class SGLangServer:
 
         If so, no row is at fault.
         """
-        if self._judged_at < sent_at:  # recovery has not looked at the death yet
+        # Recovery has not examined a death of the server after `sent_at`, so wait for its result.
+        if self._judged_at < sent_at:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(VERDICT_S):
                     await self._verdict.wait()
@@ -415,7 +418,8 @@ class SGLangServer:
             hang = await self._end()
             if hang is PLANNED:
                 await self._drain()
-                if self._flags_are_final:  # the run is ending, so a restart is no longer worth its time
+                # The run is ending, so a planned restart would not pay: the server goes on as it is.
+                if self._flags_are_final:
                     self.up = True
                     continue
             self.up = False

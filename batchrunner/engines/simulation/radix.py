@@ -59,7 +59,7 @@ class RadixCache:
         self._time += 1
         node, matched = self.root, 0
         for name, tokens in path:
-            end = min(tokens, limit - matched)  # tokens of the segment that are looked up
+            end = min(tokens, limit - matched)  # limit for this segment, in tokens
             offset = 0
             while offset < end:
                 child = node.children.get((name, offset))
@@ -125,7 +125,7 @@ class RadixCache:
             node.parent = None
             freed += node.tokens
             self.evictable_tokens -= node.tokens
-            self._offer(parent)  # the parent may be a leaf now
+            self._offer(parent)  # Without this child, the parent may be a leaf that can be evicted too.
         return freed
 
     def _add(self, parent: CacheNode, key: tuple[Hashable, int], tokens: int) -> CacheNode:

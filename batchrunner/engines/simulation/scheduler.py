@@ -405,7 +405,7 @@ class Scheduler:
         return admitted
 
     def _may_admit(self) -> bool:
-        """Tell whether to try an admission. After a failed try, only once the running batch has shrunk."""
+        """Tell whether to try an admission. After a failed one, the running batch must shrink first."""
         if not self.decoding:
             self._is_full = False
         if self.chunked is not None:
@@ -507,7 +507,8 @@ class Scheduler:
                 self.decoding[sample] = sample.target_tokens - sample.joined
                 self.context_tokens += self.context_of(sample)
         if finished or self.chunked is not None:
-            # Fewer samples begin to decode than were in the pass, which SGLang treats as a smaller batch.
+            # A sample has ended, or its prompt is unfinished, so it does not decode. SGLang treats this as a
+            # smaller batch, and tries to admit more samples.
             self._is_full = False
         self._decodes_before_prefill = self.config.decode_interval
         self.prefill_passes += 1
@@ -605,7 +606,8 @@ class Scheduler:
             sample.retractions += 1
             self.retractions += 1
             self.waiting.append(sample)
-            # Cached contexts are evicted for many passes, but room for one pass ends the retraction.
+            # Evict enough cached contexts for RETRACT_STEPS passes, but stop to retract once one pass has
+            # room.
             self.pool.make_room(len(running) * RETRACT_STEPS)
             if self.pool.make_room(len(running)):
                 break
