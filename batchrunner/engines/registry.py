@@ -54,7 +54,8 @@ async def make_engine(
             from batchrunner.engines.launched.fleet import LaunchedFleet  # noqa: PLC0415
 
             if task == GENERATE:
-                spec = await asyncio.to_thread(bound_blanks, spec)  # it asks the interpreter for its SGLang
+                # in a thread, because it starts the interpreter to ask for SGLang's version
+                spec = await asyncio.to_thread(bound_blanks, spec)
             return LaunchedFleet(spec, log_dir=log_dir, limits=limits, task=task, shape=shape)
         case SimulatedEngine():
             from batchrunner.engines.simulated import Simulator  # noqa: PLC0415

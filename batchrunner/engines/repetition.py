@@ -46,7 +46,8 @@ def find_repetition(text: str) -> Repetition | None:
     period = _distance_to_repeat(window, REPEATED_CHARACTERS)
     if period is None or period > LONGEST_PERIOD:
         return None
-    # A long period needs more than LEAST_CHARACTERS, so all of the shortest sufficient end is compared.
+    # The repetition must have LEAST_PERIODS periods and LEAST_CHARACTERS, of which only some are compared so
+    # far.
     length = max(LEAST_CHARACTERS, LEAST_PERIODS * period)
     if len(window) < length or window[-length + period :] != window[-length:-period]:
         return None

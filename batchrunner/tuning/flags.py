@@ -650,9 +650,9 @@ def takes_corpus(arguments: Mapping[str, Any]) -> bool:
 
 
 def _with_ngrams(s: Server) -> dict[str, Any]:
-    """Return the flags beside NGRAM: room for the requests that run now, and drafts from a corpus.
+    """Return the flags to set together with NGRAM: a limit on running requests, and a budget for a corpus.
 
-    Without the first, SGLang would run at most 48 requests.
+    The limit has room for the requests that run now. Without it, SGLang would run at most 48 requests.
     """
     room = 2 ** math.ceil(math.log2(max(s.running, 1)))
     most = s.now("max-running-requests")
@@ -740,7 +740,7 @@ FLAGS: Mapping[str, Flag] = {
                 "layout": Move(
                     _other_layouts,
                     rule="halved or doubled, with replicas to match",
-                    source="arithmetic; not tried on a GPU",
+                    source="computed; not tried on a GPU",
                     cost=(
                         "with fewer GPUs per replica, its KV pool has less room; with more, GPUs wait for "
                         "each other"
@@ -801,13 +801,13 @@ FLAGS: Mapping[str, Flag] = {
                     _higher_fraction,
                     rule="up: so that 6.5 GB stay free, then by 0.01",
                     source="G1, G2, G4",
-                    cost="the server is nearer to running out of memory",
+                    cost="memory may run out",
                 ),
                 "memory-left": Move(
                     _good_fraction,
                     rule="up: so that 6.5 GB stay free",
                     source="G1, G2, G4",
-                    cost="the server is nearer to running out of memory; lower the flag by 0.01 if it does",
+                    cost="memory may run out; if it does, lower the flag by 0.01",
                 ),
                 "memory-tight": Move(
                     _good_fraction,
@@ -904,7 +904,7 @@ FLAGS: Mapping[str, Flag] = {
                 ),
                 "oom": Move(
                     lambda s: [] if s.facts.graph_disabled else ["disabled"],
-                    rule="set: disabled, as the last step",
+                    rule="set: disabled, if nothing else helps",
                     source="SGLang",
                     cost="slower decode steps",
                 ),
@@ -922,7 +922,7 @@ FLAGS: Mapping[str, Flag] = {
                 ),
                 "oom": Move(
                     lambda s: [] if s.facts.graph_disabled else ["disabled"],
-                    rule="set: disabled, as the last step",
+                    rule="set: disabled, if nothing else helps",
                     source="SGLang",
                     cost="slower prefill of long prompts",
                 ),
@@ -1113,14 +1113,14 @@ FLAGS: Mapping[str, Flag] = {
             {
                 "states": Move(
                     _state_pool("mamba-full-memory-ratio", grows=True),
-                    rule="up: so that state pool and KV pool hold as many requests",
-                    source="SGLang; arithmetic, not tried on a GPU",
+                    rule="up: so that state pool and KV pool hold equally many requests",
+                    source="SGLang; computed, not tried on a GPU",
                     cost="a smaller KV pool",
                 ),
                 "full": Move(
                     _state_pool("mamba-full-memory-ratio", grows=False),
-                    rule="down: so that state pool and KV pool hold as many requests",
-                    source="SGLang; arithmetic, not tried on a GPU",
+                    rule="down: so that state pool and KV pool hold equally many requests",
+                    source="SGLang; computed, not tried on a GPU",
                     cost="a smaller state pool",
                 ),
                 "no-states": Move(
@@ -1137,19 +1137,19 @@ FLAGS: Mapping[str, Flag] = {
             {
                 "states": Move(
                     _state_pool("max-mamba-cache-size", grows=True),
-                    rule="up: so that both pools hold as many requests, if it is set",
-                    source="SGLang; arithmetic, not tried on a GPU",
+                    rule="up, if the flag is set: so that both pools hold equally many requests",
+                    source="SGLang; computed, not tried on a GPU",
                     cost="a smaller KV pool",
                 ),
                 "full": Move(
                     _state_pool("max-mamba-cache-size", grows=False),
-                    rule="down: so that both pools hold as many requests, if it is set",
-                    source="SGLang; arithmetic, not tried on a GPU",
+                    rule="down, if the flag is set: so that both pools hold equally many requests",
+                    source="SGLang; computed, not tried on a GPU",
                     cost="a smaller state pool",
                 ),
                 "no-states": Move(
                     _twice_slots,
-                    rule="up: doubled, if it is set",
+                    rule="up: doubled, if the flag is set",
                     source="SGLang",
                     cost="a smaller KV pool",
                 ),
@@ -1186,7 +1186,7 @@ FLAGS: Mapping[str, Flag] = {
                 "states": Move(
                     _shorter_states,
                     rule="set: bfloat16",
-                    source="SGLang's message; not tried on a GPU",
+                    source="SGLang's error message; not tried on a GPU",
                     cost="answers change a little",
                 )
             },
@@ -1225,7 +1225,7 @@ FLAGS: Mapping[str, Flag] = {
                 "repeated": Move(
                     _ngrams,
                     rule=f"set: NGRAM, with `--max-running-requests` and `--{CORPUS_FLAG}`",
-                    source="SGLang; arithmetic, not tried on a GPU",
+                    source="SGLang; computed, not tried on a GPU",
                     cost=(
                         "each step computes 12 tokens of each request instead of 1, which is slower if few "
                         "drafted tokens are accepted or many requests run"

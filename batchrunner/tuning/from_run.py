@@ -76,7 +76,8 @@ def read_run(run: Path | RunDir) -> Situation:
         server.idle_gpus = max(0, gpus - server.gpus)
     situation = Situation(load, log.series, server, client)
     _replay(run_dir, situation)
-    return replace(situation)  # `Situation.server` is cached, and the replay has changed the client since
+    # The copy drops the cached `Situation.server`, which the replay has made outdated.
+    return replace(situation)
 
 
 def _client(facts: Mapping[str, Any]) -> ClientActivity:
@@ -134,7 +135,8 @@ class _WorkerReader:
                         self._restart()
                     self._start, self._tracks, self._retractions, self._began = event, {}, 0, None
                 case "engine_died" | "engine_hangs":
-                    self._began = None  # The restarted server fills up again.
+                    # The restarted server fills up again, so the load is not steady for a while.
+                    self._began = None
                 case "engine_adapts":
                     self._restart()
                 case "engine_recalled" | "engine_healed" if (

@@ -47,7 +47,7 @@ FRONT_LEVERS = (
 
 
 def conservativeness(s: Situation) -> float:
-    """Return the `--schedule-conservativeness` in effect, which is below the flag's with DP attention."""
+    """Return the `--schedule-conservativeness` in effect, which SGLang lowers with DP attention."""
     value = s.facts.number("schedule_conservativeness")
     return 1.0 if value is None else value
 
@@ -94,7 +94,7 @@ def _slow_component(client: ClientActivity, target: str) -> tuple[str, str]:
             cause = f"all {client.connections} connections that the limit of open files allows are in use"
             return "raise `ulimit -n`", cause
         change = f"`window: {2 * client.widest}` in the job: twice as many requests as were in flight"
-        return change, "the window is full, and `auto` makes it too narrow"
+        return change, "the job's window is full, because `auto` keeps it too narrow"
     if client.resting > half:
         change = "find out why the engine refuses rows (report.json: failures, retries)"
         return change, "rows wait for a retry"
@@ -116,7 +116,7 @@ def queue_deep(s: Situation, _: Flags) -> Finding | None:
         how = "send fewer requests at once"
     return Finding(
         f"#queue-req is above {GUIDES.queue_deep:.0f} {s.often('deep')}",
-        change=f"{how}: keep {GUIDES.queue_low:.0f}-{GUIDES.queue_deep:.0f} waiting",
+        change=f"{how}: keep {GUIDES.queue_low:.0f}-{GUIDES.queue_deep:.0f} requests waiting",
         evidence=s.evidence("deep"),
     )
 
@@ -160,7 +160,7 @@ def _cause_of_reserve(
         return "max_new_tokens may be far above real output lengths", job_change, "medium"
     cause = f"outputs are {output_share:.0%} of max_new_tokens on average"
     if not is_short:
-        return f"{cause}, which is not the cause", "", "low"
+        return f"max_new_tokens is not the cause, because {cause}", "", "low"
     for name, longest in clip.items():
         job_change += (
             f" (99% of the outputs have at most {longest} tokens), or {name}={longest} in the server's "
@@ -184,8 +184,7 @@ def running_capped(s: Situation, _: Flags) -> Finding | None:
 
 
 STATE_LEVERS = ("disable-radix-cache", STATE_STRATEGY, "mamba-full-memory-ratio", "max-mamba-cache-size")
-"""Flags against a full state pool of a hybrid model. Those with which a request takes fewer states come
-first."""
+"""Flags against a full state pool of a hybrid model. Flags that reduce the states per request come first."""
 
 
 def states_full(s: Situation, flags: Flags) -> Finding | None:
@@ -224,7 +223,8 @@ def retractions(s: Situation, flags: Flags) -> Finding | None:
     evidence = {**s.evidence("full"), "retractions": s.retractions, "retractions_per_min": round(rate, 2)}
     if not retracts_often(rate):
         return Finding(f"{reading}: up to about one a minute is fine", evidence=evidence, fine=True)
-    if not has_enough(s.load):  # `AdviceReport.reading` shows the number of retractions.
+    # Too few load samples for advice: the report then shows only the number of retractions.
+    if not has_enough(s.load):
         return None
     sign = f"{reading}, with token usage at {s.server.usage:.2f}: retracted requests lose their work"
     recomputed_share, recomputed_tokens = s.log.recomputed_share, s.log.prefills.retracted_tokens
@@ -405,9 +405,9 @@ def answers_repeat(s: Situation, flags: Flags) -> Finding | None:
         return None
     figures = {"tokens_a_step": round(server.repeated, 2), "speedup": round(server.ngram_speedup, 2)}
     return Finding(
-        f"{answers} answers repeat each other: drafts from earlier answers would yield {server.repeated:.1f} "
-        f"tokens a decode step, and at {server.running:.0f} running requests {server.ngram_speedup:.1f} x "
-        "the output tokens a second",
+        f"{answers} answers repeat text of each other: with drafts from earlier answers, a decode step would "
+        f"yield {server.repeated:.1f} tokens per request, and the {server.running:.0f} running requests "
+        f"together {server.ngram_speedup:.1f} times as many tokens/s",
         args,
         evidence={**s.evidence(), **figures},
     )

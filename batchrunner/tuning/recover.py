@@ -174,7 +174,8 @@ class Healer:
         death = examine(ended, facts)
         if not death.of_memory:
             return False
-        # This server was started before `args` changed after another server's death. They may suffice.
+        # The server was started before another server's death changed `args`, so the new ones may suffice for
+        # it too.
         if not self._had_all(ended.args):
             return True
         args = safer(death, facts, flags)

@@ -56,7 +56,7 @@ def compare(
     gain = fmean(map(math.log, challenger)) - fmean(map(math.log, best))  # of the logarithms
     half_width = _quantile(freedom) * deviation * math.sqrt(1 / len(challenger) + 1 / len(best))
     low, high = gain - half_width, gain + half_width
-    text = f"{math.exp(gain):.3f} [{math.exp(low):.3f}, {math.exp(high):.3f}] x the best"
+    text = f"{math.exp(gain):.3f} [{math.exp(low):.3f}, {math.exp(high):.3f}] x the best speed"
     if low > 0:
         return "faster", text
     if more_per_pass and gain > worth:
@@ -202,7 +202,8 @@ class Search:
         """Compare all trials of the best with all trials of the job's own flags."""
         if self.best is self.own:
             return "no faster"
-        if not self.own.newest.is_speed:  # The job's own flags failed when they were tried again.
+        # The job's own flags failed in their last trial, so the best flags win.
+        if not self.own.newest.is_speed:
             return "faster"
         has_fuller_passes = _only_schedules(changes(self.best.args, self.own.args)) and more_per_pass(
             self.best.newest.signs, self.own.newest.signs
@@ -256,7 +257,7 @@ class Search:
         return None
 
     def _changed_to(self, change: FlagChange) -> Args:
-        """Return the best flags with a change. Flags are spelled as in the job, or else as in the version."""
+        """Return the best flags with a change. A new flag is spelled as this version of SGLang spells it."""
         args = dict(self.best.args)
         for name, value in change.args.items():
             job_name = name_in(args, name)
@@ -312,13 +313,13 @@ class Search:
         if newest.ended == "behind" or not newest.tokens_per_s:
             return False, f"slower: {newest.why}"
         if newest.failed_share > best.failed_share + FAILED_MORE:
-            failed = f"{newest.failed_share:.1%} of the rows failed, {best.failed_share:.1%} before"
+            failed = f"{newest.failed_share:.1%} of the rows failed, with the best {best.failed_share:.1%}"
             return False, f"unsafe: {failed}"
         if not best.is_speed:
-            return True, f"safer: the best failed when it was tried again: {best.why}"
+            return True, f"safer: the best flags failed when they were tried again: {best.why}"
         only_schedules = _only_schedules(change.args)
         if only_schedules and same_work(newest.signs, best.signs):
-            return False, "no faster: the same passes and batches as the best"
+            return False, "no faster: passes and batches are the same as with the best"
         verdict, text = compare(
             setting.speeds,
             best_speeds,

@@ -98,7 +98,7 @@ def fixed_guesses(s: Situation, _: Flags) -> Finding:
 
 
 def torch_compile(s: Situation, _: Flags) -> Finding | None:
-    """Find a small model with small batches, for which compiled kernels pay."""
+    """Detect a small model with small batches, for which compiled kernels pay."""
     model_gb = (s.facts.weights_gb or 0.0) * s.facts.tp
     if not 0 < model_gb <= GUIDES.small_model_gb or not frequent(s.load, "small_batch"):
         return None
@@ -137,7 +137,7 @@ def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
 
 
 def host_cache(s: Situation, _: Flags) -> Finding | None:
-    """Find long prefixes that the KV pool may evict before their next use."""
+    """Detect that prompts share long prefixes, which the KV pool may evict before their next use."""
     prefills = s.log.prefills
     shared = GUIDES.shared <= prefills.cached_share <= GUIDES.cached_well
     if prefills.prompts < FEW_PROMPTS or not shared or prefills.mean_prompt < LONG_ENOUGH:
@@ -159,15 +159,15 @@ def attention_backend(s: Situation, _: Flags) -> Finding | None:
     # If the launch command is unknown, as for a log, the user may have chosen the backend in a config file.
     command = str(s.facts.arguments.get("launch_command") or "--config")
     if not re.search("attention.backend|--config", command):
-        return None  # SGLang itself chose the backend.
+        return None  # SGLang itself chose the backend, so there is nothing to advise.
     return Finding(f"the attention backend is {backend} on {s.facts.card}")
 
 
 KEEPS_ORDER = frozenset({"fcfs", "lpm"})
 """Values of `--schedule-policy` that keep the order of arrival (fcfs) or prefer cached prefixes (lpm)."""
 OUT_OF_REACH = 0.1
-"""Fraction of the prompt tokens that could have come from the prefix cache but did not, from which on the
-server's order of rows counts as bad."""
+"""The order of rows counts as bad if at least this fraction of the prompt tokens could have come from the
+prefix cache but did not."""
 PAGED = ("mla", "mha", "dsa", "nsa")
 """Parts of the names of attention backends that need KV cache pages of several tokens."""
 LOST_IN_PAGES = 0.15

@@ -178,9 +178,9 @@ def candidates(flag: Flag, best: TrialResult, machine: Machine) -> list[FlagChan
     if flag.needs and not NEEDS[flag.needs](server.facts):
         return f"it needs {flag.needs}"
     if flag.changes_answers and not machine.allow_fp8:
-        return "it changes answers, so it is tried only with --allow fp8"
+        return "changes answers, so the flag is tried only with --allow fp8"
     if machine.ignores_eos and flag.name in {"schedule-conservativeness", CLIP}:
-        return "with ignore_eos SGLang reserves all of max_new_tokens, whatever its value"
+        return "has no effect with ignore_eos, because SGLang then reserves all of max_new_tokens"
     figures = f"#running-req {signs.running:.0f}, #queue-req {signs.queue:.0f}, token usage {signs.usage:.2f}"
     warning = "; it changes answers" if flag.changes_answers else ""
     possible_signs = [sign for sign in flag.moves if sign in SEEN]
@@ -200,7 +200,7 @@ def candidates(flag: Flag, best: TrialResult, machine: Machine) -> list[FlagChan
         return flag_changes
     if signs_shown:
         return "no further value is left to try, or too little is known"
-    return f"not the case: {', '.join(FLAG_SIGNS[sign] for sign in possible_signs)}"
+    return f"its signs did not show: {', '.join(FLAG_SIGNS[sign] for sign in possible_signs)}"
 
 
 def _with_others(flag: Flag, value: Any, server: Server, flags: Flags) -> list[Args]:
@@ -215,4 +215,4 @@ def _with_others(flag: Flag, value: Any, server: Server, flags: Flags) -> list[A
 def together(changes: Collection[FlagChange]) -> FlagChange | None:
     """Combine all changes into one; None if there are fewer than two."""
     args = {name: value for change in changes for name, value in change.args.items()}
-    return FlagChange(args, "all that its signs call for") if len(changes) > 1 else None
+    return FlagChange(args, "all changes that the signs of the best call for") if len(changes) > 1 else None

@@ -326,7 +326,7 @@ class HttpEngine(Engine):
                 [requests[index] for index in indexes_to_send],
                 lambda sent_index, result: ended(indexes_to_send[sent_index], result),
             )
-        except EngineBusyError:  # a busy server would refuse smaller bundles too
+        except EngineBusyError:  # a busy server would refuse smaller requests too
             raise
         except RequestError as failure:
             # An error with a reply is the fault of one row, which fails again when it is sent alone. Other
@@ -583,7 +583,7 @@ class HttpEngine(Engine):
             abort=self._abort,
         )
         answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, bundle.read, rids=rids)
-        if answer is None:  # all rows have ended by their events
+        if answer is None:  # every row has ended by an event
             return
         if answer.is_json:
             raise BundleRefusedError("the answer to a request with several rows is not an event stream")
@@ -821,7 +821,7 @@ class BundleAnswer:
                     if self._is_over and end.when() is None:
                         end.reschedule(asyncio.get_running_loop().time() + TIMING.stream_end)
         except TimeoutError:
-            if not self._is_over:  # a timeout of the connection, not the one above
+            if not self._is_over:  # The stream has not ended, so the timeout is that of the connection.
                 raise
         return self.refusal
 

@@ -105,9 +105,9 @@ ASTRAY = (
     "--disable-worker-overload-protection)"
 )
 """Warning about a row that another worker answered than the worker of its routing key."""
-_NO_TEXTS = "the gateway's workers speak gRPC, and it returns them without the texts of the tokens"
+_NO_TEXTS = "the gateway's workers speak gRPC, for which the gateway returns tokens without their texts"
 GRPC_UNSUPPORTED: Mapping[str, str] = {
-    "sampling.lora_path": "the gateway's workers speak gRPC, and it drops the name of the adapter",
+    "sampling.lora_path": "the gateway's workers speak gRPC, for which the gateway drops the adapter's name",
     **dict.fromkeys(OF_TOKENS, _NO_TEXTS),
 }
 """Parts of a job that gRPC workers cannot do, and why."""
@@ -604,7 +604,7 @@ class ThroughGateway(HttpEngine):
                     endpoint = self.endpoints[url] = self._new_endpoint(url)
                     self.serving.append(endpoint)
                 endpoint.set_listed(is_listed=True)
-                endpoint.senders.clear()  # new senders have the new key
+                endpoint.senders.clear()  # new senders are created with the new key
 
     async def _keys_of(self, urls: frozenset[str]) -> dict[str, str]:
         """Try routing keys until one leads to each worker; return the keys by the workers' URLs.

@@ -288,7 +288,8 @@ class WorkerWatch:
             raise another_model(self.url, "weight_gb", str(self._weights_gb), str(weights_gb))
         reported_at = worker.report.reported_at
         if self.in_doubt and self._report_before is None and reported_at is not None:
-            self._report_before = reported_at  # the report may be older than the failure
+            # This report may be older than the failure, so only the next one ends the doubt.
+            self._report_before = reported_at
         elif reported_at != self._report_before or reported_at is None:
             self.in_doubt = False
 

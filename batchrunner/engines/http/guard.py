@@ -59,7 +59,7 @@ def common_model(models: Sequence[Model]) -> dict[str, str]:
 
 
 class ModelGuard:
-    """Compares the servers' models with the run's. Callers that wait for a server share one question."""
+    """Compares the servers' models with the run's. Simultaneous checks of a server share one request."""
 
     def __init__(self) -> None:
         self.model: Model = {}
@@ -121,7 +121,7 @@ class ModelGuard:
                 refuse_another(endpoint.url, self.model, await watch.ask())
             except (BatchrunError, EngineDownError) as error:
                 return error
-            # A doubt that came during the question is not settled by its answer.
+            # If a new doubt came while the request was under way, the answer does not settle it.
             if endpoint.doubts == doubts:
                 endpoint.doubts = 0
             return None

@@ -492,7 +492,7 @@ def _split_reasoning(answer: Answer) -> Answer:
     if text.lstrip().startswith(BEGIN):
         reasoning, _, text_after = text.lstrip().removeprefix(BEGIN).partition(END)
     elif END in text and BEGIN not in text and (end_tag := _END_ON_A_LINE.search(text)):
-        # The begin tag is in the prompt.
+        # The chat template has put the begin tag into the prompt.
         reasoning, text_after = text[: end_tag.start()], text[end_tag.end() :]
     else:
         return answer

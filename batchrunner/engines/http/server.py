@@ -162,5 +162,6 @@ class Endpoint:
         """Cancel the requests that were sent before a time (monotonic clock), and remove them."""
         tasks = [task for task, request in self.requests.items() if request.sent_at < sent_before]
         for task in tasks:
-            del self.requests[task]  # by this the task knows that its caller did not cancel it
+            # A missing entry tells the task that the cancellation did not come from its caller.
+            del self.requests[task]
             task.cancel()

@@ -51,7 +51,8 @@ async def _watch(url: str, span_s: float) -> Situation:
     with contextlib.suppress(NotImplementedError, RuntimeError):
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, is_interrupted.set)
     key = os.environ.get(API_KEY_VARIABLE)
-    has_password = URL(url).password is not None  # aiohttp sends a password in the header of the key
+    # For a URL with a password, aiohttp sets this header itself.
+    has_password = URL(url).password is not None
     headers = {"Authorization": f"Bearer {key}"} if key and not has_password else {}
     async with aiohttp.ClientSession(headers=headers) as session:
         server = _Server(ServerStatus(session, url))

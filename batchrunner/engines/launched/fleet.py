@@ -224,8 +224,8 @@ def _refuse_several_gpus(spec: ServerEngine) -> None:
     gpu_count = cards_of(spec.args) * (1 if spec.replicas == "auto" else spec.replicas)
     if gpu_count > 1:
         raise EngineStartError(
-            f"engine.replicas {spec.replicas} with {cards_of(spec.args)} each (engine.tp, times pp-size and "
-            f"dp-size) needs {gpu_count} GPUs: this machine has none",
+            f"engine.replicas {spec.replicas} with {cards_of(spec.args)} GPUs each (engine.tp, times pp-size "
+            f"and dp-size) needs {gpu_count} GPUs: this machine has none",
             hint="run the job on a machine with GPUs, or set engine.device: cpu to try the job on the CPU",
         )
 
@@ -241,7 +241,7 @@ def gpu_slices(devices: Sequence[str], size: int, replicas: int | str) -> list[l
     count = len(devices) // size if replicas == "auto" else int(replicas)
     if count * size > len(devices) or count == 0:
         raise EngineStartError(
-            f"engine.replicas {replicas} with {size} each (engine.tp, times pp-size and dp-size) needs "
+            f"engine.replicas {replicas} with {size} GPUs each (engine.tp, times pp-size and dp-size) needs "
             f"{max(count, 1) * size} GPUs: this machine has {len(devices)}"
         )
     return [list(devices[n * size : (n + 1) * size]) for n in range(count)]

@@ -170,7 +170,7 @@ def descendants(root: int) -> list[int]:
             state, parent, *_ = file.read_bytes().rpartition(b")")[2].split()
         except OSError:  # the process ended after the listing
             continue
-        if state not in b"ZX":  # zombies and dead processes
+        if state not in b"ZX":  # skip zombies (Z) and dead processes (X)
             children.setdefault(int(parent), []).append(int(file.parent.name))
     tree = [root]
     for pid in tree:  # the list grows while it is read, so that grandchildren are found too

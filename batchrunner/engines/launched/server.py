@@ -37,7 +37,7 @@ LAUNCHER = Path(__file__).with_name("launcher.py")
 """Script that starts a server and ends it with this process."""
 MODULE = "sglang.launch_server"
 PLANNED = Hang(silent_s=0.0, why="is started again as planned")
-"""Reason of a planned restart with other flags, where a restart normally has a hang of the server."""
+"""Reason for a restart that flag tuning has requested. It is passed on like a hang of the server."""
 START_TRIES = 3
 """Maximum number of attempts at a start that fails because another process has taken a port of the server.
 SGLang draws ports for its processes and binds them seconds later. If eight servers start on a node at the
@@ -286,7 +286,7 @@ class SGLangServer:
         return [self.log_path, *sorted(node_logs)]
 
     def _cause(self) -> str:
-        """Return the causes of the server's last end, each once, from the logs of all its machines."""
+        """Return the causes in the logs of all machines for the server's last end, without repetition."""
         causes = [cause_in(log, self._logs.get(log, 0)) for log in self._all_logs()]
         return " / ".join(filter(None, dict.fromkeys(causes)))
 

@@ -160,7 +160,7 @@ class _RegexWriter:
                 text = self._groups.get(value, "")
             case kinds.LITERAL | kinds.NOT_LITERAL | kinds.ANY | kinds.IN:
                 text = self._character(kind, value)
-            case _:  # an anchor or a lookaround, which only a test of the complete text can check
+            case _:  # An anchor or a lookaround can only be checked on the complete text.
                 self.is_certain = False
                 return ""
         self.room -= len(text)

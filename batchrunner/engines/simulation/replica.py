@@ -33,7 +33,7 @@ class PassWork(NamedTuple):
     """Number of output tokens that the passes generate."""
 
     def plus(self, step: StepResult, tokens: int) -> "PassWork":
-        """Return this work and that of a scheduler's step, which has generated `tokens`."""
+        """Return the sum of this work and of a scheduler's step, which generated `tokens`."""
         return PassWork(
             passes=self.passes + step.steps,
             samples=self.samples + step.steps * step.samples,

@@ -606,8 +606,8 @@ class Scheduler:
             sample.retractions += 1
             self.retractions += 1
             self.waiting.append(sample)
-            # Evict enough cached contexts for RETRACT_STEPS passes, but stop to retract once one pass has
-            # room.
+            # Evict enough cached contexts for RETRACT_STEPS passes, but end the retraction once one pass
+            # has room.
             self.pool.make_room(len(running) * RETRACT_STEPS)
             if self.pool.make_room(len(running)):
                 break
