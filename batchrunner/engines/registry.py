@@ -139,7 +139,7 @@ def engine_of(job: Job) -> EngineSpec:
         )
     args = {PARSER: "auto", STRICT_THINKING: True} | spec.args
     env = spec.env
-    # With a parser that would ignore the budgets of rows, SGLang obeys a budget for all rows.
+    # Some parsers ignore the budgets of single rows, but obey a budget for all rows in the environment.
     if args[PARSER] not in BUDGET_PARSERS:
         limit = budget if isinstance(budget, int) else UNLIMITED_THINKING
         env = {THINK_LIMIT: str(limit)} | env

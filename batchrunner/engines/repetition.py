@@ -41,7 +41,10 @@ class Repetition(NamedTuple):
 
 
 def find_repetition(text: str) -> Repetition | None:
-    """Return the periodic end of a text; None if there is none, or it is still too short."""
+    """Return the periodic end of a text; None if there is none, or it is still too short.
+
+    The period is the distance from the last REPEATED_CHARACTERS of the text to their previous occurrence.
+    """
     window = text[-WINDOW:]
     period = _distance_to_repeat(window, REPEATED_CHARACTERS)
     if period is None or period > LONGEST_PERIOD:

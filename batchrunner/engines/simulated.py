@@ -135,6 +135,7 @@ class _Output(NamedTuple):
 def _completion(
     outputs: Sequence[_Output], prompt_tokens: int, columns: Mapping[str, list[Any]]
 ) -> Completion:
+    """Combine the synthetic outputs for a prompt into one Completion, without prefix cache hits."""
     return Completion(
         texts=[output.text for output in outputs],
         finish_reasons=[output.reason for output in outputs],
@@ -235,9 +236,11 @@ def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int, dimensions: 
 
 def _values_of(body: RequestBody, fields: dict[str, Any]) -> tuple[Any, int]:
     """Make up the body of an answer with scores or classes; return it with the number of prompt tokens."""
-    items = fields.get({SCORE_PATH: "items", RERANK_PATH: "documents"}.get(body.path, "input"))
+    items_field = {SCORE_PATH: "items", RERANK_PATH: "documents"}.get(body.path, "input")
+    items = fields.get(items_field)
     texts = items if isinstance(items, list) else [items]
     tokens = [len(orjson.dumps(text)) // BYTES_PER_TOKEN + 1 for text in texts]
+    # One pseudo-random number from 0 to 1 for each text; equal queries and texts give equal numbers.
     numbers = [crc32(orjson.dumps([fields.get("query"), text])) / (1 << 32) for text in texts]
     usage = {"prompt_tokens": sum(tokens), "completion_tokens": 0, "total_tokens": sum(tokens)}
     head = {"model": body.model or "simulated", "usage": usage}
@@ -343,6 +346,7 @@ def _sampling_in(body: RequestBody, fields: dict[str, Any]) -> dict[str, Any]:
     for name, sglang_name in _SAMPLING_OF_BODY.items():
         if fields.get(name):
             sampling[sglang_name] = fields[name]
+    # Chats and completions name a schema in `response_format`, responses in `text`.
     response_format = fields.get("response_format") or {}
     if response_format.get("type") == "json_object":
         sampling["json_schema"] = {"type": "object"}

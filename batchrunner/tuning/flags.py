@@ -154,7 +154,10 @@ def in_effect(facts: Facts, flag: str) -> float | None:
 
 
 def as_flag(facts: Facts, flag: str, value: float) -> float:
-    """Return the value to write for the flag so that each scheduler gets `value`."""
+    """Return the value to write for the flag so that each scheduler gets `value`.
+
+    With DP attention, SGLang divides some flags by the number of ranks, and multiplies another by a factor.
+    """
     if facts.attn_dp > 1 and flag in _DIVIDED:
         return value * facts.attn_dp
     if facts.attn_dp > 1 and flag == "schedule-conservativeness":
@@ -265,7 +268,11 @@ NextValues = Callable[[Server], Sequence[Any]]
 
 
 def _bolder(s: Server) -> list[float]:
-    """Return lower values of `--schedule-conservativeness`, so that SGLang admits more requests."""
+    """Return lower values of `--schedule-conservativeness`, so that SGLang admits more requests.
+
+    The first is the value of the guides, or a value below theirs if the flag has the guides' value already.
+    The second is SGLang's default, which only helps a flag above the default.
+    """
     name = "schedule-conservativeness"
     present = s.now(name) or NORMAL
     low = as_flag(s.facts, name, LESS_CONSERVATIVE)
@@ -366,7 +373,11 @@ def _fraction_for_pool(s: Server) -> list[float]:
 
 
 def _larger_chunk(s: Server) -> list[int]:
-    """Return twice the present prefill chunk in tokens, then MOST_TIMES its size; at most LARGEST_CHUNK."""
+    """Return two larger prefill chunks, in tokens, of at most LARGEST_CHUNK.
+
+    The first is twice the present chunk, but at least the smallest size of the guides. The second is
+    MOST_TIMES the present chunk.
+    """
     present = int(s.now("chunked-prefill-size") or 0)
     if not 0 < present < LARGEST_CHUNK:
         return []
@@ -478,7 +489,11 @@ def _state_pool(flag: str, *, grows: bool) -> NextValues:
         if pool is None:
             return []
         slots = state_slots(s, pool.per_request)
-        is_worth_it = slots >= LARGER_POOL * pool.slots if grows else 0 < slots * LARGER_POOL <= pool.slots
+        # A small change of the pool would not be worth a restart. `slots` is 0 if too little is known.
+        if grows:
+            is_worth_it = slots >= LARGER_POOL * pool.slots
+        else:
+            is_worth_it = 0 < slots * LARGER_POOL <= pool.slots
         args = state_args(s, pool.per_request) if is_worth_it else {}
         return [args[flag]] if flag in args else []
 
@@ -654,7 +669,7 @@ def _with_ngrams(s: Server) -> dict[str, Any]:
 
     The limit has room for the requests that run now. Without it, SGLang would run at most 48 requests.
     """
-    room = 2 ** math.ceil(math.log2(max(s.running, 1)))
+    room = 2 ** math.ceil(math.log2(max(s.running, 1)))  # the smallest sufficient power of two
     most = s.now("max-running-requests")
     budget = {CORPUS_FLAG: CORPUS_BUDGET} if takes_corpus(s.facts.arguments) else {}
     return {"max-running-requests": min(int(most), room) if most else room, **budget}
@@ -1262,7 +1277,7 @@ def next_setting(sign: str, name: str, server: Server, flags: Flags) -> dict[str
 def with_beside(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
     """Return a flag's next value that a sign calls for, with the flags that must change together with it."""
     args: dict[str, Any] = {}
-    for value in FLAGS[name].values(sign, server):
+    for value in FLAGS[name].values(sign, server):  # flags of this kind have at most one next value
         for changed_flag, setting in {name: value, **beside(name, value, server)}.items():
             args |= flags.setting(changed_flag, setting)
     return args

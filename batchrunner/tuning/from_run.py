@@ -51,6 +51,7 @@ def read_run(run: Path | RunDir) -> Situation:
     facts = require_run_json(run_dir)
     client = _client(facts)
     load, log = Series(), LogReader()
+    # A worker may be listed twice, with the same directory.
     directories = {worker.log_directory: worker for worker in (run_dir, *run_dir.all_tasks())}
     for worker_dir in directories.values():
         worker = _WorkerReader(worker_dir.task, load, client)
@@ -139,6 +140,7 @@ class _WorkerReader:
                     self._began = None
                 case "engine_adapts":
                     self._restart()
+                # Several servers report the same change of flags; only the first report restarts the load.
                 case "engine_recalled" | "engine_healed" if (
                     not _new_args(event).items() <= self._learned.items()
                 ):
@@ -153,6 +155,7 @@ class _WorkerReader:
         """Drop this worker's load so far, because its servers had other flags."""
         tracks, self._load.retractions, client = self._before
         self._load.tracks = dict(tracks)
+        # Only these two facts about the runner do not depend on the servers' flags.
         self.client = replace(
             client, tokenize=self.client.tokenize, possible_share=self.client.possible_share
         )
@@ -171,6 +174,7 @@ class _WorkerReader:
             self._began, self._peak = sample.rows_done, 0
         running = sum(load.running for load in signals)
         self._peak = max(self._peak, running)
+        # The first rows end together, and the last rows no longer fill the window: neither is steady work.
         is_start = sample.rows_done - self._began <= self._peak
         is_tail = sample.unsent + sample.in_flight <= sample.window
         if not sample.in_flight or not signals or is_start or is_tail:
@@ -182,7 +186,7 @@ class _WorkerReader:
             rate = sample.output_tokens_per_s / len(signals)
             load_sample = sample_of_load(load, at=at, rate=rate, unsent=sample.unsent)
             self._load.add(self._track(load.scheduler), load_sample)
-        if not any(load.queue for load in signals):
+        if not any(load.queue for load in signals):  # count the possible reasons for the empty queue
             client.empty += 1
             if sample.in_flight >= FULL * sample.window:
                 client.at_window += 1

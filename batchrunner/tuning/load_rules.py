@@ -90,7 +90,7 @@ def _slow_component(client: ClientActivity, target: str) -> tuple[str, str]:
     if client.at_window > half:
         if client.window != "auto":
             return f"`window: auto` instead of {client.window}: {target}", "the job's window is full"
-        if client.connections and client.widest >= 0.9 * client.connections:
+        if client.connections and client.widest >= 0.9 * client.connections:  # nearly all are in use
             cause = f"all {client.connections} connections that the limit of open files allows are in use"
             return "raise `ulimit -n`", cause
         change = f"`window: {2 * client.widest}` in the job: twice as many requests as were in flight"
@@ -333,7 +333,7 @@ def _saves_passes(*, prefills: int, steps: float, output_tokens: float, interval
     fewer slots decode, and more decode steps are needed.
     """
     if prefills * interval <= steps or not output_tokens:
-        return False
+        return False  # the prefill passes are at least an interval apart already, or too little is known
     decoding_share = 1 - interval / 2 / output_tokens
     if decoding_share <= 0:
         return False
@@ -362,6 +362,7 @@ def long_prompts(s: Situation, flags: Flags) -> Finding | None:
 
 def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
     """Detect that decoding runs without CUDA graphs, although they matter at its batch sizes."""
+    # A small model, or a large tensor parallelism, needs CUDA graphs for larger batches.
     sign = "no_graph"
     if 0 < (s.facts.weights_gb or 0) <= GUIDES.launched_gb:
         sign = "no_graph_small"
@@ -382,7 +383,7 @@ def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
         cause = "CUDA graphs are captured only for smaller batches"
         if s.facts.graph_max_bs:
             cause = f"CUDA graphs are captured only for batches of up to {s.facts.graph_max_bs} requests"
-        server = replace(s.server, running=running)
+        server = replace(s.server, running=running)  # the next value must cover these batches
         args = with_memory("graph-off", "cuda-graph-max-bs-decode", server, flags)
     return Finding(
         f"decoding runs without a CUDA graph (`cuda graph: False`) in {share:.0%} of "

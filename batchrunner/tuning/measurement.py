@@ -154,7 +154,7 @@ class TrialWatch:
         self.tokens += output
         self._prompt_tokens += prompt
         self._cached_tokens += cached
-        self._retractions += retractions if self._warm else 0
+        self._retractions += retractions if self._warm else 0  # they become a rate of the steady time
         self._outputs.append(output)
 
     def record_load(self, at_s: float, signals: Sequence[SchedulerLoad], log_bytes: int = 0) -> End | None:
@@ -232,19 +232,20 @@ class TrialWatch:
             return TrialSigns(running=self._peak)
         schedulers = len({reading.scheduler for reading in readings})
         outputs = sorted(self._outputs)
-        polls = len(readings) / schedulers
+        polls = len(readings) / schedulers  # each poll has a reading of every scheduler
 
         def total(name: str) -> float:
             return float(sum(getattr(reading, name) for reading in readings))
 
         def limit(name: str) -> int | None:
-            limits = [getattr(reading, name) for reading in readings[-schedulers:]]
+            limits = [getattr(reading, name) for reading in readings[-schedulers:]]  # of the last poll
             return sum(limits) if None not in limits else None
 
         return TrialSigns(
             running=round(total("running") / polls, 1),
             max_running=limit("max_running"),
             queue=round(total("queue") / polls, 1),
+            # Readings after the last waiting request belong to the drain, which says nothing about flags.
             shares=_shares(readings[: self._busy_readings] or readings),
             usage=round(total("token_usage") / len(readings), 3),
             pool_tokens=limit("max_total_tokens"),

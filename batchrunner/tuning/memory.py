@@ -79,7 +79,7 @@ class Memory:
 
 
 def memory_of(spec: ServerEngine, model: str, *, cpu: bool) -> Memory:
-    """Return the memory of one model, card and version of SGLang."""
+    """Return the memory of one model, its split over GPUs, one type of GPU and one version of SGLang."""
     card = "CPU" if cpu else str(next(iter(cards()), None))
     subject = (model_identity(model), split_over(spec.args), card, version_of(spec.python, spec.env))
     digest = hashlib.sha256(repr(subject).encode()).hexdigest()[:12]

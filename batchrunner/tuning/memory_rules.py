@@ -115,7 +115,7 @@ def oom_weights(s: Situation, flags: Flags) -> Finding | None:
             remedy += ", or a quantised model"
         where = "while weights were loaded"
         finding = _ran_out(s, trouble=trouble, flags=flags, where=where, remedy=remedy)
-        return finding and replace(finding, args=args)
+        return finding and replace(finding, args=args)  # the arguments of recovery cannot help
     return None
 
 

@@ -53,7 +53,8 @@ def compare(
     measurement noise. Then a mean gain above `worth` is enough, and each setting gets at most two trials.
     """
     deviation, freedom = spread
-    gain = fmean(map(math.log, challenger)) - fmean(map(math.log, best))  # of the logarithms
+    # Differences of logarithms stand for ratios of speeds. The interval is that of Student's t-test.
+    gain = fmean(map(math.log, challenger)) - fmean(map(math.log, best))
     half_width = _quantile(freedom) * deviation * math.sqrt(1 / len(challenger) + 1 / len(best))
     low, high = gain - half_width, gain + half_width
     text = f"{math.exp(gain):.3f} [{math.exp(low):.3f}, {math.exp(high):.3f}] x the best speed"
@@ -72,7 +73,9 @@ def compare(
 def trial_noise(settings: Iterable[Sequence[float]]) -> tuple[float, int]:
     """Return the standard deviation of one trial's log speed, and its degrees of freedom.
 
-    `settings` has the speeds of each setting's trials. A setting with only one trial adds nothing.
+    `settings` has the speeds of each setting's trials. The deviation is pooled over all settings, together
+    with the assumption GUESS, which counts as GUESS_WEIGHT further degrees of freedom. A setting with only
+    one trial adds nothing.
     """
     total, freedom = GUESS_WEIGHT * GUESS**2, GUESS_WEIGHT
     for speeds in settings:
@@ -84,10 +87,11 @@ def trial_noise(settings: Iterable[Sequence[float]]) -> tuple[float, int]:
 
 
 def margin_to_stop(spread: tuple[float, int]) -> float:
-    """Return the fraction by which a trial may fall behind the best before it is stopped: 3 times the noise.
+    """Return the fraction by which a trial may fall behind the best before it is stopped.
 
-    The fraction is at least a fifth, because the rows that have ended so far are a less exact measure than a
-    whole trial. It is at most a half.
+    It is three times the noise of a difference, which is √2 times the noise of one trial. The fraction is at
+    least a fifth, because the rows that have ended so far are a less exact measure than a whole trial. It is
+    at most a half.
     """
     return min(0.5, max(0.2, 3 * math.sqrt(2) * spread[0]))
 
@@ -218,7 +222,10 @@ class Search:
         improved, misses = False, 0
         while misses < MOST_MISSES and (change := self._next_change(tuned_flag)) is not None:
             won = yield from self._try_change(change, tuned_flag)
-            improved, misses = improved | won, 0 if won else misses + 1
+            if won:
+                improved, misses = True, 0
+            else:
+                misses += 1
         return improved
 
     def _try_change(self, change: FlagChange, tuned_flag: Flag) -> Generator[TrialRequest, TrialResult, bool]:

@@ -129,6 +129,7 @@ def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
     queue, limit = s.load.longest_queue, GUIDES.lpm_queue
     if policy == "lpm" and queue > limit:
         reading += f"; lpm gives up above {limit:.0f} waiting requests"
+    # The flag would not help if lpm is on already or unknown, or if the queue is too long for lpm.
     if policy in {"lpm", None} or queue >= limit:
         change = "send requests that begin alike one after another, as batchrun does"
         return Finding(reading, args={}, change=change, evidence=evidence)
@@ -210,7 +211,7 @@ def pages_large(s: Situation, _: Flags) -> Finding | None:
     if not s.short_of_pool:
         return None
     tokens = prefills.mean_prompt + (s.client.mean_output or 0.0 if s.client else 0.0)
-    wasted_share = page / 2 / (tokens + page / 2)
+    wasted_share = page / 2 / (tokens + page / 2)  # on average half of the last page is empty
     if wasted_share < LOST_IN_PAGES:
         return None
     running = s.load.median("running")

@@ -159,7 +159,10 @@ class Situation:
 
     @property
     def _shared(self) -> float | None:
-        """Fraction of the prompt tokens that the prefix cache serves or could serve; None if unknown."""
+        """Fraction of the prompt tokens that the prefix cache serves or could serve; None if unknown.
+
+        The share that the cache serves counts only if it was measured on enough prompts.
+        """
         possible_share = self.client.possible_share if self.client else None
         prefills = self.log.prefills
         if prefills.prompts < FEW_PROMPTS:

@@ -65,9 +65,10 @@ def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> M
     gpu_cards = [] if cpu else cards()
     config = read_config(engine.model, engine.args.get("revision"))
     gpus_a_replica, replicas = cards_of(engine.args), getattr(job.engine, "replicas", 1)
-    count = 0 if cpu else len(gpus(engine.env)) or len(gpu_cards)
+    # The GPUs that the job's environment allows, or all GPUs of the machine.
+    gpu_count = 0 if cpu else len(gpus(engine.env)) or len(gpu_cards)
     if isinstance(replicas, int) and replicas > 1:
-        count = replicas * gpus_a_replica  # The job cannot use more GPUs, even if the machine has more.
+        gpu_count = replicas * gpus_a_replica  # the job cannot use more GPUs
     prompt = job.prompt.model_dump()
     return Machine(
         flags=installed(engine.python, engine.env),
@@ -77,8 +78,8 @@ def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> M
         most_pool_tokens=(pool_tokens(config, free_bytes()) or 0) if cpu else 0,
         ignores_eos=job.sampling.ignore_eos is True,
         config=config,
-        cards=max(count, gpus_a_replica),
-        replicas=replicas if isinstance(replicas, int) else max(1, count // gpus_a_replica),
+        cards=max(gpu_count, gpus_a_replica),
+        replicas=replicas if isinstance(replicas, int) else max(1, gpu_count // gpus_a_replica),
         says_tp=getattr(job.engine, "tp", None) is not None,
         allow_fp8=allow_fp8,
         media=has_media(prompt),

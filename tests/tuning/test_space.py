@@ -118,13 +118,13 @@ LEFT: list[tuple[str, Args, dict[str, Any], str]] = [
     ("mem-fraction-static", {}, {}, "too little is known"),
     ("max-running-requests", {}, {"running": 250, "usage": 0.95}, "its signs did not show: as many requests"),
     ("max-running-requests", {}, {"running": 256, "memory_caps_running": True}, "no further value"),
-    ("chunked-prefill-size", {}, {"prefill_per_pass": 300.0}, "its signs did not show: prefill passes are as large"),
-    ("cuda-graph-max-bs-decode", {}, {"graph_off_share": 0.02}, "its signs did not show: decode passes run without"),
+    ("chunked-prefill-size", {}, {"prefill_per_pass": 300.0}, "did not show: prefill passes are as large"),
+    ("cuda-graph-max-bs-decode", {}, {"graph_off_share": 0.02}, "did not show: decode passes run without"),
     ("speculative-algorithm", {}, {"repeated": 1.1}, "no further value"),
     ("speculative-algorithm", {}, {"repeated": 3.0, "running": 100}, "no further value"),
     ("quantization", {}, {}, "changes answers, so the flag is tried only with --allow fp8"),
     ("tp-size", {}, {}, "no further value"),
-    ("enable-hierarchical-cache", {}, {"cached_share": 0.5}, "its signs did not show: prompts share prefixes"),
+    ("enable-hierarchical-cache", {}, {"cached_share": 0.5}, "did not show: prompts share prefixes"),
 ]  # fmt: skip
 
 

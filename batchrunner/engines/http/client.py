@@ -176,6 +176,7 @@ class HttpEngine(Engine):
         notes = [f"connections limited by {limited_by}", *info.notes]
         if not self._reports_load:
             notes.append("the server reports no load (no /v1/loads)")
+        # Servers that the run starts pool the vectors as the model's authors do.
         if self._task == EMBED and not self.starts_servers and (note := pooling_note(models[0])):
             notes.append(note)
         return replace(
@@ -390,6 +391,7 @@ class HttpEngine(Engine):
                 self._pause(endpoint, hang, progress)
 
     def _pause(self, endpoint: Endpoint, hang: Hang, progress: object) -> None:
+        """Pause a server that hangs, and report the hang; `progress` is its progress so far."""
         why = f"{endpoint.url} {hang.why}"
         self._incidents.append(Incident("hangs", endpoint.url, why))
         hang_s = self._limits.hang

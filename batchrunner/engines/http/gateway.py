@@ -137,7 +137,11 @@ def code_of(content: bytes) -> str | None:
 
 
 def refusal_of(answer: replies.WholeAnswer) -> RequestError | None:
-    """Return the error of a row that the gateway itself refused; None if the row may be at fault."""
+    """Return the error of a row that the gateway itself refused; None if the row may be at fault.
+
+    No row is to blame if the gateway reached no worker, or has a limit. After a timeout, the attempt counts
+    against the row. If a connection broke before the answer, the row may have killed the worker.
+    """
     code = code_of(answer.content)
     if code is None:
         return None
@@ -396,6 +400,7 @@ class ThroughGateway(HttpEngine):
                 )
         labels = next((worker.labels for worker in workers if worker.labels), {})
         labelled = {name: _value_of(value) for name, value in labels.items()}
+        # The replies take precedence, because the labels date from the registration of the worker.
         model = {"served_model_name": workers[0].model_id, **labelled, **model}
         if not model.get("model_path"):
             raise EngineAwayError(f"{self.url}: the gateway does not say which model its workers serve")
@@ -428,6 +433,7 @@ class ThroughGateway(HttpEngine):
         error = refusal_of(answer)
         if isinstance(error, (EngineDownError, EngineDiedError)):
             for url, state in self._workers.of.items():
+                # The gateway's message may name the worker, also if the route is the whole gateway.
                 if url == endpoint.url or url.encode() in answer.content:
                     state.watch.record_failure()
         return error or super()._refusal(endpoint, answer)
@@ -510,6 +516,7 @@ class ThroughGateway(HttpEngine):
         return [self._load_of(worker, now) for worker in used_workers]
 
     def _load_of(self, worker: GatewayWorker, now: float) -> SchedulerLoad:
+        """Return a worker's load. A worker that is no route counts as a scheduler of the gateway's route."""
         is_route = worker.url in self.endpoints
         return self._workers.see(worker.url).load.now(
             self._in_flight_at(worker),
@@ -521,11 +528,12 @@ class ThroughGateway(HttpEngine):
     def _in_flight_at(self, worker: GatewayWorker) -> int:
         """Estimate the rows in flight at a worker, from our own rows and the gateway's count of requests."""
         endpoint = self.endpoints.get(worker.url)
-        if endpoint is not None:
+        if endpoint is not None:  # the worker is a route, so our own requests at it are known
             requests_of_others = 0 if worker.load is None else max(0, worker.load - len(endpoint.requests))
             return _rows_of(endpoint) + requests_of_others
         if worker.load is None:
             return worker.report.num_running_reqs + worker.report.num_waiting_reqs
+        # The gateway chooses the worker of each request, so the requests at it may be bundles of ours.
         return round(worker.load * self._rows_per_request())
 
     def _load_of_halves(self, workers: Sequence[GatewayWorker], now: float) -> SchedulerLoad:
@@ -535,11 +543,14 @@ class ThroughGateway(HttpEngine):
         workers.
         """
         decoding = [worker for worker in workers if worker.worker_type == "decode"]
+        # Other clients may use the gateway too, so its own count of requests may exceed the run's rows.
         counts = [worker.load for worker in decoding if worker.load is not None]
         counted = sum(counts) if len(counts) == len(decoding) else 0
         in_flight = max(counted, sum(map(_rows_of, self.serving)))
-        report, all_reports = (sum_of([worker.report for worker in part]) for part in (decoding, workers))
-        report.num_waiting_reqs, report.reported_at = all_reports.num_waiting_reqs, all_reports.reported_at
+        report = sum_of([worker.report for worker in decoding])
+        report_of_all = sum_of([worker.report for worker in workers])
+        report.num_waiting_reqs = report_of_all.num_waiting_reqs
+        report.reported_at = report_of_all.reported_at
         self._halves_load.observe(report, in_flight)
         return self._halves_load.now(in_flight, scheduler=self.url, route=self.url, now=now)
 
@@ -551,16 +562,17 @@ class ThroughGateway(HttpEngine):
     def _follow(self, workers: Sequence[GatewayWorker]) -> None:
         """Send rows to the workers that the gateway uses now; search for keys if workers or keys changed."""
         in_use = urls_in_use(workers)
-        # After a start of the gateway all workers are new, so nothing is logged about them.
-        for url in sorted(in_use - self._in_use if self._in_use else ()):
-            log.info("%s gets rows: the gateway uses it", url)
+        if self._in_use:  # after a start of the gateway, all workers would be logged as new
+            for url in sorted(in_use - self._in_use):
+                log.info("%s gets rows: the gateway uses it", url)
         for url in sorted(self._in_use - in_use):
             log.info("%s gets no more rows: the gateway does not use it now", url)
         is_changed, self._in_use = in_use != self._in_use, in_use
         if not self._has_keys:  # The gateway chooses the worker of each request, so keys are of no use.
             return
-        for endpoint in self.serving if is_changed else ():
-            endpoint.set_listed(is_listed=endpoint.url in in_use)
+        if is_changed:
+            for endpoint in self.serving:
+                endpoint.set_listed(is_listed=endpoint.url in in_use)
         lack_keys = any(self._workers.see(url).key is None for url in in_use)
         is_searching = self._key_search is not None and not self._key_search.done()
         if (is_changed or lack_keys or self._leads_astray(time.monotonic())) and not is_searching:
@@ -626,10 +638,12 @@ class ThroughGateway(HttpEngine):
                 unanswered += 1
             elif url in urls and url not in keys:
                 keys[url] = key
-                if await self._worker_of(key) != url:
+                if await self._worker_of(key) != url:  # the gateway ignores the key
                     return {}
+        # If every request was answered, a gateway that routes by keys would have reached all workers.
         if not (keys.keys() >= urls or unanswered):
             return {}
+        # A gateway that ignores keys may still have chosen the same worker twice by chance.
         for _ in range(CONFIRMATIONS - 1):
             for url, key in keys.items():
                 if await self._worker_of(key) != url:

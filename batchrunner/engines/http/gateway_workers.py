@@ -204,6 +204,7 @@ class LoadEstimate:
     def observe(self, report: WorkerLoad, in_flight: int) -> None:
         """Process a worker's last report, which may be an old one; `in_flight` requests are there now."""
         running, waiting = report.num_running_reqs, report.num_waiting_reqs
+        # A report without a time and without requests means that the gateway could not read the load.
         is_missing = self._at_work and report.reported_at is None and not running + waiting
         if report == self._report or is_missing:
             return
@@ -279,7 +280,7 @@ class WorkerWatch:
     def observe(self, worker: GatewayWorker) -> None:
         """Process the worker's entry in the list; raises AnotherModelError for another model's weights."""
         weights_gb = worker.weights_gb
-        if weights_gb is None:
+        if weights_gb is None:  # the gateway has no report now, so the next one will be new
             self._report_before = NO_REPORT
             return
         if self._weights_gb is None:

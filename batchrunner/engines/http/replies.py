@@ -469,6 +469,7 @@ def _completion(
     )
     budget = request.sampling.get(THINKING)
     if budget is not None:
+        # A budget of 0 switches thinking off, so nothing is truncated.
         thinking_tokens = max(answer.meta.reasoning_tokens or 0 for answer in answers)
         completion = completion._replace(thinking_cut=thinking_tokens >= budget > 0)
     asks = request.asks
@@ -507,6 +508,7 @@ def _columns(asks: AskedColumns, answers: Sequence[Answer]) -> dict[str, list[An
     Raises AttemptFailedError if the reply lacks requested token ids or probabilities.
     """
     metas = [answer.meta for answer in answers]
+    # Functions, so that only the requested columns are computed.
     values: dict[str, Callable[[], list[Any]]] = {
         "reasoning": lambda: [answer.reasoning for answer in answers],
         "tool_calls": lambda: [_calls(answer.calls) for answer in answers],
@@ -605,6 +607,7 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=details.cached_tokens if details else None,
         weights=answer.metadata.weight_version if answer.metadata else None,
+        # Without a budget, no thinking counts as truncated.
         thinking_cut=(usage.reasoning_tokens or 0) >= (body.most_thinking or MOST_TOKENS),
         columns={RESPONSE: [_as_line(reply, body.model)]},
     )

@@ -76,6 +76,7 @@ class ServerStatus:
         return await self._ask("POST", path, timeout_s, json=fields)
 
     async def _ask(self, method: str, path: str, timeout_s: float, **content: Any) -> tuple[int, bytes]:
+        """Send a request; return the status and the body, which is empty if it exceeds MOST_BYTES."""
         options = {"timeout": aiohttp.ClientTimeout(total=timeout_s), **self._options, **content}
         try:
             async with self._session.request(method, self.url + path, **options) as response:
@@ -231,7 +232,7 @@ def _work(load: _Scheduler) -> float | None:
     """
     if load.total_prefill_busy_us is None:
         return None
-    decode_us = (load.decode_moments or [0])[0]
+    decode_us = (load.decode_moments or [0])[0]  # the list begins with the total of all decode passes
     return load.total_prefill_busy_us + decode_us
 
 
@@ -420,6 +421,7 @@ def describe(
         kind="attach",
         model=model_identity(str(models[0]["model_path"])),
         version=version if isinstance(version, str) else None,
+        # The limits in the loads are those in effect. Without loads, the servers' arguments must do.
         max_running=_sum(load.max_running for load in loads)
         or _sum(server.get("max_running_requests") for server in servers),
         max_total_tokens=_sum(load.max_total_tokens for load in loads)

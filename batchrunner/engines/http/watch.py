@@ -194,6 +194,7 @@ def _limits(info: dict[str, Any], state: dict[str, Any], memory: dict[str, Any])
     """
     limits = {**info, **{name: value for name, value in state.items() if value}}
     running_name = "max_running_requests"
+    # With DP attention, a scheduler may run only its share of the argument's number of requests.
     limits[running_name] = limit_in_effect(state, running_name) or limits.get(running_name)
 
     def limit(name: str) -> int | None:

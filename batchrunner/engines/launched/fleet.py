@@ -100,7 +100,7 @@ class LaunchedFleet(HttpEngine):
         self._replicas = {server.url: server for server in servers}
         await _start_all([server.start() for server in servers])
         info = await self.connect([*self._replicas])
-        if THINK_LIMIT in spec.env:
+        if THINK_LIMIT in spec.env:  # with a default budget, every reasoning parser obeys the rows' budgets
             described = [endpoint.arguments for endpoint in self.serving if endpoint.arguments is not None]
             reasons = [why_no_budget(arguments, any_parser=True) for arguments in described]
             self._no_thinking_budget = next(filter(None, reasons), None)

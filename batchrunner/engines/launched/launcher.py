@@ -70,7 +70,7 @@ def read_config(descriptor: int) -> dict[str, Any]:
     """Return the configuration in the first line of a pipe. The rest of the pipe is not read."""
     line = bytearray()
     while not line.endswith(b"\n"):
-        byte = os.read(descriptor, 1)
+        byte = os.read(descriptor, 1)  # a larger read could take bytes of the rest
         if not byte:
             raise SystemExit("launcher: standard input ended before the configuration")
         line += byte

@@ -204,7 +204,7 @@ class SGLangServer:
         death. Nor may it change a variable that was tuned already.
         """
         fixed_names = {**self._set_by_job, **self._safer, **variables_in(self.adapted)}
-        # argparse accepts any beginning of a flag's name.
+        # The job may abbreviate a flag, because argparse accepts any beginning of a flag's name.
         return not any(spelling.startswith(fixed) for spelling in spellings(name) for fixed in fixed_names)
 
     def adapt(self, args: Mapping[str, Any], why: str) -> None:
@@ -213,7 +213,9 @@ class SGLangServer:
         If the server dies with the new flags, it returns to the previous flags.
         """
         self._change(args, why)
-        self.up = self._is_recalled = self._flags_are_final = False
+        self.up = False
+        self._is_recalled = False  # from now on, the flags of this run are on trial
+        self._flags_are_final = False
         self._settled.clear()
         self.hangs(PLANNED)
 

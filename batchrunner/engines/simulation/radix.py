@@ -114,7 +114,7 @@ class RadixCache:
             queued_touched, _, node = heapq.heappop(leaves)
             node.queued = False
             parent = node.parent
-            # Since the node was queued, it may have been evicted, locked, or got a child.
+            # Since the node was queued, it may have been evicted or locked, or it may have got a child.
             if parent is None or node.locks or node.children:
                 continue
             # If the node was accessed since it was queued, queue it again behind older nodes.

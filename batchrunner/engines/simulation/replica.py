@@ -91,7 +91,7 @@ class CostModel(NamedTuple):
         first_s = self.base_s + self.sample_s * samples + self.kv_token_s * kv_tokens + growth_s / 2
         # This form of the solution has no difference of nearly equal numbers, and also holds without growth.
         divisor = first_s + math.sqrt(first_s**2 + 2 * growth_s * seconds)
-        return int(2 * seconds / max(divisor, 1e-9))
+        return int(2 * seconds / max(divisor, 1e-9))  # the divisor is 0 if passes take no time
 
 
 H100_8B = CostModel(base_s=6.0e-3, sample_s=1.6e-5, kv_token_s=4.9e-8, prefill_token_s=2.9e-5)
@@ -129,7 +129,8 @@ def fit_spans(spans: Sequence[tuple[PassWork, float]]) -> CostModel | None:
         previous = [*coefficients]
         for i in columns:
             explained = sum(products[i][j] * coefficients[j] for j in columns if j != i)
-            divisor = (1 + RIDGE) * products[i][i] or 1.0  # 0 if no stretch has work of this kind
+            # Without any work of this kind, numerator and divisor are 0, and 0 / 1 makes the coefficient 0.
+            divisor = (1 + RIDGE) * products[i][i] or 1.0
             coefficients[i] = max(0.0, (sums[i] - explained) / divisor)
         if all(map(math.isclose, coefficients, previous)):
             break

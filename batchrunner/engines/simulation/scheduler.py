@@ -206,7 +206,7 @@ class KvPool:
         sample.filled_tokens = context_tokens
         if keep:
             self.checkpoint(sample)
-        self.free_tokens += context_tokens - sample.protected_tokens
+        self.free_tokens += context_tokens - sample.protected_tokens  # the cache owns the protected tokens
         assert sample.node is not None
         self.cache.unlock(sample.node)
         sample.node, sample.protected_tokens, sample.filled_tokens = None, 0, 0
@@ -322,6 +322,7 @@ class Scheduler:
         SGLang's `init_req_max_new_tokens`. Raises ValueError for a prompt that is too long for a server.
         """
         longest_context = min(self.config.max_total_tokens, self.config.context_tokens or sys.maxsize)
+        # As in SGLang, one page and one token of the longest context stay free.
         room_tokens = longest_context - PAGE_TOKENS - 1 - sample.prompt_tokens
         if room_tokens < 1:
             raise ValueError(f"the prompt ({sample.prompt_tokens} tokens) is too long for the scheduler")
@@ -329,6 +330,7 @@ class Scheduler:
         sample.asked_tokens = min(most_tokens, room_tokens)
         # Even a request for no token is prefilled, and the prefill generates one token.
         sample.target_tokens = max(1, min(sample.output_tokens, sample.asked_tokens))
+        # The last segment is the rest of the context, which no other sample shares.
         sample.path = (*sample.prefix, (sample, sys.maxsize))
         self.waiting.append(sample)
 
@@ -339,7 +341,7 @@ class Scheduler:
         """
         if self._decodes_before_prefill and self.running:
             return self._decode(limit)
-        self._decodes_before_prefill = 0
+        self._decodes_before_prefill = 0  # without running samples there is nothing to decode first
         if admitted := self._admit_waiting():
             return self._prefill(admitted)
         return self._decode(limit) if self.decoding else None
