@@ -80,6 +80,7 @@ def repeats_in_prompt(prompt: str | Sequence[int], output: str | Sequence[int]) 
     period = _distance_to_repeat(output_text, min(len(output_text) // 2, LEAST_IN_PROMPT))
     if not period:
         return False
+    # The prompt must have at least two periods in a row, and LEAST_IN_PROMPT characters.
     periods = max(2, math.ceil(LEAST_IN_PROMPT / period))
     return output_text[-period:] * periods in prompt_text
 

@@ -197,7 +197,7 @@ def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int, dimensions: 
         values, tokens = _values_of(body, fields)
         columns = {RESPONSE: [orjson.dumps(values).decode()]}
         completion = _completion([_Output("", 0, STOPPED)], tokens, columns)
-        return completion._replace(cached_tokens=None)
+        return completion._replace(cached_tokens=None)  # SGLang reports none without decoding
     completions = [answer(request, limit_tokens) for request in _requests_in(body, fields, ref)]
     is_chat = body.path == CHAT_PATH
     choices: list[dict[str, Any]] = []
@@ -377,7 +377,7 @@ def _embeddings_response(
     as_text = fields.get("encoding_format") == "base64"
     response = reply_of(vectors, tokens, body.model or MODEL, as_text=as_text)
     completion = _completion([_Output("", 0, STOPPED)], tokens, {RESPONSE: [response.decode()]})
-    return completion._replace(cached_tokens=None)
+    return completion._replace(cached_tokens=None)  # SGLang reports none without decoding
 
 
 def count_tokens(request: Request) -> int:

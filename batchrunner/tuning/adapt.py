@@ -69,12 +69,14 @@ def steps_for(
     steps: list[tuple[Step, float]] = []
     for advice in apply_all(situation, flags):
         args = {**advice.args, **advice.env}
+        # If more requests may run, the memory that is reserved for outputs would be the next limit.
         if args and advice.rule in WIDER and may_change(RESERVATION_FLAG) and _reserves_too_much(situation):
             args |= next_setting("held", RESERVATION_FLAG, situation.server, flags)
         if advice.rule not in ADAPTING_RULES or not args or not all(map(may_change, args)):
             continue
         old = {name: situation.server.now(name) for name in args}
         name = f"{advice.rule}, {command_line(old)}"
+        # The expected gain of an untried step grows with the size of the change; see EXPECTED.
         doublings = _doublings(old, args)
         would_run = advice.evidence.get("would_run")
         if would_run:
@@ -104,6 +106,8 @@ def gain_over_others(ratios: Sequence[float], ratios_of_others: Sequence[Sequenc
 
     Each ratio divides a rate after the step by the same rate before it. The rates are output tokens/s and
     all tokens/s. The gain is the smaller one of the two rates, or 0 if one rate rose and the other fell.
+    Each ratio is divided by the others' mean, because rows may get longer or shorter for all servers. Without
+    other servers, the mean counts as 1.
     """
     mean_of_others = [fmean(others) for others in zip(*ratios_of_others, strict=True)] or [1.0] * len(ratios)
     gains = [ratio / others - 1 for ratio, others in zip(ratios, mean_of_others, strict=True)]

@@ -404,6 +404,7 @@ def _more_running(s: Server) -> list[int]:
         return []
     name = "max-running-requests"
     present = int(s.now(name) or 0)
+    # Running requests fill the fraction `usage` of the pool, so running / usage requests fit.
     fitting = as_flag(s.facts, name, max(s.running, 1) / max(s.usage, 1 / MOST_RAISE))
     power_of_two = 2 ** math.ceil(math.log2(fitting))
     target = min(power_of_two, MOST_RAISE * present, max(MOST_RUNNING, present))
@@ -490,11 +491,11 @@ def _state_pool(flag: str, *, grows: bool) -> NextValues:
             return []
         slots = state_slots(s, pool.per_request)
         # A small change of the pool would not be worth a restart. `slots` is 0 if too little is known.
-        if grows:
-            is_worth_it = slots >= LARGER_POOL * pool.slots
-        else:
-            is_worth_it = 0 < slots * LARGER_POOL <= pool.slots
-        args = state_args(s, pool.per_request) if is_worth_it else {}
+        if grows and slots < LARGER_POOL * pool.slots:
+            return []
+        if not grows and not 0 < slots * LARGER_POOL <= pool.slots:
+            return []
+        args = state_args(s, pool.per_request)
         return [args[flag]] if flag in args else []
 
     return values
@@ -562,7 +563,8 @@ def beside(name: str, value: Any, s: Server) -> dict[str, Any]:
     if name not in {"disable-radix-cache", STATE_STRATEGY, "mamba-ssm-dtype"}:
         return {}
     per_request = slots_after({name: value}, pool.per_request)
-    size = 0.5 if name == "mamba-ssm-dtype" else 1.0
+    size = 0.5 if name == "mamba-ssm-dtype" else 1.0  # states of 16 bits instead of 32
+    # Only without the prefix cache a request takes a single slot.
     return state_args(s, per_request, size, without_cache=per_request == 1)
 
 
@@ -1289,6 +1291,7 @@ def with_memory(sign: str, name: str, server: Server, flags: Flags) -> dict[str,
     Empty if too little memory would remain for the weights and a useful KV pool.
     """
     args = next_setting(sign, name, server, flags)
+    # The value may take the memory that is free beyond the minimum of the guides. The KV pool gives the rest.
     missing_gb = sum(FLAGS[name].takes_gb(server, value) for value in args.values())
     if server.spare_gb is not None:
         missing_gb -= max(0.0, server.spare_gb - server.band.low)

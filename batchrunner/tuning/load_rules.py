@@ -143,7 +143,7 @@ def conservative(s: Situation, flags: Flags) -> Finding | None:
         change=", or ".join(filter(None, (command_line(args), job_change))),
         evidence={**s.evidence("conservative"), "output_share_of_max_new_tokens": output_share},
         certainty=certainty,
-        env={} if args else variables_in(clip),
+        env={} if args else variables_in(clip),  # only one setting is changed at a time
     )
 
 
@@ -239,7 +239,7 @@ def retractions(s: Situation, flags: Flags) -> Finding | None:
             return Finding(fine, evidence=evidence, fine=True)
         sign += f": {cost}"
     name = "schedule-conservativeness"
-    if FLAGS[name].values("retracting", s.server):
+    if FLAGS[name].values("retracting", s.server):  # the rule advises the next value of this flag
         return Finding(sign, evidence=evidence)
     args = next_setting("retracting", "max-running-requests", s.server, flags)
     return Finding(

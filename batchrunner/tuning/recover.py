@@ -120,6 +120,7 @@ def safer(death: Death, facts: Facts, flags: Flags) -> dict[str, Any]:
     # The kernel kills if the host's memory runs out. A smaller pool on the GPU would free none of it.
     if death.kind == "killed" and not facts.on_cpu:
         return {}
+    # Flags of a state pool have moves for the sign "no-states", all other flags for one of the first two.
     signs = {"no-pool" if death.kind == "pool" else "oom", "no-states"}
     server = Server(facts, running=death.running, why=death.why)
     for group in FLAGS_AFTER.get(death.kind, ()):

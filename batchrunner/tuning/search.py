@@ -193,6 +193,7 @@ class Search:
             for tuned_flag in (TOGETHER, *self._tuned_flags):
                 improved |= yield from self._tune(tuned_flag)
         self.reason = "no change of a flag is faster"
+        # Each change beat only the setting before it, so the last one must also beat the job's own flags.
         while self._beats_own() == "again":
             slower = min(self.best, self.own, key=lambda setting: len(setting.results))
             yield from self._try(slower, "the best and the job's own flags, in turn", None)

@@ -80,6 +80,7 @@ class BackgroundServers(AttachedServers):
     def preempt(self, route: str, kept: int) -> None:
         """Preempt the youngest rows of a route, so that `kept` rows stay; see `Engine.preempt`."""
         endpoint = self.endpoints[route]
+        # The oldest request comes first, so the requests after the first `kept` are the youngest.
         abortable = [(task, request) for task, request in endpoint.requests.items() if request.rids]
         for task, request in abortable[kept:]:
             if task not in self._preempted:

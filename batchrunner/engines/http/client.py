@@ -752,6 +752,7 @@ class HttpEngine(Engine):
         return not any(failures)
 
     async def _post_abort(self, endpoint: Endpoint, rid: str) -> None:
+        """Ask a server to abort one request; raises if the server does not accept the call."""
         assert self._question_session is not None
         timeout = aiohttp.ClientTimeout(total=TIMING.status_timeout)
         async with self._question_session.post(

@@ -488,10 +488,11 @@ class ThroughGateway(HttpEngine):
 
     def _log_absence(self, why: str | None) -> None:
         """Log when the gateway goes away (`why` is the reason), and when it is back (`why` is None)."""
-        if (why is not None) == self._is_away:
+        is_away = why is not None
+        if is_away == self._is_away:
             return
-        self._is_away = why is not None
-        if why is not None:
+        self._is_away = is_away
+        if is_away:
             log.warning("the gateway %s is away (%s): rows wait for it", self.url, why)
         else:
             log.warning("the gateway %s is back", self.url)

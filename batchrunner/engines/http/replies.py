@@ -657,7 +657,7 @@ def _as_line(reply: bytes, model: str | None) -> str:
             fields["model"] = msgspec.Raw(msgspec.json.encode(model))
         content = msgspec.json.encode(fields)
     if b"\n" in content or b"\r" in content:
-        content = msgspec.json.format(content, indent=-1)
+        content = msgspec.json.format(content, indent=-1)  # removes blanks and line ends between values
     return content.decode()
 
 

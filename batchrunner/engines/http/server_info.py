@@ -300,7 +300,7 @@ class ServerQuestions:
             model = await self._model_info(url, TIMING.server_open)
             server = await self._ask(url, SERVER_INFO, TIMING.server_open)
         except EngineDownError as failure:
-            await self._refuse_gateway(url)
+            await self._refuse_gateway(url)  # a gateway has no /model_info, and a message of its own
             hint = self._remedy if self._remedy in str(failure) else None
             raise EngineAwayError(str(failure), hint=hint) from None
         if not server:

@@ -170,6 +170,7 @@ class _Server:
                 graph=None if graph is None or not load.running else bool(graph),
                 rate=rate and rate / len(loads),
             )
+            # `/v1/loads` or `/metrics` may lack the usage of the state pool, which is 0 then.
             state_usage = max(sample.state_usage, state_usage_sum / len(loads))
             self._series.add(load.scheduler, sample._replace(state_usage=state_usage))
 

@@ -169,7 +169,7 @@ class LaunchedFleet(HttpEngine):
         loads = await super().loads()
         for url, replica in self._replicas.items():
             endpoint = self.endpoints[url]
-            if not replica.up:
+            if not replica.up:  # a server that starts or drains is not judged for hangs
                 replica.has_work = endpoint.in_flight > 0
                 endpoint.hangs.restarted()
             elif hang := endpoint.hang_among(loads):

@@ -139,7 +139,7 @@ def copy_files(source: str, files: dict[str, tuple[int, int]], copy: Path) -> No
     existing = files_of(str(unfinished))
     sizes = {}
     for file, (size, _) in files.items():
-        is_copied = file in existing and existing[file][0] == size
+        is_copied = file in existing and existing[file][0] == size  # a partial copy of a file is smaller
         if not is_copied:
             sizes[file] = size
     bytes_to_copy, free_bytes = sum(sizes.values()), shutil.disk_usage(copy.parent).free
@@ -156,7 +156,7 @@ def copy_files(source: str, files: dict[str, tuple[int, int]], copy: Path) -> No
         if files_of(source) != files:
             raise OSError("the model changed while it was copied")  # noqa: TRY301
         unfinished.rename(copy)
-    except OSError:  # for instance a full disk, which the unfinished copy must not keep full
+    except OSError:  # the unfinished copy must not keep a full disk full
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
 
@@ -262,7 +262,7 @@ def main() -> int:
     if config.get("ranks"):
         config = of_rank(config, int(os.environ["SLURM_PROCID"]))
     log = os.open(config["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the server become our children
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned processes of the server become children of this process
     parent = os.getpid()
     server = os.fork()
     if server == 0:

@@ -203,6 +203,7 @@ class Replica:
             until_s - self._free_at_s, scheduler.running, scheduler.context_tokens
         )
         steps_to_next_load = INTERVAL_STEPS - self._unpublished_steps
+        # At least one pass is run, even if it ends after `until_s`.
         step = scheduler.step(max(1, min(steps_in_time, steps_to_next_load)))
         if step is None:
             self.load = self._next_load = self._load_of(running=0, queue=0, used_tokens=0)

@@ -355,7 +355,11 @@ class Scheduler:
         return sample.prompt_tokens + self.outputs_of(sample) - 1
 
     def expected_tokens(self) -> float:
-        """Return the number of further tokens of the pool that running samples are expected to take."""
+        """Return the number of further tokens of the pool that running samples are expected to take.
+
+        A sample may still generate the rest of its `asked_tokens`, of which at most `clip_tokens` count. It
+        is expected to generate the fraction `ratio` of that, or all of it with `ignore_eos`.
+        """
         clip, passes = self.config.clip_tokens, self._passes
         estimated = fixed = 0
         for sample in self.decoding:
@@ -539,7 +543,7 @@ class Scheduler:
             steps_to_full_pool = self.pool.available_tokens // self.running
             steps = min(limit, steps_to_first_end, steps_to_full_pool)
             may_admit = self.chunked is not None or (self.waiting and not self._is_full)
-            if may_admit:
+            if may_admit:  # stop at the next pass at which a prefill is tried
                 steps = min(steps, max(self._decodes_before_prefill, 1))
             self._lower_ratio(steps)
         else:
