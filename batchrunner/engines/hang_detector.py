@@ -101,7 +101,8 @@ class HangDetector:
         if not self._progress:
             return None
         hang = self._timer("").poll(now, (answers, *self._progress.values()), busy=in_flight > 0)
-        if len(loads) > 1:  # one of several schedulers may hang while the others make progress
+        # One of several schedulers may hang while the others make progress.
+        if len(loads) > 1:
             for load in loads:
                 busy = in_flight > 0 and load.has_work
                 hang = self._timer(load.scheduler).poll(now, progress[load.scheduler], busy=busy) or hang

@@ -55,7 +55,8 @@ def find_repetition(text: str) -> Repetition | None:
     if len(window) < length or window[-length + period :] != window[-length:-period]:
         return None
     start = len(text) - length
-    while start and text[start - 1] == text[start - 1 + period]:  # the repetition may begin further left
+    # The repetition may begin further to the left.
+    while start and text[start - 1] == text[start - 1 + period]:
         start -= 1
     return Repetition(start, period)
 

@@ -146,7 +146,8 @@ def in_effect(facts: Facts, flag: str) -> float | None:
         argument = facts.number(flag.replace("-", "_"))
         if argument is None:
             return None
-        if flag in _TOTALS:  # This argument is the total already.
+        if flag in _TOTALS:
+            # For these flags, the argument already is the total of all ranks.
             return int(argument)
         rank_value = argument
     value = as_flag(facts, flag, rank_value)
@@ -324,7 +325,8 @@ def _good_fraction(s: Server) -> list[float]:
     present, spare_gb, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb
     if present is None or spare_gb is None or not card:
         return []
-    surplus_gb = spare_gb - s.band.good  # `good` is the free memory that the guides advise
+    # `good` is the free memory that the guides advise.
+    surplus_gb = spare_gb - s.band.good
     is_raise = surplus_gb > 0
     # Rounded down, so that at least the advised memory stays free. Negative if too little memory is free.
     steps = math.floor(surplus_gb / card / FRACTION_STEP)
@@ -388,7 +390,8 @@ def _larger_chunk(s: Server) -> list[int]:
 def _smaller_chunk(s: Server) -> list[int]:
     """Return the steps down of the prefill chunk, in tokens."""
     present = s.now("chunked-prefill-size")
-    if present is None or present <= 0:  # The chunk size is unknown, or chunking is off.
+    if present is None or present <= 0:
+        # The chunk size is unknown, or chunking is off.
         return [*CHUNKS]
     return [chunk for chunk in CHUNKS if chunk < present]
 
@@ -478,7 +481,8 @@ def state_args(
     if s.facts.sizes_states or sets_running:
         return {"max-mamba-cache-size": int(as_flag(s.facts, "max-mamba-cache-size", slots))}
     new_share = (slots + 1) * size * (s.facts.state_share or 0.0) / pool.slots
-    ratio = new_share / (1 - new_share)  # memory of the state pool divided by that of the KV pool
+    # The flag is the memory of the state pool, divided by that of the KV pool.
+    ratio = new_share / (1 - new_share)
     return {"mamba-full-memory-ratio": math.ceil(100 * ratio) / 100}
 
 
@@ -563,7 +567,8 @@ def beside(name: str, value: Any, s: Server) -> dict[str, Any]:
     if name not in {"disable-radix-cache", STATE_STRATEGY, "mamba-ssm-dtype"}:
         return {}
     per_request = slots_after({name: value}, pool.per_request)
-    size = 0.5 if name == "mamba-ssm-dtype" else 1.0  # states of 16 bits instead of 32
+    # With this flag, states have 16 bits instead of 32.
+    size = 0.5 if name == "mamba-ssm-dtype" else 1.0
     # Only without the prefix cache a request takes a single slot.
     return state_args(s, per_request, size, without_cache=per_request == 1)
 
@@ -578,7 +583,8 @@ def best_backends(facts: Facts) -> Sequence[str]:
         return ()
     if not facts.is_mla or card == "hopper":
         return _BACKENDS[card]
-    return ("trtllm_mla", "flashinfer") if card == "blackwell" else ()  # On other GPUs SGLang chooses triton.
+    # On other GPUs SGLang chooses triton for such models.
+    return ("trtllm_mla", "flashinfer") if card == "blackwell" else ()
 
 
 def _other_backends(s: Server) -> list[str]:
@@ -671,7 +677,8 @@ def _with_ngrams(s: Server) -> dict[str, Any]:
 
     The limit has room for the requests that run now. Without it, SGLang would run at most 48 requests.
     """
-    room = 2 ** math.ceil(math.log2(max(s.running, 1)))  # the smallest sufficient power of two
+    # The smallest power of two that is large enough for the running requests.
+    room = 2 ** math.ceil(math.log2(max(s.running, 1)))
     most = s.now("max-running-requests")
     budget = {CORPUS_FLAG: CORPUS_BUDGET} if takes_corpus(s.facts.arguments) else {}
     return {"max-running-requests": min(int(most), room) if most else room, **budget}
@@ -1279,7 +1286,8 @@ def next_setting(sign: str, name: str, server: Server, flags: Flags) -> dict[str
 def with_beside(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
     """Return a flag's next value that a sign calls for, with the flags that must change together with it."""
     args: dict[str, Any] = {}
-    for value in FLAGS[name].values(sign, server):  # flags of this kind have at most one next value
+    # Flags that have to change together with others have at most one next value.
+    for value in FLAGS[name].values(sign, server):
         for changed_flag, setting in {name: value, **beside(name, value, server)}.items():
             args |= flags.setting(changed_flag, setting)
     return args

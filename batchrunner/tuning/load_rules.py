@@ -90,7 +90,8 @@ def _slow_component(client: ClientActivity, target: str) -> tuple[str, str]:
     if client.at_window > half:
         if client.window != "auto":
             return f"`window: auto` instead of {client.window}: {target}", "the job's window is full"
-        if client.connections and client.widest >= 0.9 * client.connections:  # nearly all are in use
+        if client.connections and client.widest >= 0.9 * client.connections:
+            # Nearly all connections have been in use at once.
             cause = f"all {client.connections} connections that the limit of open files allows are in use"
             return "raise `ulimit -n`", cause
         change = f"`window: {2 * client.widest}` in the job: twice as many requests as were in flight"
@@ -125,7 +126,8 @@ def conservative(s: Situation, flags: Flags) -> Finding | None:
     """Detect that SGLang reserves memory for longer outputs than the rows have."""
     if not s.admits_too_few or s.fills_up:
         return None
-    if s.client and s.client.ignore_eos:  # Every output needs all the memory that SGLang reserves for it.
+    # With `ignore_eos`, every output needs all the memory that SGLang reserves for it.
+    if s.client and s.client.ignore_eos:
         return None
     output_share = s.client.output_share if s.client else None
     is_short = output_share is not None and output_share < GUIDES.short_output
@@ -133,7 +135,8 @@ def conservative(s: Situation, flags: Flags) -> Finding | None:
     if conservativeness(s) > LESS_CONSERVATIVE:
         args = next_setting("held", "schedule-conservativeness", s.server, flags)
     elif output_share is not None and not is_short:
-        return None  # The flag is low already, and `max_new_tokens` is not too high.
+        # The flag is low already, and `max_new_tokens` is not too high.
+        return None
     clip = next_setting("held", CLIP, s.server, flags) if is_short else {}
     cause, job_change, certainty = _cause_of_reserve(output_share, clip, is_short=is_short)
     return Finding(
@@ -143,7 +146,8 @@ def conservative(s: Situation, flags: Flags) -> Finding | None:
         change=", or ".join(filter(None, (command_line(args), job_change))),
         evidence={**s.evidence("conservative"), "output_share_of_max_new_tokens": output_share},
         certainty=certainty,
-        env={} if args else variables_in(clip),  # only one setting is changed at a time
+        # The variable is advised only if no flag is, because one setting is changed at a time.
+        env={} if args else variables_in(clip),
     )
 
 
@@ -239,7 +243,8 @@ def retractions(s: Situation, flags: Flags) -> Finding | None:
             return Finding(fine, evidence=evidence, fine=True)
         sign += f": {cost}"
     name = "schedule-conservativeness"
-    if FLAGS[name].values("retracting", s.server):  # the rule advises the next value of this flag
+    if FLAGS[name].values("retracting", s.server):
+        # The flag of this rule still has a next value, which the rule will advise.
         return Finding(sign, evidence=evidence)
     args = next_setting("retracting", "max-running-requests", s.server, flags)
     return Finding(
@@ -333,7 +338,8 @@ def _saves_passes(*, prefills: int, steps: float, output_tokens: float, interval
     fewer slots decode, and more decode steps are needed.
     """
     if prefills * interval <= steps or not output_tokens:
-        return False  # the prefill passes are at least an interval apart already, or too little is known
+        # The prefill passes are at least an interval apart already, or the output length is unknown.
+        return False
     decoding_share = 1 - interval / 2 / output_tokens
     if decoding_share <= 0:
         return False
@@ -383,7 +389,8 @@ def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
         cause = "CUDA graphs are captured only for smaller batches"
         if s.facts.graph_max_bs:
             cause = f"CUDA graphs are captured only for batches of up to {s.facts.graph_max_bs} requests"
-        server = replace(s.server, running=running)  # the next value must cover these batches
+        # The next value of the flag must cover the batches that ran without a graph.
+        server = replace(s.server, running=running)
         args = with_memory("graph-off", "cuda-graph-max-bs-decode", server, flags)
     return Finding(
         f"decoding runs without a CUDA graph (`cuda graph: False`) in {share:.0%} of "

@@ -115,7 +115,8 @@ def oom_weights(s: Situation, flags: Flags) -> Finding | None:
             remedy += ", or a quantised model"
         where = "while weights were loaded"
         finding = _ran_out(s, trouble=trouble, flags=flags, where=where, remedy=remedy)
-        return finding and replace(finding, args=args)  # the arguments of recovery cannot help
+        # More GPUs or memory are advised in place of the flags that recovery would set.
+        return finding and replace(finding, args=args)
     return None
 
 

@@ -34,7 +34,8 @@ def words_a_step(answers: Iterable[str], earlier: Iterable[str] = ()) -> float:
     except for their last words (0.5.23, ngram_worker). It can also draft from `earlier`, the answers that the
     server generated before.
     """
-    next_word: dict[tuple[str, ...], str] = {}  # Maps each n-gram to the word that last followed it.
+    # Maps each n-gram to the word that last followed it.
+    next_word: dict[tuple[str, ...], str] = {}
     for answer in earlier:
         words = WORD.findall(answer)[:MOST_WORDS]
         _learn(next_word, words, range(len(words)))

@@ -123,7 +123,8 @@ def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
     evidence = {"cached_share": round(share, 4), "prompts": prefills.prompts}
     if s.client is not None:
         if s.client.order in {"auto", "prefix"}:
-            return None  # No advice is needed: the runner already groups rows by their common prefix.
+            # No advice is needed, because the runner already groups rows by their common prefix.
+            return None
         reading = f"{reading}, in the input's order"
         return Finding(reading, args={}, change="`order: auto`", evidence=evidence)
     queue, limit = s.load.longest_queue, GUIDES.lpm_queue
@@ -160,7 +161,8 @@ def attention_backend(s: Situation, _: Flags) -> Finding | None:
     # If the launch command is unknown, as for a log, the user may have chosen the backend in a config file.
     command = str(s.facts.arguments.get("launch_command") or "--config")
     if not re.search("attention.backend|--config", command):
-        return None  # SGLang itself chose the backend, so there is nothing to advise.
+        # SGLang itself chose the backend, so there is nothing to advise.
+        return None
     return Finding(f"the attention backend is {backend} on {s.facts.card}")
 
 
@@ -211,7 +213,8 @@ def pages_large(s: Situation, _: Flags) -> Finding | None:
     if not s.short_of_pool:
         return None
     tokens = prefills.mean_prompt + (s.client.mean_output or 0.0 if s.client else 0.0)
-    wasted_share = page / 2 / (tokens + page / 2)  # on average half of the last page is empty
+    # On average, half of a request's last page is empty.
+    wasted_share = page / 2 / (tokens + page / 2)
     if wasted_share < LOST_IN_PAGES:
         return None
     running = s.load.median("running")

@@ -212,7 +212,8 @@ class Situation:
         pool_tokens = self.facts.ready.max_total_num_tokens if self.facts.ready else None
         if self.client is None or not self.client.ignore_eos or not pool_tokens:
             return 0.0
-        page = self.facts.number("page_size") or 1  # Admission reserves one more page for each request.
+        # SGLang reserves one more page for each request that it admits.
+        page = self.facts.number("page_size") or 1
         row_tokens = self.log.prefills.mean_prompt + (self.client.mean_output or 0.0) + page
         return self.load.median("running") * row_tokens / pool_tokens
 

@@ -121,7 +121,8 @@ class BackgroundServers(AttachedServers):
     async def _preempt_row(self, endpoint: Endpoint, task: asyncio.Task[Any], request: SentRequest) -> None:
         """Abort a request. If the request goes on nevertheless, close its connection."""
         if await self._abort(endpoint, request.rids):
-            await asyncio.sleep(TIMING.status_timeout)  # an aborted request ends within this time
+            # An aborted request ends within this time. Otherwise its connection is closed below.
+            await asyncio.sleep(TIMING.status_timeout)
         is_still_in_flight = endpoint.requests.get(task) is request
         if is_still_in_flight:
             # A missing entry tells the task that the cancellation did not come from its caller.

@@ -497,7 +497,8 @@ class ThroughGateway(HttpEngine):
         else:
             log.warning("the gateway %s is back", self.url)
             self._incidents.append(Incident("back", self.url))
-            self._in_use = frozenset()  # A restarted gateway may have forgotten the keys: find them anew.
+            # A restarted gateway may have forgotten the keys. Without known workers, a new search begins.
+            self._in_use = frozenset()
 
     def _observe(self, workers: Sequence[GatewayWorker]) -> None:
         """Process the load reports of all workers; raises AnotherModelError for other weights."""
@@ -512,7 +513,8 @@ class ThroughGateway(HttpEngine):
         used_workers = [worker for worker in workers if worker.url in in_use]
         if any(worker.worker_type == "decode" for worker in used_workers):
             return [self._load_of_halves(used_workers, now)]
-        if self._has_keys:  # a worker gets rows once a key leads to it
+        # A worker gets rows only once a routing key leads to it.
+        if self._has_keys:
             used_workers = [worker for worker in used_workers if worker.url in self.endpoints]
         return [self._load_of(worker, now) for worker in used_workers]
 
@@ -529,7 +531,8 @@ class ThroughGateway(HttpEngine):
     def _in_flight_at(self, worker: GatewayWorker) -> int:
         """Estimate the rows in flight at a worker, from our own rows and the gateway's count of requests."""
         endpoint = self.endpoints.get(worker.url)
-        if endpoint is not None:  # the worker is a route, so our own requests at it are known
+        if endpoint is not None:
+            # The worker is a route, so our own requests at it are known.
             requests_of_others = 0 if worker.load is None else max(0, worker.load - len(endpoint.requests))
             return _rows_of(endpoint) + requests_of_others
         if worker.load is None:
@@ -563,13 +566,15 @@ class ThroughGateway(HttpEngine):
     def _follow(self, workers: Sequence[GatewayWorker]) -> None:
         """Send rows to the workers that the gateway uses now; search for keys if workers or keys changed."""
         in_use = urls_in_use(workers)
-        if self._in_use:  # after a start of the gateway, all workers would be logged as new
+        # After a start of the gateway nothing is logged, because all workers would be new.
+        if self._in_use:
             for url in sorted(in_use - self._in_use):
                 log.info("%s gets rows: the gateway uses it", url)
         for url in sorted(self._in_use - in_use):
             log.info("%s gets no more rows: the gateway does not use it now", url)
         is_changed, self._in_use = in_use != self._in_use, in_use
-        if not self._has_keys:  # The gateway chooses the worker of each request, so keys are of no use.
+        if not self._has_keys:
+            # The gateway chooses the worker of each request, so routing keys are of no use.
             return
         if is_changed:
             for endpoint in self.serving:
@@ -607,7 +612,8 @@ class ThroughGateway(HttpEngine):
         while not is_current:
             urls = self._in_use
             keys = await self._keys_of(urls)
-            if not keys.keys() >= urls:  # a worker or the gateway is down: old keys stay until it answers
+            if not keys.keys() >= urls:
+                # A worker or the gateway is down. Its old key stays until it answers again.
                 await asyncio.sleep(TIMING.model_check)
             is_current = urls == self._in_use
             for url, key in keys.items():
@@ -617,7 +623,8 @@ class ThroughGateway(HttpEngine):
                     endpoint = self.endpoints[url] = self._new_endpoint(url)
                     self.serving.append(endpoint)
                 endpoint.set_listed(is_listed=True)
-                endpoint.senders.clear()  # new senders are created with the new key
+                # New senders are created when needed, with the new routing key.
+                endpoint.senders.clear()
 
     async def _keys_of(self, urls: frozenset[str]) -> dict[str, str]:
         """Try routing keys until one leads to each worker; return the keys by the workers' URLs.
@@ -639,7 +646,8 @@ class ThroughGateway(HttpEngine):
                 unanswered += 1
             elif url in urls and url not in keys:
                 keys[url] = key
-                if await self._worker_of(key) != url:  # the gateway ignores the key
+                if await self._worker_of(key) != url:
+                    # A second request with the key led elsewhere, so the gateway does not route by keys.
                     return {}
         # If every request was answered, a gateway that routes by keys would have reached all workers.
         if not (keys.keys() >= urls or unanswered):

@@ -211,7 +211,8 @@ class LoadEstimate:
         self._report = report
         self._from_others = max(0, running + waiting - in_flight)
         if not running + waiting:
-            return  # An idle worker does not show how many requests it can run at once.
+            # An idle worker does not show how many requests it can run at once.
+            return
         at_work = in_flight + self._from_others - waiting
         if not waiting:
             # The scheduler has room for more requests, up to its limit. More than twice as many as now are
@@ -280,7 +281,8 @@ class WorkerWatch:
     def observe(self, worker: GatewayWorker) -> None:
         """Process the worker's entry in the list; raises AnotherModelError for another model's weights."""
         weights_gb = worker.weights_gb
-        if weights_gb is None:  # the gateway has no report now, so the next one will be new
+        if weights_gb is None:
+            # The gateway has no report of the worker now, so the next report will be newer than any failure.
             self._report_before = NO_REPORT
             return
         if self._weights_gb is None:

@@ -102,7 +102,8 @@ class ModelGuard:
             await self.confirm(endpoint)
         if version is None:
             return
-        self.weights = self.weights or version  # the first server to answer sets the version for all
+        # The first answer with a version sets the version that all answers must have.
+        self.weights = self.weights or version
         if version != self.weights:
             raise another_model(endpoint.url, "weight_version", self.weights, version)
 

@@ -257,7 +257,8 @@ async def whole(answer: PostedAnswer, large_answers: asyncio.Semaphore) -> Whole
     `large_answers` has the LARGE_AT_ONCE permits to read an answer of more than LARGE_BYTES.
     """
     stream = answer.content
-    if stream.is_eof() and stream.total_bytes <= MOST_ANSWER_BYTES:  # the usual case: all bytes have arrived
+    if stream.is_eof() and stream.total_bytes <= MOST_ANSWER_BYTES:
+        # In the usual case all bytes have arrived, so nothing has to be awaited.
         content = stream.read_nowait()
     else:
         body = bytearray()
@@ -386,7 +387,8 @@ def _from_chat(request: Request, reply: ChoicesReply) -> Completion:
     """Return the completion in a reply of the chat endpoint."""
     choices = reply.choices
     ids: Sequence[list[int] | None] = (reply.sglext and reply.sglext.output_ids) or ()
-    if len(ids) != len(choices):  # the server sends no token ids
+    if len(ids) != len(choices):
+        # The server has sent no token ids, or not for every choice.
         ids = [None] * len(choices)
     answers = []
     for number, choice in enumerate(choices):
@@ -420,7 +422,8 @@ def _add_counts(answers: Sequence[Answer], usage: Usage) -> None:
     meta.prompt_tokens = usage.prompt_tokens
     if usage.prompt_tokens_details is not None:
         meta.cached_tokens = usage.prompt_tokens_details.cached_tokens
-    if len(answers) == 1:  # with several outputs, their number is the sum over all of them
+    # With several outputs, this count is the sum over all of them.
+    if len(answers) == 1:
         meta.completion_tokens = usage.completion_tokens
 
 
@@ -448,7 +451,8 @@ def _completion(
     if len(answers) != output_count:
         raise AttemptFailedError(f"the reply has {len(answers)} samples, not {output_count} (sampling.n)")
     texts, reasons, counts, retractions, is_empty = [], [], [], 0, True
-    for answer in answers:  # a comprehension for each list would take twice as long
+    # One loop over the answers, because a comprehension for each list would take twice as long.
+    for answer in answers:
         meta = answer.meta
         texts.append(answer.text)
         reasons.append(answer.reason)
@@ -569,7 +573,8 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
 
     Raises RequestError if the reply is an abort or not an answer, or if a vector is invalid.
     """
-    reply = strict_json(reply)  # The reply becomes a line of the results, so it must be valid JSON.
+    # The reply becomes a line of the results, so it must be valid JSON.
+    reply = strict_json(reply)
     if body.path == EMBEDDINGS_PATH:
         prompt_tokens = check_embeddings(reply, len(prompts_in(body)) or None)
         columns = {RESPONSE: [_as_line(reply, body.model)]}
@@ -657,7 +662,8 @@ def _as_line(reply: bytes, model: str | None) -> str:
             fields["model"] = msgspec.Raw(msgspec.json.encode(model))
         content = msgspec.json.encode(fields)
     if b"\n" in content or b"\r" in content:
-        content = msgspec.json.format(content, indent=-1)  # removes blanks and line ends between values
+        # A negative indent removes blanks and line ends between the values.
+        content = msgspec.json.format(content, indent=-1)
     return content.decode()
 
 

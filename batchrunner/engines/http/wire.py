@@ -104,7 +104,8 @@ def bytes_of(body: Mapping[str, Any], default: Callable[[Any], Any] | None = Non
     """Return a body as JSON; raises RowRefusedError for values that neither JSON nor `default` can write."""
     try:
         return orjson.dumps(body, default=default)
-    except TypeError as failure:  # such as a text with an unpaired surrogate, which a template may write
+    except TypeError as failure:
+        # A template may write a text that JSON cannot hold, such as an unpaired surrogate.
         raise RowRefusedError(f"the prompt cannot be sent: {failure}") from None
 
 
@@ -311,7 +312,8 @@ def bundle_body(requests: Sequence[Request]) -> dict[str, Any]:
     }
     if any(request.lora_path is not None for request in requests):
         body["lora_path"] = [request.lora_path for request in requests]
-    asks = requests[0].asks  # all rows of a job ask for the same columns
+    # All rows of a job ask for the same columns.
+    asks = requests[0].asks
     if asks is not None and asks.of_tokens:
         body.update(_generate_logprob_fields(asks))
     return body
@@ -336,7 +338,8 @@ def chat_body(request: Request) -> dict[str, Any]:
     if tag is not None:
         body["response_format"] = {"type": "structural_tag", **_json(tag, "structural_tag")}
     spaces = sampling.pop("spaces_between_special_tokens", None)
-    if spaces is not None:  # the chat endpoint of SGLang 0.5 reads this parameter in chat_template_kwargs
+    # The chat endpoint of SGLang 0.5 reads this parameter in `chat_template_kwargs`.
+    if spaces is not None:
         template_kwargs["spaces_between_special_tokens"] = spaces
     body.update({_CHAT_NAMES.get(name, name): value for name, value in sampling.items()})
     if template_kwargs:

@@ -86,7 +86,8 @@ class LaunchedGateway:
         process, self._process = self._process, None
         if process is not None:
             assert process.stdin is not None
-            process.stdin.close()  # The launcher stops the gateway when this pipe is closed.
+            # The launcher stops the gateway when this pipe is closed.
+            process.stdin.close()
             await process.wait()
 
     async def _launch(self) -> None:

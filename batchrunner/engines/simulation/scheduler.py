@@ -206,7 +206,8 @@ class KvPool:
         sample.filled_tokens = context_tokens
         if keep:
             self.checkpoint(sample)
-        self.free_tokens += context_tokens - sample.protected_tokens  # the cache owns the protected tokens
+        # The prefix cache owns the protected tokens, so they are not freed here.
+        self.free_tokens += context_tokens - sample.protected_tokens
         assert sample.node is not None
         self.cache.unlock(sample.node)
         sample.node, sample.protected_tokens, sample.filled_tokens = None, 0, 0
@@ -341,7 +342,8 @@ class Scheduler:
         """
         if self._decodes_before_prefill and self.running:
             return self._decode(limit)
-        self._decodes_before_prefill = 0  # without running samples there is nothing to decode first
+        # Without running samples there is nothing to decode before the prefill.
+        self._decodes_before_prefill = 0
         if admitted := self._admit_waiting():
             return self._prefill(admitted)
         return self._decode(limit) if self.decoding else None
@@ -502,9 +504,11 @@ class Scheduler:
             sample.filled_tokens += tokens
             kv_tokens += sample.filled_tokens
             self.pool.checkpoint(sample)
-            if sample is self.chunked:  # more chunks follow
+            if sample is self.chunked:
+                # The prompt is unfinished, and more chunks follow.
                 continue
-            sample.outputs += 1  # the pass that computes the last prompt token generates an output token
+            # The pass that computes the last prompt token also generates an output token.
+            sample.outputs += 1
             if sample.outputs >= sample.target_tokens:
                 self.pool.release(sample, sample.filled_tokens, keep=True)
                 finished.append(sample)
@@ -543,7 +547,8 @@ class Scheduler:
             steps_to_full_pool = self.pool.available_tokens // self.running
             steps = min(limit, steps_to_first_end, steps_to_full_pool)
             may_admit = self.chunked is not None or (self.waiting and not self._is_full)
-            if may_admit:  # stop at the next pass at which a prefill is tried
+            if may_admit:
+                # Stop before the next pass at which a prefill is tried.
                 steps = min(steps, max(self._decodes_before_prefill, 1))
             self._lower_ratio(steps)
         else:
