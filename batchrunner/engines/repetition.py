@@ -1,4 +1,4 @@
-"""Finds answers that repeat themselves without end, by their text so far, in linear time. Pure.
+"""Finds answers that repeat themselves without end, by their text so far, in linear time.
 
 A model that falls into a loop writes the same characters again and again until `max_new_tokens`. A text
 repeats itself if its end is periodic: each character equals the character one period before it. Tables, logs

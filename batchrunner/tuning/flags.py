@@ -325,7 +325,7 @@ def _good_fraction(s: Server) -> list[float]:
     present, spare_gb, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb
     if present is None or spare_gb is None or not card:
         return []
-    # `good` is the free memory that the guides advise.
+    # `good` is the free memory that SGLang's guides advise..
     surplus_gb = spare_gb - s.band.good
     is_raise = surplus_gb > 0
     # Rounded down, so that at least the advised memory stays free. Negative if too little memory is free.
@@ -664,10 +664,10 @@ def _ngrams(s: Server) -> list[str]:
 
 
 def takes_corpus(arguments: Mapping[str, Any]) -> bool:
-    """Tell whether a corpus may be loaded, by a server's arguments (with underscores).
+    """Tell whether a corpus may be loaded; `arguments` are the server's, with underscores in their names.
 
     Each rank of tensor parallelism loads the corpus in a thread of its own. Until all have loaded it, their
-    drafts differ, and nothing in SGLang 0.5.23 makes them equal: answers could become wrong.
+    drafts differ, and nothing in SGLang 0.5.23 makes them equal, so answers could become wrong.
     """
     return all((number(arguments.get(name)) or 1) == 1 for name in ("tp_size", "pp_size"))
 

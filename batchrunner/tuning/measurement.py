@@ -1,6 +1,7 @@
-"""Measure a trial: its steady speed, its signs, and when to stop it. Pure.
+"""Measure a trial: its steady speed, its load signs, and when to stop it.
 
-The caller reports each row that ends and each reading of the load, from a real or a simulated engine.
+The caller reports each row that ends and each reading of the load, from a real or a simulated engine. The
+module itself does no I/O and reads no clock.
 """
 
 from collections.abc import Sequence
@@ -120,7 +121,8 @@ class TrialProgress(NamedTuple):
     tokens: int
     rows: int
     log_bytes: int = 0
-    """Size of the server's log at this time. Passes logged before it belong to the rows counted before it."""
+    """Size of the server's log at this time, in bytes. The part of the log before it belongs to the rows
+    counted so far."""
 
 
 @dataclass(slots=True)

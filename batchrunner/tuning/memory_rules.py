@@ -1,4 +1,4 @@
-"""Rules on free memory at the start, on memory that ran out, and on other deaths. Each rule is pure."""
+"""Rules on free memory at the start, on memory that ran out, and on other deaths. Each is a pure function."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,6 +1,6 @@
-"""The table of all rules: signs and advice of SGLang's tuning guides, each with its source. Pure.
+"""The table of all rules: signs and advice of SGLang's tuning guides, each with its source.
 
-Advice is given in this order: deaths first, then what usually gains most.
+Deaths come first, then the advice that usually gains most. The module does no I/O.
 """
 
 from collections.abc import Callable

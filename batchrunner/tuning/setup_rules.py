@@ -1,6 +1,6 @@
 """Rules on the setup of the server: metrics, GPUs, parallelism, precision, kernels, cache, order.
 
-Each rule is pure. A rule on the model or the GPU finds nothing if the model or the GPU is unknown.
+Each rule is a pure function. A rule on the model or the GPU finds nothing if the model or the GPU is unknown.
 """
 
 import re

@@ -27,7 +27,7 @@ RESERVED = 0.8
 """Minimum fraction of the KV pool that is reserved for outputs, at which the pool counts as the limit even if
 it is not full."""
 POOL_SHARE = 4
-"""Divisor of a machine's free memory: a KV pool may grow by at most a quarter of it."""
+"""A KV pool on a CPU may grow by at most the machine's free memory, divided by this number."""
 FLOAT32_BYTES = 4
 """Maximum number of bytes of a number in a CPU's KV pool (float32)."""
 FEW_PROMPTS = 50
@@ -64,7 +64,7 @@ class ClientActivity:
     output_tokens: int = 0
     """Number of tokens in the outputs whose lengths were read."""
     outputs: int = 0
-    """Number of outputs whose lengths were read."""
+    """Number of outputs whose lengths were read from the newest result files."""
     order: str = "auto"
     """The job's `order` of rows."""
     simulated: bool = False
@@ -236,7 +236,7 @@ class Situation:
 
     @property
     def retracts_often(self) -> bool:
-        """Whether there are more retractions than the guides call fine."""
+        """Whether there are more retractions than SGLang's tuning guides call fine."""
         return has_enough(self.load) and retracts_often(self.retractions_per_min)
 
     @property

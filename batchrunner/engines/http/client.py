@@ -200,8 +200,8 @@ class HttpEngine(Engine):
     async def _first_loads(self, descriptions: Sequence[ServerDescription]) -> Sequence[SchedulerLoad]:
         """Find out whether servers report their load, and return the loads.
 
-        Return no load if a server that answers reports none, because the limits in the loads would not be the
-        limits of all replicas.
+        If any server that answers reports no load, return none, because the limits of all replicas are
+        needed.
         """
         # The reply of the first replica decides for all of them whether `/v1/loads` exists.
         self._reports_load = await self._loads_of(descriptions[0].url) != []
@@ -411,10 +411,10 @@ class HttpEngine(Engine):
         endpoint.resume()
 
     def _open_sessions(self) -> None:
-        """Open one session for rows, and another for polls and for questions about the model.
+        """Open one session for rows, and another for polls and for requests about the model.
 
-        A new connection of the first session waits for the answer to a question (see `GuardedConnector`), so
-        questions cannot be sent by that session.
+        A new connection of the first session waits until the server has named its model (`GuardedConnector`).
+        The request for the model can therefore not be sent by the same session.
         """
 
         def session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
@@ -426,7 +426,8 @@ class HttpEngine(Engine):
             )
 
         self._row_session = session(GuardedConnector(self.guard, limit=0, keepalive_timeout=KEEPALIVE_S))
-        # Each question gets a new connection, because an old one may lead to a server that is shutting down.
+        # Each of these requests gets a new connection, because an old one may lead to a server that is
+        # shutting down.
         self._question_session = session(aiohttp.TCPConnector(limit=0, force_close=True))
 
     async def _end_late_requests(self) -> None:
@@ -768,9 +769,10 @@ class HttpEngine(Engine):
     async def _transport_error(
         self, endpoint: Endpoint, failure: Exception, request: SentRequest
     ) -> Exception:
-        """Return the error of the rows of a request whose `failure` came from the connection or the answer.
+        """Return the error for the rows of a request that failed.
 
-        No row is at fault if there was no connection at all.
+        `failure` is an error of the connection, or of reading the answer. No row is at fault if there was no
+        connection at all.
         """
         url = endpoint.address
         if isinstance(failure, (aiohttp.ClientError, OSError)):

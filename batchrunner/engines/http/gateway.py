@@ -541,7 +541,7 @@ class ThroughGateway(HttpEngine):
         return round(worker.load * self._rows_per_request())
 
     def _load_of_halves(self, workers: Sequence[GatewayWorker], now: float) -> SchedulerLoad:
-        """Return one load for all prefill and decode workers, because each row needs one of both.
+        """Return one load for all prefill and decode workers, because each row needs a worker of each type.
 
         Rows wait at the prefill workers first. Running requests and token usage are those of the decode
         workers.

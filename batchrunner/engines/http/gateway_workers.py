@@ -186,7 +186,7 @@ REPORTS_KEPT = 3
 
 @dataclass(slots=True)
 class LoadEstimate:
-    """Estimate of a worker's load now, from its last reports and its number of requests in flight. Pure.
+    """Estimate of a worker's load now, from its last reports and its number of requests in flight.
 
     A report may be 10 s old, but the number of requests in flight is exact at any time. Of these requests,
     some wait in the scheduler's queue (`#queue-req`). The others are *at work*: they run, or they or their
@@ -199,10 +199,14 @@ class LoadEstimate:
     """How many requests each of the last reports has shown to be at work; reports without requests are left
     out."""
     _from_others: int = 0
-    """Requests in the last report that the gateway does not count, such as those of another gateway."""
+    """Requests that the last report shows but the gateway does not count, such as requests of another
+    gateway."""
 
     def observe(self, report: WorkerLoad, in_flight: int) -> None:
-        """Process a worker's last report, which may be an old one; `in_flight` requests are there now."""
+        """Process the last report of a worker, which may be one that was processed before.
+
+        `in_flight` is the number of requests at the worker now.
+        """
         running, waiting = report.num_running_reqs, report.num_waiting_reqs
         # A report without a time and without requests means that the gateway could not read the load.
         is_missing = self._at_work and report.reported_at is None and not running + waiting
@@ -257,7 +261,7 @@ NO_REPORT = ""
 
 @dataclass(slots=True)
 class WorkerWatch:
-    """Detects that a server with another model has taken a worker's address. Pure.
+    """Detects that a server with another model has taken a worker's address.
 
     The gateway does not notice this, because it reads a worker's model only when the worker is registered.
     Only the load reports show it, because the weights of the other model take another amount of memory.
@@ -298,7 +302,7 @@ class WorkerWatch:
 
 
 class GatewayQuestions:
-    """Questions to one gateway for its list of workers."""
+    """Asks one gateway for its list of workers."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         """Take the session, which has the API key, and the URL of the gateway."""
@@ -353,8 +357,8 @@ class GatewayQuestions:
     async def _takes_rows(self, timeout_s: float) -> bool:
         """Tell whether the API key may send rows.
 
-        The question is a request without a prompt. The gateway refuses it in any case, but with another
-        status if the key may not send rows.
+        A request without a prompt is sent. The gateway refuses it in any case, but with another status if the
+        key may not send rows.
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:

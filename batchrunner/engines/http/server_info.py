@@ -287,7 +287,7 @@ async def is_gateway(url: str, headers: Mapping[str, str]) -> bool:
 
 
 class ServerQuestions:
-    """Questions to servers about their model and arguments, at the start of a run and later."""
+    """Asks servers about their model and arguments, at the start of a run and later."""
 
     def __init__(self, session: aiohttp.ClientSession, remedy: str) -> None:
         """`remedy` is the advice to a user whose server does not answer."""

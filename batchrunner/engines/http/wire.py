@@ -207,7 +207,7 @@ def _messages_of(request: Request) -> Any:
 
 
 def _with_urls(part: Any, files: Sequence[PromptFile]) -> list[Any]:
-    """Return a part of a message's content, with data URLs in place of a reference to one of the `files`.
+    """Return a content part of a message, in which a reference to one of the `files` becomes a data URL.
 
     A document becomes several parts, one for each page.
     """

@@ -141,7 +141,7 @@ class SimulatedRequest:
     """Number of tokens of the sample's context that are computed, while the prompt is prefilled in chunks."""
     joined: int = 0
     """The sample's number of outputs when it began to decode, minus the scheduler's count of decode passes at
-    that time."""
+    that time. The sum of this and the present count is the present number of outputs."""
 
     @property
     def fill_tokens(self) -> int:
@@ -158,7 +158,7 @@ class KvPool:
         self.caching = caching
         self.cache = RadixCache()
         self.free_tokens = tokens
-        """Number of tokens of the pool that hold nothing."""
+        """Number of free tokens in the pool."""
 
     @property
     def used_tokens(self) -> int:
@@ -218,9 +218,9 @@ class PrefillBudget:
     """Number of tokens that a prefill pass may still take."""
 
     input_tokens: int
-    """Remaining tokens of `--max-prefill-tokens`."""
+    """Number of tokens that `--max-prefill-tokens` still allows in this pass."""
     chunk_tokens: int
-    """Remaining tokens of `--chunked-prefill-size`."""
+    """Number of tokens that `--chunked-prefill-size` still allows in this pass."""
     expected_tokens: float
     """Number of further tokens of the KV pool that running and admitted samples are expected to take."""
 
