@@ -440,6 +440,7 @@ class Simulator(Engine):
             max_total_tokens=spec.max_total_tokens,
             context_tokens=spec.context_length,
         )
+        # A decode pass takes half of `step_s` for an empty batch, and all of it for a full batch.
         half_step_s = spec.step_s / 2
         cost = CostModel(
             base_s=half_step_s,

@@ -64,6 +64,7 @@ def queue_empty(s: Situation, flags: Flags) -> Finding | None:
     else:
         change, cause = _slow_component(s.client, target)
         if not change:
+            # The runner cannot help, so a flag against a slow front process is advised.
             settings = (next_setting("starved", name, s.server, flags) for name in FRONT_LEVERS)
             args = next(filter(None, settings), {})
             change = command_line(args) or _WITHOUT_FLAG[s.facts.on_cpu]
@@ -271,6 +272,7 @@ LARGE_TP = 4
 
 def running_low(s: Situation, flags: Flags) -> Finding | None:
     """Detect that few requests run, because full prefill passes admit requests only as fast as others end."""
+    # With a higher conservativeness, the advice of the rule `conservative` comes first.
     if not frequent(s.load, "far_below") or s.fills_up or conservativeness(s) > LESS_CONSERVATIVE:
         return None
     prefills = s.log.prefills

@@ -28,6 +28,7 @@ def metrics_off(s: Situation, flags: Flags) -> Finding | None:
         "enable_metrics": "/metrics (retractions, cache hits, throughput, latency)",
         "enable_cache_report": "cached tokens of each chat answer",
     }
+    # An argument that the server does not report is not False, so nothing is said about it.
     disabled = {name for name in contents if s.facts.arguments.get(name) is False}
     if s.facts.metrics is False:
         disabled.add("enable_metrics")
@@ -199,7 +200,7 @@ def order_of_server(s: Situation, _: Flags) -> Finding | None:
         return None
     return Finding(
         f"{cached:.0%} of the prompt tokens were in the cache, although {shared:.0%} could be: "
-        f"--schedule-policy {policy} takes the rows in another order than they are sent in",
+        f"--schedule-policy {policy} does not take the rows in the order in which they are sent",
         evidence={"cached_share": round(cached, 4), "possible_share": round(shared, 4), "policy": policy},
     )
 

@@ -110,6 +110,7 @@ def server_of(result: TrialResult, machine: Machine) -> Server:
     )
     return Server(
         facts,
+        # The table of flags takes the mean of one scheduler.
         running=signs.running / signs.schedulers,
         usage=signs.usage,
         output_tokens=signs.output_tokens,

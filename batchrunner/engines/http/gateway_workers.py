@@ -345,6 +345,7 @@ class GatewayQuestions:
             loads = _read_loads.decode(body).loads
         except (*NOT_REACHED, msgspec.MsgspecError):
             return []
+        # `/loads` has an entry for each scheduler. Those of one worker are grouped.
         loads_of = defaultdict[tuple[str, str], list[WorkerLoad]](list)
         for load in loads:
             loads_of[load.worker, load.worker_type].append(load)

@@ -619,7 +619,10 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
 
 
 def _from_response(body: RequestBody, reply: bytes) -> Completion:
-    """Read a reply of `/v1/responses`; raises RequestError if the server could not make the response."""
+    """Read a reply of `/v1/responses`; raises RequestError if the response has failed.
+
+    The completion has no text of its own, because the column `response` has the whole reply.
+    """
     response = decode_reply(_read_response, reply)
     if response.status not in _ENDS_OF_RESPONSES:
         raise AttemptFailedError(f"the response is {response.status}: {bytes(response.error).decode():.200}")

@@ -200,7 +200,10 @@ class LaunchedFleet(HttpEngine):
         await asyncio.gather(*(replica.close() for replica in self._replicas.values()))
 
     def _make_servers(self, model: str, *, cpu: bool) -> list[SGLangServer]:
-        """Return the servers, not yet started. Replicas divide the GPUs among them."""
+        """Return the servers, not yet started. Replicas divide the GPUs among them.
+
+        A single server sees all GPUs, and logs under a name of its own.
+        """
         spec = self._spec
         make = functools.partial(
             SGLangServer, spec, model, key=self._key, cpu=cpu, healer=self._healer,

@@ -90,6 +90,7 @@ def _value_of_type(schema: dict[str, Any], root: Any, number: int, depth: int) -
         case "string":
             pattern = schema.get("pattern")
             text = None if pattern is None else _matching(pattern, number, math.inf)
+            # Without a pattern, a word is filled up or truncated to the permitted length.
             return text or _WORD.ljust(schema.get("minLength", 0), ".")[: schema.get("maxLength")]
     return None
 
