@@ -121,7 +121,7 @@ class _Output(NamedTuple):
 
     text: str
     tokens: int
-    """Number of output tokens, those of the thinking included."""
+    """Number of output tokens, including the tokens of the thinking."""
     reason: str
     """Finish reason."""
     calls: list[dict[str, Any]] | None = None

@@ -47,7 +47,7 @@ class Server:
     usage: float = 0.0
     """Mean token usage: the fraction of the KV pool in use."""
     decodes: bool = True
-    """Whether its requests decode. False for tasks without generated tokens, such as embedding."""
+    """Whether the server's requests decode. False for tasks without generated tokens, such as embedding."""
     output_tokens: float = 0.0
     """Mean number of tokens in an output."""
     longest_output: int | None = None
@@ -592,11 +592,11 @@ def _other_backends(s: Server) -> list[str]:
 
 
 def _interval(s: Server) -> list[int]:
-    """Return the best number of decode steps between two prefill passes, if a pass takes as long as a step.
+    """Return the best number of decode steps between two prefill passes.
 
-    With n steps between passes, the slot of a finished request stays empty for n / 2 steps on average, in
-    addition to the `output_tokens` steps of a request. In return, there are fewer prefill passes. The best
-    number makes both costs equal.
+    A pass is assumed to take as long as a decode step. With n steps between passes, the slot of a finished
+    request stays empty for n / 2 steps on average, in addition to the `output_tokens` steps of a request. In
+    return, there are fewer prefill passes. The best number makes both costs equal.
     """
     return [] if s.now("prefill-decode-interval") else [round(math.sqrt(2 * s.output_tokens))]
 
@@ -607,7 +607,7 @@ def _set(flag: str, value: Any) -> NextValues:
 
 
 def _at_least(flag: str, least: int) -> NextValues:
-    """Return the only possible change of a flag for a number of threads or processes: raise it to `least`."""
+    """Return a function for a number of threads or processes: it returns `least`, or nothing if not fewer."""
     return lambda s: [least] if (s.now(flag) or 0) < least else []
 
 

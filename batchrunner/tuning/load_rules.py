@@ -264,8 +264,8 @@ weights once and compute little."""
 LEAST_INTERVAL = 2
 """Minimum `--prefill-decode-interval` that pays, in decode steps."""
 FEWER_PASSES = 1.25
-"""Minimum ratio, of the passes without `--prefill-decode-interval` to those with it, at which the flag
-pays."""
+"""`--prefill-decode-interval` pays if, without the flag, there are at least this many times as many passes as
+with it."""
 LARGE_TP = 4
 """Minimum tensor parallelism at which larger CUDA graphs pay (SGLang's tuning guides)."""
 

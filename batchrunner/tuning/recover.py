@@ -144,7 +144,7 @@ _HOPELESS = {
 
 
 class Healer:
-    """Chooses safer arguments after each death, and remembers those that worked for later runs.
+    """Chooses safer arguments after each death, and saves arguments that worked for later runs.
 
     The servers of one engine share a healer, so that no second server dies of the same cause.
     """

@@ -89,7 +89,7 @@ class Thresholds:
     """A model is small if its weights take at most this many GB: 5 billion parameters of 16 bits."""
     shared: float = 0.1
     """Prompts share prefixes if at least this fraction of the prompt tokens come from the prefix cache, or
-    could."""
+    could come from it."""
     cached_well: float = 0.6
     """The order of the rows is good if at least this fraction of the prompt tokens come from the prefix
     cache."""

@@ -117,7 +117,7 @@ def sets_sampling(prompt: Mapping[str, Any]) -> bool:
 
 @dataclass
 class Situation:
-    """A server and its load, as far as they are known."""
+    """A server and its load, as far as logs and polls have shown them."""
 
     load: Series
     """Load samples: queue, running requests and token usage over time."""

@@ -106,7 +106,7 @@ class BackgroundServers(AttachedServers):
         return fields
 
     async def _post(self, endpoint: Endpoint, path: str, body: bytes) -> bytes:
-        """Post a body and return the reply; if the row was preempted meanwhile, count its output tokens."""
+        """Post a body and return the reply; if the row has been preempted, count its output tokens."""
         reply = await super()._post(endpoint, path, body)
         task = asyncio.current_task()
         if task in self._preempted:

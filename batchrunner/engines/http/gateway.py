@@ -79,8 +79,8 @@ that is gone takes 2 s."""
 CONFIRMATIONS = 4
 """Number of times that a key must lead to the same worker again before it is used."""
 LEAST_SEARCH_PAUSE_S = 10.0
-"""Minimum seconds between two searches for keys that only answers of wrong workers cause. The gateway decides
-anew which workers are overloaded as often as it reads load reports, by default every 10 s."""
+"""Minimum seconds between two searches for keys, if only answers of wrong workers call for a search. The
+gateway decides again which workers are overloaded whenever it reads load reports, by default every 10 s."""
 MODEL_INFO = "/get_model_info"
 """Path under which the gateway returns the `/model_info` of its first HTTP worker."""
 SERVER_INFO = "/get_server_info"
@@ -291,7 +291,7 @@ class ThroughGateway(HttpEngine):
         routing_key_header: str = ROUTING_KEY,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Take the gateway's URL, the reason `why` rows go through it, and headers of every request."""
+        """`why` is the reason why rows go through the gateway; `headers` are sent with every request."""
         super().__init__(api_key=api_key, limits=limits, task=task)
         self._headers |= headers
         self.url = url
@@ -537,7 +537,8 @@ class ThroughGateway(HttpEngine):
             return _rows_of(endpoint) + requests_of_others
         if worker.load is None:
             return worker.report.num_running_reqs + worker.report.num_waiting_reqs
-        # The gateway chooses the worker of each request, so the requests at it may be bundles of ours.
+        # The gateway chooses the worker of each request, so a request at the worker may be a bundle of this
+        # run's rows.
         return round(worker.load * self._rows_per_request())
 
     def _load_of_halves(self, workers: Sequence[GatewayWorker], now: float) -> SchedulerLoad:
@@ -607,7 +608,7 @@ class ThroughGateway(HttpEngine):
         return False
 
     async def _renew_keys(self) -> None:
-        """Find the workers' routing keys anew; repeat this if the list of workers changed meanwhile."""
+        """Search for the workers' routing keys; search again if the list of workers has changed."""
         is_current = False
         while not is_current:
             urls = self._in_use
@@ -684,12 +685,12 @@ class ThroughGateway(HttpEngine):
 
 
 def _rows_of(endpoint: Endpoint) -> int:
-    """Return how many rows of ours are in flight at an endpoint; a bundle has several rows in a request."""
+    """Return how many rows of this run are in flight at an endpoint; a bundle has several rows."""
     return sum(max(1, len(request.rids)) for request in endpoint.requests.values())
 
 
 def _value_of(label: Any) -> Any:
-    """Return the value of a label: parsed if the text is JSON, such as true or 4096, else the text."""
+    """Return the value of a label: decoded if it is JSON, such as true or 4096, otherwise the text."""
     try:
         return orjson.loads(label)
     except (orjson.JSONDecodeError, TypeError):

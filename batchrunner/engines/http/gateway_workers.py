@@ -111,7 +111,7 @@ class GatewayWorker(msgspec.Struct):
 
     @property
     def peculiarity(self) -> str | None:
-        """Why the worker is no regular HTTP server, as a predicate such as "speaks gRPC"; None if it is one.
+        """Reason why the worker is no regular HTTP server, such as "speaks gRPC"; None if it is one.
 
         Only the gateway can send rows to such a worker, and each request may have only one row.
         """
@@ -150,7 +150,7 @@ class GatewayWorker(msgspec.Struct):
         return next((load.memory.weight_gb for load in loads if load.memory is not None), None)
 
     def _number(self, label: str) -> int | None:
-        """Return the value of a label as a number; None if it has no such value."""
+        """Return the value of a label as a number; None if the label is missing or not a number."""
         text = str(self.labels.get(label))
         return int(text) if text.isdecimal() else None
 
@@ -305,7 +305,7 @@ class GatewayQuestions:
     """Asks one gateway for its list of workers."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        """Take the session, which has the API key, and the URL of the gateway."""
+        """`session` sends the API key with each request to the gateway at `url`."""
         self.url = url
         self._session = session
         self._status = ServerStatus(session, url)
@@ -315,8 +315,8 @@ class GatewayQuestions:
     async def workers(self, timeout_s: float | None = None) -> list[GatewayWorker]:
         """Return the gateway's workers, including workers that get no new requests.
 
-        Raises EngineDownError if the gateway does not answer within `timeout_s` (by default
-        `TIMING.server_open`), if it refuses the API key for rows too, or if the server is no gateway.
+        Raises EngineDownError if the gateway does not answer within `timeout_s` seconds (by default
+        `TIMING.server_open`), if it refuses the API key even for rows, or if the server is no gateway.
         """
         timeout_s = TIMING.server_open if timeout_s is None else timeout_s
         status, reply = 0, dict[str, Any]()

@@ -163,7 +163,7 @@ class GuardedConnector(aiohttp.TCPConnector):
         except BaseException:
             protocol.close()
             raise
-        # If the server died meanwhile, the answer may have come from its successor.
+        # If the server died during the check, the answer may have come from another server.
         if not protocol.is_connected():
             protocol.close()
             raise EngineDownError(f"the connection to {req.url.origin()} was lost before it was used")

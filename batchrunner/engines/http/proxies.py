@@ -1,4 +1,4 @@
-"""Proxies between this machine and a server: those of the environment, and the time limit of any proxy."""
+"""Proxies between this machine and a server: proxies in the environment, and time limits of proxies."""
 
 import ipaddress
 from collections import deque
@@ -59,7 +59,7 @@ def _is_excluded(url: URL, no_proxy: str) -> bool:
 
 
 def _networks_in(no_proxy: str) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network]:
-    """Return the networks and addresses in `no_proxy`, such as 10.0.0.0/8, without the names of hosts."""
+    """Return the networks and addresses in `no_proxy`, such as 10.0.0.0/8; host names are left out."""
     networks = []
     for entry in no_proxy.split(","):
         with suppress(ValueError):

@@ -345,10 +345,11 @@ class Answer(msgspec.Struct):
 
 
 def completion_of(request: Request, reply: bytes | Sample | list[bytes]) -> Completion:
-    """Read a reply with status 200, an event of such a reply, or all replies to a task without decoding.
+    """Convert a successful reply, or an event of a bundle's answer, to a Completion.
 
-    Raises RequestError if the reply is an abort or not an answer, if it has fewer or more outputs than
-    requested, or if all outputs are empty although the model did not end them.
+    A task without decoding may have a list of replies. Raises RequestError if the reply is an abort or cannot
+    be read, if the number of outputs is not the requested number, or if all outputs are empty although the
+    model did not end them.
     """
     try:
         if isinstance(reply, Sample):
@@ -371,7 +372,7 @@ def completion_of(request: Request, reply: bytes | Sample | list[bytes]) -> Comp
 
 
 def _from_generate(request: Request, samples: Sequence[Sample]) -> Completion:
-    """Return the completion in the outputs of a `/generate` reply."""
+    """Convert the outputs in a `/generate` reply to a Completion."""
     needs_ids = request.asks is not None and request.asks.of_tokens
     answers = []
     for sample in samples:
@@ -601,7 +602,7 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
         return _from_response(body, reply)
     answer = decode_reply(_read_choices, reply)
     _check_choices(body, answer.choices)
-    # The completion has the first choice. All choices are in the response.
+    # The completion gets the first choice only, because the column `response` has all choices.
     choice, usage = answer.choices[0], answer.usage or Usage()
     text = choice.message.content if choice.message else choice.text
     details = usage.prompt_tokens_details

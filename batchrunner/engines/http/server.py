@@ -106,9 +106,9 @@ class Endpoint:
     requests: dict[asyncio.Task[Any], SentRequest] = field(default_factory=dict)
     """Requests in flight, by the asyncio task that waits for each; the oldest first."""
     answers: int = 0
-    """Number of requests answered so far, with whatever status."""
+    """Number of requests answered so far, with any status."""
     proxy_limit: ProxyLimit = field(default_factory=ProxyLimit)
-    """Time limit of a proxy between this machine and the server, as far as it is known."""
+    """Time limit of a proxy between this machine and the server, once it has been learned."""
     is_listed: bool = True
     """Whether the gateway lists the server; always true without a gateway."""
     hang_pause: HangPause | None = None

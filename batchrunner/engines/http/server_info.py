@@ -262,7 +262,7 @@ def check_architecture(task: TaskName, architectures: object, who: str) -> None:
     """
     forward_task = TASKS.get(task)
     if forward_task is None or not forward_task.architectures:
-        # Any model can do such a task, for example the generation of text.
+        # Any model can do a task without required architectures, such as the generation of text.
         return
     if not isinstance(architectures, list) or not architectures:
         return
@@ -425,7 +425,7 @@ def describe(
         kind="attach",
         model=model_identity(str(models[0]["model_path"])),
         version=version if isinstance(version, str) else None,
-        # The limits in the loads are those in effect. Without loads, the servers' arguments must do.
+        # The limits in the loads are those in effect. Without loads, use the servers' arguments.
         max_running=_sum(load.max_running for load in loads)
         or _sum(server.get("max_running_requests") for server in servers),
         max_total_tokens=_sum(load.max_total_tokens for load in loads)
@@ -566,7 +566,7 @@ def _why_server_chat(model: Mapping[str, Any], server: Mapping[str, Any]) -> str
 
 
 def pooling_note(model: Mapping[str, Any]) -> str | None:
-    """Return a note for the user if a server pools the vectors of a model otherwise than its authors do.
+    """Return a note for the user if a server pools vectors in another way than the model's authors do.
 
     `model` is the server's `/model_info`. Return None if the two agree, or if one of them is unknown.
     """

@@ -146,7 +146,7 @@ def _with_budget(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _data_urls(file: PromptFile) -> list[str]:
-    """Return the data URL of a file, or those of the pages of a document."""
+    """Return the data URL of a file, or a data URL for each page of a document."""
     return [
         f"data:{file.kind.media_type};base64,{b64encode(content).decode()}" for content in file.ready or ()
     ]

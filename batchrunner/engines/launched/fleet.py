@@ -133,7 +133,7 @@ class LaunchedFleet(HttpEngine):
 
     @property
     def servers(self) -> Sequence[SGLangServer]:
-        """All servers of the run, those that are lost included."""
+        """All servers of the run, including servers that will not be restarted."""
         return [*self._replicas.values()]
 
     def may_speculate(self) -> bool:

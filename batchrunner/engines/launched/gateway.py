@@ -42,7 +42,7 @@ class LaunchedGateway:
     """One `smg` process in front of the replicas of this run."""
 
     def __init__(self, *, python: str | None, key: str, log_path: Path) -> None:
-        """Take the interpreter that has `smg`, the API key of the gateway and the replicas, and the log."""
+        """`python` has the module `smg`, and `key` is the API key of the gateway and of the replicas."""
         self.url = f"http://127.0.0.1:{free_port()}"
         """Address of the gateway."""
         self._python = python or sys.executable

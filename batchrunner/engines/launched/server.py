@@ -115,7 +115,7 @@ class SGLangServer:
         self._healer = healer
         self._memory = memory
         self.adapted = dict(memory.args) if memory else {}
-        """Tuned flags and variables, in addition to those of the job."""
+        """Tuned flags and variables, which are added to the flags of the job."""
         # Whether the tuned flags come from an earlier run.
         self._is_recalled = bool(self.adapted)
         self._previous: Mapping[str, Any] | None = {} if self._is_recalled else None

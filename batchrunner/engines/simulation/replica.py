@@ -1,6 +1,6 @@
 """A server in virtual time: a scheduler, the duration of its passes, and its load samples.
 
-The load samples are as late as those of SGLang's `/v1/loads`.
+Load samples are published as often, and as late, as SGLang publishes them at `/v1/loads`.
 """
 
 import math

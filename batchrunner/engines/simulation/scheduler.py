@@ -108,7 +108,7 @@ class SimulatedRequest:
     max_new_tokens: int | None = None
     """Number of tokens that the request asks for and admission reserves; None means `output_tokens`."""
     ignore_eos: bool = False
-    """Whether the scheduler expects all of `max_new_tokens`, whatever the new-token ratio."""
+    """Whether the scheduler expects all of `max_new_tokens`, regardless of the new-token ratio."""
     prefix: tuple[tuple[Hashable, int], ...] = ()
     """Prefix of the prompt that other samples share, as (name, tokens), for instance
     (("system", 120), ("document 7", 400)). No other sample shares the rest of the prompt."""
@@ -193,7 +193,7 @@ class KvPool:
         if not self.caching:
             return
         node, cached_tokens = self.cache.insert(sample.path, sample.filled_tokens)
-        # Free the sample's copies of tokens that another sample has brought into the cache meanwhile.
+        # Another sample may have cached some of these tokens by now, so this sample's copies are freed.
         self.free_tokens += cached_tokens - sample.protected_tokens
         # The new lock is taken before the old one is given up, so that nothing between them can be evicted.
         self.cache.lock(node)
