@@ -218,8 +218,8 @@ class ForwardTask(ABC):
     by_generation: ClassVar[bool] = False
     """Whether the task needs a generative model (a server without `--is-embedding`)."""
     takes: ClassVar[tuple[str, ...]] = ()
-    """Dotted names of the job fields that only this task accepts. The subclass has its own field for each:
-    `dtype` for `output.dtype`, for example."""
+    """Dotted names of the job fields that belong to this task. If the subclass has a field with the last part
+    of a name, such as `dtype` for `output.dtype`, that field gets the value."""
     meanings: ClassVar[Mapping[str, str]]
     """Meanings of the task's result columns, by name."""
 

@@ -669,7 +669,7 @@ REFUSED = [
     (
         TURNS,
         {"sampling": {"n": 2}},
-        "prompt.rollout does not go with sampling.n, parse and output.reuse",
+        "prompt.rollout cannot be combined with sampling.n, parse or output.reuse",
     ),
     (
         TYPED + "async def solve(r, g) -> list[A]: pass",
