@@ -46,7 +46,7 @@ class _AnyCustomId(msgspec.Struct):
 
 
 class _Named(msgspec.Struct):
-    """Object on a line that is a request, of which only the `custom_id` matters."""
+    """Request on a line, of which only the `custom_id` is decoded."""
 
     custom_id: Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -89,7 +89,7 @@ class LineFault(NamedTuple):
 
 
 class BatchFileError(InputError):
-    """A batch file has lines for which it is refused; nothing of it is sent."""
+    """A batch file is refused because of some of its lines. None of its requests is sent."""
 
     def __init__(self, message: str, faults: Sequence[LineFault] = (), *, hint: str | None = None) -> None:
         """Take the message, and the first of the faults, at most MOST_FAULTS of each code."""
@@ -169,7 +169,8 @@ def request_lines(lines: Iterable[bytes | None], path: str) -> Iterator[TextReco
         except _WrongCustomIdError as failure:
             problem = str(failure)
             wrong_ids.add(number, problem)
-        except (ValueError, RecursionError) as failure:  # errors of msgspec and of UTF-8 are ValueErrors
+        # msgspec and UTF-8 decoding raise subclasses of ValueError
+        except (ValueError, RecursionError) as failure:
             values, problem = _custom_id_in(text), f"not a request: {failure}"
         yield TextRecord(number, values, problem, len(line))
     _raise_together([*wrong_ids.errors(path), *wrong_endpoints.errors(path)])
@@ -189,9 +190,10 @@ def _request_in(text: bytes) -> _RequestLine:
 
 
 def _check_custom_id(text: bytes) -> None:
-    """Raise _WrongCustomIdError if the request on a line has no custom_id, or one that is no text.
+    """Raise _WrongCustomIdError if the request on a line has no custom_id, or a custom_id that is not text.
 
-    An object without a `url` passes. It may be a line of a data file, which the user gave by mistake.
+    An object without a `url` passes here, because it is no request: it may be a line of a data file that the
+    user gave by mistake.
     """
     try:
         _read_url.decode(text)
@@ -220,9 +222,9 @@ def _same_task(url: str, task: TaskName | None) -> TaskName:
 
 
 def _same_model(body: msgspec.Raw, model: str | None) -> str | None:
-    """Return the model of a batch file after a line with this `body`.
+    """Return the model that a batch file names up to and including the line with this `body`.
 
-    `model` is the model of the lines before; None if they name none. Raises ValueError if the body names
+    `model` is the model that earlier lines name; None if they name none. Raises ValueError if the body names
     another model.
     """
     body_model = _read_model.decode(body).model

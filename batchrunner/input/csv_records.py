@@ -137,7 +137,7 @@ def _next_cells(reader: Iterator[list[str]]) -> list[str] | None:
 
 
 def _endless_value(path: str, line: int) -> InputError:
-    """Return the error for a quoted value, begun on a line, whose end is not found."""
+    """Return the error for a quoted value that begins on line `line` and is never closed."""
     return InputError(
         f"{path}: line {line}: a value of more than {LONGEST_LINE_BYTES >> 20} MiB has no closing quote",
         hint="correct the quotes of this record, or write the file as Parquet",

@@ -90,7 +90,7 @@ class RowBatch:
     rows: list[int]
     """Ordinals of the rows in the whole input, counted from 0."""
     data: pa.RecordBatch
-    """Values of the rows, in the same order."""
+    """Values of the rows, in the order of `rows`."""
 
 
 class ColumnSource(Protocol):
@@ -164,7 +164,8 @@ class Dataset:
         self.partition_types = {name: self.schema.field(name).type for name in types_in_paths}
         """Types of the Hive partition columns. If a file lacks such a column, its path gives the value."""
         self.has_text_files = any(file.is_text for file in self.files)
-        """Whether a file is CSV or JSON Lines, whose column types come from values or `input.types`."""
+        """Whether any input file is CSV or JSON Lines, whose column types come from values or `input.types`.
+        """
         has_problems = any(file.has_problems for file in self.files)
         # If schemas differ, a value of one file may not fit the common type of all files.
         self._problem_columns = [PROBLEM] if has_problems or len(self._paths_by_schema) > 1 else []
@@ -247,9 +248,10 @@ class Dataset:
             list(pool.map(SourceFile.check_unchanged, self.files))
 
     def added_files(self) -> list[str]:
-        """Return the paths of files that have grown, and of new files in `input.path`."""
+        """Return the paths of files in `input.path` that have grown or appeared since the run started."""
         paths = [file.path for file in self.files if file.has_grown]
-        # Only the files at the start belong to the run, so it is no error if the path is gone by now.
+        # The run reads only the files that it found at its start, so it does not matter if `input.path`
+        # matches none now.
         with contextlib.suppress(InputError):
             _, present_paths = self._find()
             paths_at_start = {without_commit(file.path) for file in self.files}
@@ -377,7 +379,7 @@ class DatasetReader:
             self._content = None
 
     def _read_file(self, file: SourceFile, rows: BitMap64) -> Iterator[RowBatch]:
-        """Yield those of `rows` that the file has, without its partition columns."""
+        """Yield the rows of one file whose ordinals are in `rows`. Partition columns are added later."""
         if self._file is not file:
             self.close()
             self._content = file.open()
@@ -438,8 +440,8 @@ class DatasetReader:
     def _with_misfits(self, data: pa.RecordBatch, file: SourceFile, first: int) -> pa.RecordBatch:
         """Convert a batch in which some values do not fit the types of the schema.
 
-        A value that does not fit becomes null, and the column PROBLEM describes the first one of each row.
-        `first` is the index in the file of the batch's first row.
+        A value that does not fit becomes null. The column PROBLEM gets the reason for the first such value in
+        each row. `first` is the index in the file of the batch's first row.
         """
         problems: list[str | None] = [None] * data.num_rows
         columns = {}
@@ -511,7 +513,7 @@ def values_of(column: pa.Array) -> tuple[list[Any], dict[int, str]]:
         except UNREADABLE as failure:
             values.append(None)
             reason = str(failure)
-            if "zoneinfo" in reason:  # Arrow's text only says that this module must be installed
+            if "zoneinfo" in reason:  # Arrow's error says only that the module zoneinfo lacks data
                 reason = f"the time zone is unknown on this machine ({column.type})"
             unreadable[index] = f"unreadable value: {reason}"
     return values, unreadable

@@ -298,8 +298,8 @@ class SourceFile:
     """Input file, with the content that it had when it was opened.
 
     A file that is not Parquet is read from a Parquet copy. Reading raises InputChangedError if the content of
-    the file has changed. A new digest is a change. If the digest covers only sampled blocks, a new
-    modification time is a change too.
+    the file has changed since it was opened: its digest differs. A digest that covers only sampled blocks may
+    miss a change, so for such a file a new modification time also counts as a change.
     """
 
     def __init__(
@@ -365,7 +365,7 @@ class SourceFile:
         """Ordinal of the first row of each row group, and the ordinal after the last row."""
 
     def begin_at(self, row: int) -> None:
-        """Set `starts`; `row` is the ordinal of the file's first row in the whole input."""
+        """Compute the ordinals at which row groups start; `row` is the ordinal of the file's first row."""
         self.starts = [*accumulate(self._group_rows, initial=row)]
 
     @property
@@ -487,7 +487,7 @@ class SourceFile:
         return self.format.kind == "Parquet" and self._size > SAMPLE_BLOCKS * SAMPLE_BYTES
 
     def _digest_of(self, size: int) -> str:
-        """Return the present digest of the file's first `size` bytes.
+        """Compute the digest of the first `size` bytes that the file has now.
 
         The digest of a large Parquet file covers only sampled blocks. The digest of an object with an ETag
         covers only the size and the ETag.

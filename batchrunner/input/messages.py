@@ -39,7 +39,8 @@ def holds_messages(kind: pa.DataType) -> bool:
 def messages_in(column: str, row: Mapping[str, Any], *, continues: bool) -> list[dict[str, Any]]:
     """Return the messages in a row's column for the chat endpoint; raise RowRefusedError if it has none.
 
-    `continues` has the same meaning as for `conversation`.
+    With `continues`, the last message may be an unfinished answer of the assistant, which the model
+    continues.
     """
     label, value = f"prompt: column {column!r}", row[column]
     if value is None:

@@ -39,10 +39,10 @@ def decide_order(
 def _read_stretch(
     job_input: JobInput, rows: BitMap64, ends_at: float, check_stop: Callable[[], None]
 ) -> tuple[list[bytes], list[Hashable]]:
-    """Return the prompt of each row, and a key for each row; rows with equal keys share an answer.
+    """Render rows; return their prompts, and keys that are equal if the rows may share one answer.
 
-    A row that cannot be rendered has an empty prompt. Reading ends early once the prompts have STRETCH_BYTES,
-    or at the time `ends_at` of the monotonic clock.
+    A row that cannot be rendered has an empty prompt. Reading ends early once the prompts have STRETCH_BYTES
+    in all, or when the monotonic clock reaches `ends_at`.
     """
     prompts: list[bytes] = []
     keys: list[Hashable] = []

@@ -306,7 +306,7 @@ def _normalized_type(kind: pa.DataType, nulls: pa.DataType = _TEXT) -> pa.DataTy
     if pt.is_fixed_size_list(kind):
         return pa.list_(_normalized_field(kind.value_field, nulls), kind.list_size)
     if pt.is_map(kind):
-        key = _normalized_field(kind.key_field, nulls).with_nullable(False)  # as Arrow requires of a map
+        key = _normalized_field(kind.key_field, nulls).with_nullable(False)  # Arrow forbids null keys
         return pa.map_(key, _normalized_field(kind.item_field, nulls), kind.keys_sorted)
     if pt.is_struct(kind):
         return pa.struct([_normalized_field(field, nulls) for field in kind])

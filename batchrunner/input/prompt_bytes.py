@@ -20,10 +20,10 @@ from batchrunner.input.request_bodies import prompt_of
 BLOCK_BYTES = 64
 """Minimum size in bytes of a block of a prompt. The sort key of a prompt has a checksum of each block."""
 BLOCK_SHARE = 16
-"""Divisor for the size of a block: a block has 1/BLOCK_SHARE of the bytes before it, or BLOCK_BYTES if more.
+"""Divisor for block sizes: a block has 1/BLOCK_SHARE of the bytes before it, but at least BLOCK_BYTES.
 
-So the sort key of a prompt of 1 MB has only 520 bytes. Only whole blocks count, so a common prefix of 10 kB
-may count as 9.5 kB.
+Blocks that grow keep sort keys short: 520 bytes for a prompt of 1 MB. Only whole blocks count, so a common
+prefix of 10 kB may count as 9.5 kB.
 """
 
 
@@ -119,7 +119,7 @@ def _block_bounds(longest: int) -> list[tuple[int, int]]:
 _BLOCKS = _block_bounds(1 << 30)
 """Start and end in bytes of each block of a prompt of up to 1 GiB."""
 _ENDS = [end for _, end in _BLOCKS[:-1]]
-"""Ends in bytes of all blocks but the last."""
+"""Position in bytes at which each block ends; without the last block."""
 
 
 def sort_key(prompt: bytes) -> tuple[bytes, int]:
@@ -162,7 +162,7 @@ class RequestDigests:
     def of(self, request: Request, prompt: bytes) -> bytes:
         """Return the digest of a request; `prompt` is `prompt_bytes(request)`."""
         fields = request[3:]  # all fields after the prompt
-        if fields != self._fields:  # rarely, because nearly always all rows have the same settings
+        if fields != self._fields:  # rare, because nearly all rows have the same settings
             self._fields = fields
             self._fields_digest = xxh3_128_digest(_settings(request))
         if isinstance(request.prompt, RequestBody):

@@ -69,8 +69,8 @@ class Renderer:
 
         # The prompt, and the files in it.
         self._python: PythonPrompts | None = None
-        # With `prompt.python`, a request first has the whole row in place of the prompt. Later the function
-        # makes the prompts of a whole batch of rows.
+        # With `prompt.python`, rendering first puts the whole row into a request in place of its prompt.
+        # Later, one call of the user's function makes the prompts of a whole batch of rows.
         prompts = PromptSource(kind=None, prompt_of=dict, columns=())
         if prompt.python and functions:
             from batchrunner.input.python_prompts import PythonPrompts  # noqa: PLC0415 - few jobs have one
@@ -189,8 +189,8 @@ class Renderer:
         if isinstance(row, str):
             raise RowRefusedError(row)
         if self.predicate is not None:
-            # A row on which the filter fails was selected, so that it gets its error here. Only the error
-            # counts, not the value of the filter.
+            # The row passed the filter, or the filter failed on it. A failing filter raises its error here;
+            # the value of the filter no longer matters.
             self.predicate(row)
         media: tuple[PromptFile, ...] = ()
         if self._media is None:
@@ -310,7 +310,7 @@ class _MessageSource(NamedTuple):
     """Jinja2 source of a message, or of a whole prompt."""
 
     field: str
-    """Key below the job's `prompt` that has the source."""
+    """Key in the job's section `prompt` under which the source is written, such as `template`."""
     role: str
     source: str
 

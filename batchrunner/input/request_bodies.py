@@ -73,7 +73,7 @@ def with_model(body: RequestBody, model: str | None) -> bytes:
 
 
 def prompt_of(body: RequestBody) -> bytes:
-    """Return the JSON of the PROMPT_FIELDS of a body, by which common prefixes are found."""
+    """Return the JSON of the PROMPT_FIELDS of a body; bodies are compared by it to find common prefixes."""
     fields = fields_of(body.content)
     return b"".join(fields[name] for name in PROMPT_FIELDS if name in fields)
 

@@ -117,7 +117,7 @@ MEMORY = "128MB"
 CHUNK_ROWS = 16_384
 """Number of rows that are passed to or from DuckDB at once."""
 MOST_OUTPUT_TOKENS = 1 << 30
-"""Limit of `max_new_tokens` in a sort key, above what any model generates. A larger value counts as this."""
+"""Upper limit of `max_new_tokens` in a sort key, above what any model generates."""
 MOST_GROUP_BYTES = 32 << 20
 """Approximate maximum size of a row group in bytes."""
 BUCKET_BYTES = 48 << 20
@@ -362,7 +362,7 @@ def find_sorted_copy(
 
 def remove_sorted_copies(directory: Path) -> None:
     """Delete all sorted copies in a directory, also unfinished ones; raise OSError."""
-    for path in directory.glob("*order-*"):  # also hidden files, which are unfinished
+    for path in directory.glob("*order-*"):  # `*` also matches hidden files, which are unfinished copies
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

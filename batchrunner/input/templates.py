@@ -51,7 +51,7 @@ _RESULT = "batchrunner_value"
 
 
 FIELDS = "fields"
-"""Variable for the lines of `prompt.fields` in a template."""
+"""Template variable that holds the lines of `prompt.fields`."""
 _PLAIN = (str, int, float, Decimal, date, time)
 """Types of values that a line of `prompt.fields` shows as Python prints them; other values become JSON."""
 
@@ -66,7 +66,7 @@ def field_line(name: str, value: Any) -> str:
 def with_fields(
     prompt_of: Callable[[dict[str, Any]], Any], columns: Sequence[str], row: dict[str, Any]
 ) -> Any:
-    """Return the prompt that `prompt_of` makes of a row and the variable FIELDS, the lines of `columns`."""
+    """Add the variable FIELDS, with a line for each of `columns`, to a row, and return its prompt."""
     return prompt_of({**row, FIELDS: "\n".join(field_line(name, row[name]) for name in columns)})
 
 
@@ -150,10 +150,11 @@ class Template(_ColumnCode):
         return text
 
     def _failing_names(self, row: Mapping[str, Any], kind: type) -> str:
-        """Return the names of the columns on which the template fails; "" if they cannot be found.
+        """Return the names of the columns whose values make the template fail; "" if they cannot be found.
 
-        These are the columns in the failing expression, or else in the whole template, that hold a value of
-        type `kind`. If the expression reads no such column, its own text is returned.
+        The error is about a value of type `kind`. So these are the columns with such a value among those that
+        the failing expression reads, or that the whole template reads if the expression is unknown. If there
+        is no such column, the text of the expression is returned.
         """
         expression = ""
         # Render the row once more by slower code, which notes the failing expression in the error.
@@ -247,7 +248,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return "".join([str(as_text(operand)) for operand in operands])
 
     def named(self, expression: str, text: Callable[[], str]) -> str:
-        """Return the printed text of an expression; add the expression to an error as a note."""
+        """Return the printed text of an expression; if this fails, note the expression in the exception."""
         try:
             return text()
         except Exception as failure:
@@ -276,7 +277,7 @@ class _Code(CodeGenerator):
         self.write(")")
 
     def visit_Or(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
-        """Write `left or right`."""
+        """Compile `left or right` so that `left` counts as null if it fails on a null."""
         self.write("(environment.unless_null(lambda: ")
         self.visit(node.left, frame)
         self.write(") or ")

@@ -14,7 +14,7 @@ CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
 """Environment variable with the maximum number of tokens that SGLang reserves for a request's output
 (schedule_policy.py)."""
 VARIABLES = frozenset({CLIP})
-"""Environment variables that are treated like flags."""
+"""Settings that tuning handles like flags, although they are environment variables of the server."""
 MAX_BLANKS_FLAG = "constrained-json-max-whitespace-cnt"
 """Flag for the maximum number of blanks between two tokens of JSON that follows a schema (xgrammar). Without
 the flag, there is no maximum."""

@@ -118,7 +118,7 @@ def check_model(model: str) -> None:
 _LEADS_ELSEWHERE = re.compile(
     "HF_|HUGGINGFACE_|TRANSFORMERS_|XDG_CACHE_HOME|SGLANG_USE_MODELSCOPE|.*_proxy$", re.IGNORECASE
 )
-"""Matches environment variables with which a server may find its model where this process does not look."""
+"""Matches environment variables that can make the server find its model where this process does not look."""
 HUB_TIMEOUT_S = 10.0
 """Maximum seconds for a request to the Hub."""
 HUB_TRIES = 3

@@ -60,7 +60,7 @@ def sendable(content: bytes, max_pixels: int | None) -> bytes:
 
 
 def _checked(image: Any, content: bytes, max_pixels: int | None) -> bytes:
-    """Return the file of an opened image in the form that is sent; `content` is its present file."""
+    """Return an opened image as the bytes of the file to send; `content` is the original file."""
     scale = _scale_to(image.width, image.height, max_pixels)
     if scale < 1:  # a JPEG file can be decoded at about the wanted size, which is faster
         image.draft(None, tuple(math.ceil(side * scale) for side in image.size))

@@ -57,7 +57,7 @@ def prepare(files: tuple[PromptFile, ...]) -> list[tuple[tuple[bytes, ...], int]
 
 
 def _tokens_of(content: bytes, kind: KindName) -> int:
-    """Return the estimated number of prompt tokens of a file, whose `content` is what is sent."""
+    """Estimate the prompt tokens of a file from `content`, the bytes that are sent to the engine."""
     if kind in FILE_BYTES_PER_TOKEN:
         tokens = len(content) / FILE_BYTES_PER_TOKEN[kind]
     else:

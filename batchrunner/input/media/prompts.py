@@ -58,9 +58,10 @@ class FileColumn:
             )
 
     def files(self, row: int, value: Any, pages: Any = None) -> list[PromptFile]:
-        """Return the files in the column's value for a row, whose ordinal is `row`; raise RowRefusedError.
+        """Return the media files that `value`, the column's value in one row, names; raise RowRefusedError.
 
-        `pages` is the value of the column with the pages of PDF documents, if the job has one.
+        `row` is the ordinal of the row in the input. `pages` is the value of the column with the pages of PDF
+        documents, if the job has one.
         """
         folder = self._spec.folder
         if folder is None:
@@ -226,7 +227,7 @@ class MediaPrompts:
         if self._is_column:
             return _conversation(prompt, files, placed), tuple(placed)
         texts = [prompt] if self._is_text else [message["content"] for message in prompt]
-        # A template may also print a file by a loop over all columns.
+        # A template that loops over all columns prints a file without naming its column.
         printed_files = {int(index) for index in chain.from_iterable(map(self._mark.findall, texts))}
         leading = [files[index] for index in marked_row.unprinted if index not in printed_files]
         if self._is_text:
@@ -275,7 +276,7 @@ class MediaPrompts:
         return messages_with_files
 
     def _parts_of(self, text: str, files: list[PromptFile], placed: list[PromptFile]) -> list[dict[str, Any]]:
-        """Return the parts of a text with marks, and append the files of the marks to `placed`."""
+        """Split a text at the marks of files into text and media parts; append the files to `placed`."""
         parts: list[dict[str, Any]] = []
         # Splitting yields in turn a text and the index of a file.
         for number, text_or_index in enumerate(self._mark.split(text)):

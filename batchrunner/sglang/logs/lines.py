@@ -86,7 +86,7 @@ class PoolAllocated(NamedTuple):
     """Memory was allocated for the KV pool or for the state pool of a hybrid model."""
 
     gb: float
-    """Size of the pool in GB."""
+    """Memory in GB that the KV pool or state pool takes."""
     slots: int | None = None
     """Number of state slots; None for a KV pool."""
 
@@ -213,7 +213,8 @@ _USED = re.compile(rf"mem usage=(-?{_NUMBER}) ?GB")
 _ARGUMENT = re.compile(r"\b(\w+)=('(?:[^'\\]|\\.)*'|\[[^\]]{0,4096}\]|[^,()\s]+)")
 _RAISED = re.compile(_LABEL + r"(?:\[[^\]]*\]:? *)?(?:[A-Z]+:? +)?(?P<error>[\w.]*(?:Error|Exception)\b: .*)")
 _KILLED = re.compile(
-    r"exit ?code[:=]? ?-9\b|unexpectedly failed with (?:an )?exit ?code[ =]9\b|"  # 9: a status of waitpid
+    # 9: the raw status of waitpid for SIGKILL
+    r"exit ?code[:=]? ?-9\b|unexpectedly failed with (?:an )?exit ?code[ =]9\b|"
     r"Out of memory: Killed process|killed by the OOM killer|\bKilled(?:$| {4})"
 )
 _CRASHED = re.compile(

@@ -110,9 +110,9 @@ class Facts:
 
     @property
     def state_share(self) -> float | None:
-        """Memory of the state pool as a fraction of that of state pool and KV pool together; None if unknown.
+        """Fraction of the memory of both pools (state pool and KV pool) that the state pool takes.
 
-        If no line has the sizes, it follows from `mamba_full_memory_ratio`.
+        If the log has no sizes, the fraction follows from `mamba_full_memory_ratio`. None if unknown.
         """
         pool = self.states
         if pool is None:
@@ -187,7 +187,10 @@ class Facts:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether an indexer selects the tokens of attention (DSA), by config.json or else the class name."""
+        """Whether the model has sparse attention (DSA), in which an indexer selects the tokens.
+
+        config.json decides if it was read, else the name of the model's class.
+        """
         return has_sparse_attention(self.config) if self.config else self._class_has(_SPARSE)
 
     def _class_has(self, pattern: re.Pattern[str]) -> bool:
@@ -258,8 +261,9 @@ class LogReader:
         self.source = ""
         """Prefix of the schedulers' names, which tells several logs apart."""
         self._speakers: dict[str, str] = {}
-        """For each scheduler, the rank whose lines count. With tensor parallelism, all ranks may log the
-        same."""
+        """For each scheduler, the rank whose lines count. With tensor parallelism, all ranks may log the same
+        load.
+        """
         self._phase: Phase = "general"
         self._running = 0
         self._memory_caps_running = False
@@ -304,7 +308,7 @@ class LogReader:
             self._take(record, line)
 
     def _take(self, record: Record, line: str) -> None:
-        """Add the record of a line to the series or to the facts."""
+        """Add the parsed record of a log line to the load samples (`series`) or to the server's `facts`."""
         match record:
             case LoggedBatch():
                 self._batch(record, line)
@@ -338,7 +342,8 @@ class LogReader:
         self._phase = "general"
         if record.slots is not None:
             self.facts.states = pool._replace(slots=record.slots, gb=record.gb)
-        elif pool.slots and pool.kv_gb is None:  # the first KV pool; that of a draft model may follow
+        # the first KV pool in the log; the KV pool of a draft model may follow
+        elif pool.slots and pool.kv_gb is None:
             self.facts.states = pool._replace(kv_gb=record.gb)
 
     def _batch(self, batch: LoggedBatch, line: str) -> None:
@@ -403,12 +408,12 @@ class LogReader:
             series.prefills, series.retractions = Prefills(), 0
 
     def _weights(self, record: WeightsLoaded) -> None:
-        """Add a line about the loading of weights."""
+        """Record the size of loaded weights and the memory of the GPU in the facts."""
         facts = self.facts
         self._phase = "load" if record.free_gb is not None else "general"
         if record.free_gb is not None and facts.card_gb is None:
             facts.card_gb = record.free_gb
-        # The weights of a draft model are loaded too. They are smaller.
+        # If there is a draft model, its weights are logged too. The larger weights belong to the main model.
         if record.used_gb is not None and record.used_gb > (facts.weights_gb or 0):
             facts.weights_gb, facts.model = record.used_gb, record.model
             facts.quantised = record.quantised
