@@ -119,7 +119,7 @@ class _LineFaults:
 
 
 def _raise_together(errors: Sequence[BatchFileError]) -> None:
-    """Raise the errors, if there are any: several as one error with a line of text for each."""
+    """Raise the errors, if any. Several errors are combined into one, whose text has a line for each."""
     if len(errors) > 1:
         faults = sorted(fault for error in errors for fault in error.line_faults)
         texts = [text for error in errors for text in (error.faults or [str(error)])]
@@ -135,7 +135,7 @@ class _WrongEndpointError(ValueError):
 
 
 class _WrongCustomIdError(ValueError):
-    """A request has no custom_id, or one that is no text."""
+    """A request has no custom_id, or a custom_id that is not text."""
 
 
 def request_lines(lines: Iterable[bytes | None], path: str) -> Iterator[TextRecord]:
@@ -181,7 +181,7 @@ def _request_in(text: bytes) -> _RequestLine:
 
     The error is a _WrongCustomIdError if the line has a `url`, but no usable custom_id.
     """
-    text.decode()  # refuses bytes that are not UTF-8, which msgspec accepts in a raw body
+    text.decode()  # raise for bytes that are not UTF-8, because msgspec accepts them inside a raw body
     try:
         return _read_request.decode(text)
     except msgspec.ValidationError:

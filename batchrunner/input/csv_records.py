@@ -224,7 +224,7 @@ class _CsvLines:
                 return False
             except _TooLongError:
                 line = None  # too long to check whether the line is valid CSV
-            # Pairs of quotes are quotes in the value. A single quote more closes the value.
+            # Inside a value, quotes come in pairs. An odd number of quotes means that the value has ended.
             ends_value = not self._has_paired_quotes()
             if ends_value:
                 return line is not None and _closes_value(line, delimiter)

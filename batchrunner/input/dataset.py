@@ -160,7 +160,9 @@ class Dataset:
         self._conflicts: dict[str, str] = {}
         """Columns without a type that holds the values of all files, each with the reason."""
         self.schema = self._common_schema()
-        """All columns. A column in `_conflicts` has its type in the first file that has the column."""
+        """All columns. If files disagree on a column's type (`_conflicts`), its type in the first file that
+        has it.
+        """
         self.partition_types = {name: self.schema.field(name).type for name in types_in_paths}
         """Types of the Hive partition columns. If a file lacks such a column, its path gives the value."""
         self.has_text_files = any(file.is_text for file in self.files)
@@ -462,7 +464,7 @@ class DatasetReader:
         return pa.RecordBatch.from_arrays(list(columns.values()), schema=self._schema)
 
     def _with_partitions(self, data: pa.RecordBatch, file: SourceFile) -> pa.RecordBatch:
-        """Return a batch with the values of the partition columns, which the file's path has."""
+        """Add the Hive partition columns to a batch, with the values in the file's path."""
         for index, field in enumerate(data.schema):
             if field.name in self._dataset.partition_types and field.name not in self._stored:
                 value = pa.scalar(file.partitions[field.name], pa.string()).cast(field.type)

@@ -96,8 +96,8 @@ def find_files(
 ) -> tuple[pafs.FileSystem, list[str]]:
     """Return the file system and the sorted paths of the input files; raise InputError if there are none.
 
-    `paths` are files, directories and globs. Files in the run directory `run` are skipped, unless one of
-    `paths` has no other files. `storage` has the settings of object stores.
+    `paths` are files, directories and globs. Files in the run directory `run` are skipped, unless a path
+    matches only such files. `storage` has the settings of object stores.
     """
     files_by_path: dict[str, str] = {}
     locations = [_locate(name, storage or StorageSpec()) for name in paths]

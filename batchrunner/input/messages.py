@@ -135,7 +135,10 @@ def _parsed(label: str, text: str) -> Any:
 
 
 def _without_null_fields(struct: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a struct without its null fields: Parquet gives all structs of a column the same fields."""
+    """Return a struct without its null fields.
+
+    Parquet adds them, because all structs of a column share fields.
+    """
     return {name: value for name, value in struct.items() if value is not None}
 
 

@@ -55,7 +55,8 @@ ENGINES = {
 def new_job(path: str, engine: str, files: str) -> str:
     """Return the YAML text of a job for the data at `path`, with an engine of the kind `engine`.
 
-    `files` is the path from which this function reads rows. Raises JobError or InputError.
+    `path` is what the job names; `files` is the same data as a path that this process can read. Raises
+    JobError or InputError.
     """
     if engine not in ENGINES:
         raise JobError(
@@ -118,7 +119,8 @@ def _csv_options(path: str) -> dict[str, str]:
     excel_delimiter = delimiter_on(header)
     if excel_delimiter is not None:
         return {"delimiter": excel_delimiter, "encoding": encoding}
-    # The most frequent mark in the header; the usual one comes first, so that it wins a tie.
+    # Guess that the delimiter is the most frequent of these marks in the header. max() returns the first of
+    # equals, so the usual delimiter is tried first.
     usual_delimiter = "\t" if file_format.ending == ".tsv" else ","
     return {"delimiter": max(f"{usual_delimiter},;\t|", key=header.count), "encoding": encoding}
 
@@ -140,7 +142,7 @@ def _prompt(usable: Mapping[str, pa.DataType], sample: pa.Table) -> tuple[str, s
         name for usual_name in TEXT_NAMES for name in texts if name.lower() == usual_name
     ]
     no_id_columns = [name for name in texts if not ID_NAME.fullmatch(name)]
-    no_id_columns.sort(key=lambda name: -sample.column(name).nbytes)  # the longest texts first
+    no_id_columns.sort(key=lambda name: -sample.column(name).nbytes)  # most text first
     name = [*columns_with_usual_name, *no_id_columns, *texts, *usable][0]
     template = _quoted(f"{{{{ {template_of_column(name)} }}}}")
     return name, f"# system: You are terse.\n  user: {template}   # Jinja2 over the columns of a row"

@@ -22,7 +22,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
     """File system that has all buckets of one kind of object store."""
 
     def __init__(self, scheme: str, storage: StorageSpec) -> None:
-        """Begin without sending a request; `scheme` is the kind of store: s3, gs or az."""
+        """Prepare access to a kind of store (`scheme`: s3, gs or az). No request is sent yet."""
         self._scheme = scheme
         self._bucket = cache(lambda name: open_bucket(StoreAddress(scheme, name, ""), storage))
         self.e_tags: dict[str, str] = {}
@@ -101,7 +101,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         return (entry for page in pages for entry in page)
 
     def _record(self, path: str, info: Any) -> pafs.FileInfo:
-        """Keep the ETag and the size of an object from obstore's `info`; return pyarrow's form of it."""
+        """Remember the ETag and the size of an object, and convert obstore's `info` to pyarrow's FileInfo."""
         if e_tag := e_tag_of(info):
             self.e_tags[path] = e_tag
         self._sizes[path] = info["size"]

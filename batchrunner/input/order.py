@@ -245,7 +245,7 @@ def _nearest(ordered: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int, int]]:
     previous_prompt, previous_stretch = b"", 0
     for prompt, stretch in ordered:
         shared = common_length(previous_prompt, prompt)
-        if shared < max(shared_by_stretch):  # otherwise no length changes
+        if shared < max(shared_by_stretch):  # else every minimum below keeps its value
             shared_by_stretch = [min(shared, length) for length in shared_by_stretch]
         shared_by_stretch[previous_stretch] = shared
         other_stretches = shared_by_stretch[:stretch] + shared_by_stretch[stretch + 1 :]

@@ -199,7 +199,7 @@ class _Records:
                 is_odd = value is not None and not _is_of(value, kind)
                 if is_odd:
                     values[index] = None
-                    if not problems[index]:  # a record fails with its first problem
+                    if not problems[index]:  # keep the first problem of each record
                         problems[index] = self._odd_value(lines[index], name, value, kind)
             columns[name] = pa.array(values, kind)
         self._count_failed(problems)
@@ -276,7 +276,7 @@ def _difference(name: str, value: Any, kind: pa.DataType) -> str:
 
 
 def normalized(schema: pa.Schema, nulls: pa.DataType = _TEXT) -> pa.Schema:
-    """Return the schema with nullable fields, without view types, and with `nulls` in place of the null type.
+    """Return the schema with nullable fields, without view types, and with the type `nulls` for null columns.
 
     Dictionary columns get 32-bit indices, because the files of an input may together have too many distinct
     values for indices of 8 bits.

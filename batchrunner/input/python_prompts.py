@@ -29,7 +29,7 @@ def with_prompt(request: Request, label: str, kind: PromptKind, prompt: Any) -> 
 
     Raises RowRefusedError, whose text begins with `label`, for an invalid conversation.
     """
-    if kind != "messages":  # only a chat can have the other fields
+    if kind != "messages":  # no chat: clear the fields that only a chat can have
         return request._replace(
             kind=kind, prompt=prompt, chat_template_kwargs=None, continues=False, tools=None
         )

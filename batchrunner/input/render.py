@@ -169,8 +169,8 @@ class Renderer:
         """Return a request for each row of a batch, in order, or an Outcome if the row cannot be rendered.
 
         `is_stopped` is called before each row. Once it returns true, the rest of the batch is dropped; it may
-        raise instead. `digests` has an element for each row, where the digest of the row's request is stored
-        later.
+        raise instead. `digests` is a list with one element for each row. Requests keep a reference to it, so
+        that the digest of a request can be stored there later.
         """
         carried = self.carried(batch)
         items: list[Request | Outcome] = []
@@ -530,12 +530,13 @@ def _split_sampling(sampling: SamplingSpec, dataset: ColumnSource) -> tuple[dict
             continue
         if isinstance(value, FromColumn):
             columns[name] = value.column
-            value = field.default  # applies to rows with a null in the column
+            value = field.default  # for rows with a null in the column
         if value is not None:
             shared[name] = value
     faults.raise_all()
     if isinstance(shared.get("json_schema"), dict):
-        shared["json_schema"] = orjson.dumps(shared["json_schema"]).decode()  # SGLang takes a schema as text
+        # SGLang takes a schema as text.
+        shared["json_schema"] = orjson.dumps(shared["json_schema"]).decode()
     if shared["n"] == 1:  # SGLang's own default
         del shared["n"]
     return shared, columns

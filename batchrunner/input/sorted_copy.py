@@ -242,7 +242,7 @@ def _keys(
                 length = len(prompt)
                 if has_limit_column:
                     length = max(0, min(item.sampling["max_new_tokens"], MOST_OUTPUT_TOKENS))
-                first = -length  # negative, because DuckDB sorts in ascending order
+                first = -length  # DuckDB sorts in ascending order, and long prompts come first
             yield first, *sort_key(prompt), item.ref.row, size + len(prompt)
 
 
@@ -311,8 +311,8 @@ def prepare_order(
 
     The path is None for input order. The copy is written to `directory`, with `writer` in its name. With
     `replace`, earlier copies in this directory are deleted. `check_stop` is called regularly, and may raise
-    to end the sort. Raises InputError. Raises OutputError if the disk is full, unless the job has `order:
-    auto`, with which the rows then keep input order.
+    to end the sort. Raises InputError. If the disk is full, a job with `order: auto` keeps input order, and
+    any other job raises OutputError.
     """
     if replace:
         remove_sorted_copies(directory)

@@ -156,7 +156,7 @@ def _from_reader(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
     yield empty_batch(reader.schema)
     try:
         yield from reader
-    except (OSError, pa.ArrowException) as failure:  # from the query or the file behind the reader
+    except (OSError, pa.ArrowException) as failure:  # raised by the query or the file that the reader reads
         raise InputError(f"rows: cannot be read: {first_line(failure)}") from None
 
 

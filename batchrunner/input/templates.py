@@ -269,7 +269,7 @@ class _Code(CodeGenerator):
     """Code generator for templates in which `~` refuses nulls and the left side of `or` may fail on one."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 - jinja2 calls it so
-        """Write the call that joins the operands."""
+        """Compile `~` to a call of `environment.joined` with the operands."""
         self.write("environment.joined(")
         for part in node.nodes:
             self.visit(part, frame)
@@ -417,7 +417,10 @@ def _field_of_row(node: nodes.Node) -> str | None:
 
 
 def _printed(tree: nodes.Template) -> Iterator[str | None]:
-    """Yield the name of the column in each printed expression, without its filters; None if it has none."""
+    """Yield, for each printed expression, the column that it prints; None if it is more than a column.
+
+    Filters that only change how a value is printed are ignored.
+    """
     for output in tree.find_all(nodes.Output):
         for node in output.nodes:
             expression: nodes.Expr = node

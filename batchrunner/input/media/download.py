@@ -64,7 +64,7 @@ class _PublicHTTP(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
         return self.do_open(_PublicConnection, req)
 
     def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        """Send a request with TLS."""
+        """Send a request over HTTPS, only to a public address."""
         return self.do_open(_PublicSecureConnection, req)
 
 

@@ -32,7 +32,7 @@ _ORIENTATION = 0x0112
 """EXIF tag for the orientation of a photo."""
 _WHITE = (255, 255, 255)
 _POINTS_PER_INCH = 72
-"""Unit of the size of a PDF page."""
+"""Points per inch. The size of a PDF page is given in points."""
 
 # Pillow warns about an image with more pixels than this, and refuses an image with more than twice as many.
 Image.MAX_IMAGE_PIXELS = MOST_PIXELS // 2

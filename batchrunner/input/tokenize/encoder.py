@@ -228,7 +228,8 @@ def _refusal(failure: Exception, text: str = "") -> RowRefusedError:
         return failure
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # says more than the library's own error, which is about types
+    # this error names the bad character; the tokenizer's error only names types
+    except UnicodeEncodeError as error:
         failure = error
     return RowRefusedError(f"the prompt cannot be tokenized: {type(failure).__name__}: {failure}")
 

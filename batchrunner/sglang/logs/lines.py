@@ -277,7 +277,7 @@ def record_in(line: str) -> Record | None:
 
 
 def _record(line: str) -> Record | None:
-    """Return the record of a line that does not quote a request."""
+    """Parse a log line into a record, without a check that the line only quotes a request."""
     # Each regular expression is tried only if a fixed word is in the line, because that test is fast.
     if _ACCESS in line:  # nine of ten lines of a large log
         return None
@@ -320,7 +320,7 @@ def clean(line: str) -> str:
 def _batch(line: str) -> LoggedBatch | None:
     """Return the record of a batch line; None for any other line.
 
-    Return None for a batch line that is damaged before the end of `#queue-req`, too.
+    None, too, if the batch line is damaged before the end of `#queue-req`.
     """
     start = line.find("Decode batch")
     is_decode = start >= 0
@@ -421,11 +421,11 @@ def _quantised(line: str) -> str | None:
 def _arguments(text: str) -> Arguments:
     """Read a server's arguments: a dict in SGLang 0.5.20 or newer, else `ServerArgs(name=value, …)`.
 
-    From a text that is cut off, the arguments before its end are read.
+    If the line is truncated, the arguments before the end of the line are still read.
     """
     if isinstance(values := _literal(text), dict):
         return Arguments({str(name): value for name, value in values.items()})
-    text = re.sub(r"'(\w+)': ", r"\1=", text)  # the items of a dict, now as name=value
+    text = re.sub(r"'(\w+)': ", r"\1=", text)  # a truncated dict: rewrite its items as name=value
     return Arguments({name: _literal(value) for name, value in _ARGUMENT.findall(text)})
 
 

@@ -259,7 +259,7 @@ class LogReader:
         self.records = 0
         """Number of lines that only SGLang writes."""
         self.source = ""
-        """Prefix of the schedulers' names, which tells several logs apart."""
+        """Prefix of the schedulers' names. It differs between logs, so that their schedulers stay apart."""
         self._speakers: dict[str, str] = {}
         """For each scheduler, the rank whose lines count. With tensor parallelism, all ranks may log the same
         load.
@@ -332,7 +332,7 @@ class LogReader:
                 self._failed(record)
 
     def _pool(self, record: RunningCapped | PoolAllocated) -> None:
-        """Add a line about the state pool of a hybrid model, or about the KV pool of the same server."""
+        """Record a line about the state pool or the KV pool in `facts.states`, if the model is hybrid."""
         pool = self.facts.states or StatePool(0, slots_per_request(self.facts.arguments))
         if isinstance(record, RunningCapped):
             self._memory_caps_running = True
@@ -347,12 +347,13 @@ class LogReader:
             self.facts.states = pool._replace(kv_gb=record.gb)
 
     def _batch(self, batch: LoggedBatch, line: str) -> None:
-        """Add the load in a batch line, if the lines of its rank count."""
+        """Add the load of a batch line to the series, if the lines of its rank count (`_speaker`)."""
         scheduler, at = self._speaker(line)
         if scheduler is None:
             return
         self._phase, self._running = "decode" if batch.decode else "prefill", batch.running
-        # A batch shows that the server has survived, except after a new death: other ranks go on for seconds.
+        # A batch that is logged after the death of an earlier start shows that the restarted server works.
+        # After a death in the current start it shows nothing, because other ranks go on for seconds.
         if self.facts.died is self._old_death:
             self.facts.died = self._old_death = self.facts.last_trouble = None
         if not batch.decode:
@@ -384,9 +385,10 @@ class LogReader:
         return scheduler if is_first_rank else None, origin.at
 
     def _started(self, record: Arguments) -> None:
-        """Begin a start of the server. If a tuned argument changed, drop everything read before but the GPU.
+        """Prepare the facts for a new start of the server, whose log lines follow.
 
-        Otherwise the load of a server with other arguments would count for this one.
+        If a tuned argument has changed, all facts but the GPU and all samples are dropped. Otherwise the load
+        of a server with other arguments would count for this server.
         """
         previous = self.facts.arguments
         if previous and any(previous.get(name) != record.values.get(name) for name in _TUNED):
@@ -400,7 +402,11 @@ class LogReader:
         self._phase = "load"
 
     def _forget(self) -> None:
-        """Drop the samples of this log; if none of other logs remain, drop the sums over all logs too."""
+        """Drop the samples of this log.
+
+        The sums over prefill passes are not kept by log, so they are dropped only when no log has samples
+        left.
+        """
         series = self.series
         tracks = series.tracks.items()
         series.tracks = {name: track for name, track in tracks if not name.startswith(f"{self.source} ")}
