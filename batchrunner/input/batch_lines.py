@@ -1,7 +1,8 @@
 """Reads the requests of a batch file (OpenAI's format), and refuses files with unusable lines.
 
-A custom_id that is missing, no text or repeated, and a wrong endpoint, are faults of the whole file, because
-nothing can be sent for such a line, or its result would not be found. Other faults fail a line alone.
+The whole file is refused if a custom_id is missing, is not text or is repeated, or if an endpoint is wrong.
+The request on such a line could not be sent, or its result could not be matched with it. With any other
+fault, only the request on the line fails.
 
 `{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": […]}}`
 """
@@ -92,7 +93,7 @@ class BatchFileError(InputError):
     """A batch file is refused because of some of its lines. None of its requests is sent."""
 
     def __init__(self, message: str, faults: Sequence[LineFault] = (), *, hint: str | None = None) -> None:
-        """Take the message, and the first of the faults, at most MOST_FAULTS of each code."""
+        """`faults` are the first faulty lines of each kind, at most MOST_FAULTS per kind."""
         super().__init__(message, hint=hint)
         self.line_faults = [*faults]
 

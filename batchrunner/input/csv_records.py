@@ -87,7 +87,8 @@ def _decoded_records(lines: _CsvLines, path: str, spec: InputSpec, usual_delimit
         delimiter = spec.delimiter or excel_delimiter or usual_delimiter
         for line, cells, problem in _records(lines, path, delimiter):
             text = "".join(cells)
-            if text.isascii():  # fits nearly every encoding, and so proves nothing
+            # ASCII text can be decoded in nearly every encoding, so it does not confirm the encoding
+            if text.isascii():
                 yield line, cells, problem
             elif _UNDECODED.search(text):
                 first_undecoded_line = first_undecoded_line or line
@@ -95,7 +96,7 @@ def _decoded_records(lines: _CsvLines, path: str, spec: InputSpec, usual_delimit
             else:
                 encoding_fits = True
                 yield line, cells, problem
-    except UnicodeError:  # UTF-16 may raise despite `surrogateescape`
+    except UnicodeError:  # UTF-16 decoding may fail although `surrogateescape` is set
         first_undecoded_line, encoding_fits = lines.begin_record(), False
     if first_undecoded_line and not encoding_fits:
         raise InputError(f"{path}: line {first_undecoded_line} {not_decoded}")
@@ -214,8 +215,8 @@ class _CsvLines:
         If the quotes are not closed, the lines below cannot be divided into records.
         """
         if self._has_paired_quotes():
-            return True  # the record ends with the line that was too long
-        while True:  # each further line begins inside a quoted value
+            return True  # The record ends with the line that was too long.
+        while True:  # Each further line begins inside a quoted value.
             self._record.clear()
             line: str | None
             try:

@@ -104,14 +104,15 @@ class ColumnSource(Protocol):
         """Return the field of a column; raise InputError, which begins with `where`, if it is unusable."""
 
     def directory_of(self, row: int) -> str | None:
-        """Return the directory of the input file with a row; None if no file on this machine has the row."""
+        """Return the directory of the input file that has a row; None if no such file is on this machine."""
 
 
 def usable_columns(source: ColumnSource) -> dict[str, pa.DataType]:
     """Return the names and types of the columns that a job can use, in the order of the input."""
     types = {}
     for name in source.schema.names:
-        with contextlib.suppress(BatchrunError):  # for example a column whose type differs between files
+        # such as the error that a column's type differs between files
+        with contextlib.suppress(BatchrunError):
             types[name] = source.field(name, where="a job").type
     return types
 
@@ -297,11 +298,11 @@ class Dataset:
         for name in columns:
             for schema, path in self._paths_by_schema.items():
                 if name not in schema.names:
-                    log.warning("%s: has no column %r: its rows have null in this column", path, name)
+                    log.warning("%s: has no column %r, so the column is null in its rows", path, name)
                     break
 
     def directory_of(self, row: int) -> str | None:
-        """Return the directory of the file that has a row; None for a file that is not on this machine."""
+        """Return the directory of the file that has a row; None if the file is not on this machine."""
         (file,) = self.files_of(BitMap64([row]))
         return str(Path(file.path).absolute().parent) if file.is_local else None
 
@@ -400,7 +401,8 @@ class DatasetReader:
     def _begin_group(self, file: SourceFile, group: int, group_rows: range) -> None:
         """Decode the first batch of a row group, whose ordinals are `group_rows`."""
         assert self._content is not None
-        self._group = None  # stays so if decoding fails, so that the next call begins the row group again
+        # If decoding fails, `_group` stays None, so that the next call begins the row group again.
+        self._group = None
         size = size_of(self._content.metadata, self._stored, group)
         self._batches = self._content.iter_batches(
             batch_size=batch_rows(len(group_rows), size),
@@ -457,7 +459,7 @@ class DatasetReader:
                     row = first + index
                     problems[index] = f"{file.path}: row {row}: column {field.name!r}: {reason}"
         if PROBLEM in columns:
-            # A problem that the file's Parquet copy has stored comes first.
+            # A problem that is stored in the file's Parquet copy takes precedence.
             stored_problems = columns[PROBLEM].to_pylist()
             problems = [stored or misfit for stored, misfit in zip(stored_problems, problems, strict=True)]
             columns[PROBLEM] = arrow_array(problems, pa.string())

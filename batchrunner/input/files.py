@@ -201,7 +201,7 @@ def _local_files(pattern: str, path: Path) -> tuple[dict[str, str], bool]:
     elif glob.has_magic(pattern):
         files = [p for p in map(Path, glob.glob(pattern, recursive=True)) if p.is_file()]  # noqa: PTH207 - it may be absolute
     else:
-        hint = None if path.is_absolute() else f"relative paths begin in {Path.cwd()}"
+        hint = None if path.is_absolute() else f"relative paths are looked up in {Path.cwd()}"
         raise InputError(f"{pattern}: no such file or directory", hint=hint)
     return {str(file.parent.resolve() / file.name): str(file) for file in files}, is_directory
 
@@ -246,7 +246,7 @@ def _remote_files(fs: pafs.FileSystem, path: str) -> tuple[dict[str, str], bool]
     elif kind == pafs.FileType.Directory:
         below = _files_below(fs, path)
         files = [file for file in below if not _hidden(PurePosixPath(file.removeprefix(path)))]
-    elif "*" in path:  # the only magic character in a URI, where `?` begins the query
+    elif "*" in path:  # `?` and `[` are no wildcards here, because `?` begins the query of a URI.
         # `**/` matches any number of directories, and `*` any text without a slash.
         pattern = re.escape(path).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*")
         top = path.partition("*")[0].rpartition("/")[0]
@@ -379,7 +379,10 @@ class SourceFile:
         return facts if self.grown_from is None else {**facts, "grown_from": self.grown_from}
 
     def recognize(self, earlier_facts: Mapping[str, Any]) -> None:
-        """Set `grown_from` if rows were appended to the file since it had these `earlier_facts`."""
+        """Find out whether rows were appended since an earlier start, and set `grown_from` if so.
+
+        `earlier_facts` are the file's `facts()` at that start.
+        """
         size, digest = earlier_facts.get("size", self._size), earlier_facts["digest"]
         if size < self._size and self._begins_with(size, digest):
             self.grown_from = digest
@@ -529,12 +532,13 @@ class SourceFile:
         with writing(copy):
             make_directory(copy.parent)
         with one_process_at_a_time(copy.with_suffix(".lock"), unfinished=f".{copy.name}*"):
-            if not copy.exists():  # another process may have written the copy while this one waited
-                # If an earlier copy was read, the digest has been computed.
+            if not copy.exists():  # Another process may have written the copy while this one waited.
+                # If an earlier copy was read, the digest has been computed already.
                 self.digest = self.digest or self._digest_of(self._size)
                 with writing(copy), whole_file(copy, secrets.token_hex(4)) as temporary:
                     write_parquet(self._rows(), temporary, {_DIGEST: self.digest.encode()}, self.path)
-                    # The digest was computed before the rows were read, so the file may have changed between.
+                    # The digest was computed before the rows were read, so the file may have changed in the
+                    # meantime.
                     self.check_unchanged()
 
     def _rows(self) -> Iterator[pa.RecordBatch]:
@@ -565,7 +569,7 @@ class SourceFile:
         elif self.format.kind == "Parquet":
             hints = [unpacking(self.path, head_of(self._fs, self.path))]
             if not known_format(self.path):
-                hints.append(f"a name with an ending other than {', '.join(ENDINGS)} is read as Parquet")
+                hints.append(f"a file with an ending other than {', '.join(ENDINGS)} is read as Parquet")
             hint = "; ".join(filter(None, hints)) or None
         elif self.format.kind == "JSON Lines" and isinstance(failure, pa.ArrowInvalid):
             hint = "give the column a type in input.types: string keeps the values unchanged"

@@ -179,7 +179,8 @@ def _gains_of_sorting(
     the prefix cache reuses it in any order.
     """
     shared_with_later = reversed(list(_nearest(ordered[::-1])))
-    # The prefix that these two prompts share is shared by all prompts between them, 90 % of the sample.
+    # In sorted order, all prompts between two prompts share the prefix that the two share. So the prefix of
+    # the prompts at 5 % and 95 % of the sample is shared by at least 90 % of its prompts.
     edge = len(ordered) // 20
     prefix_of_nearly_all = common_length(ordered[edge][0], ordered[-1 - edge][0])
     gains = []

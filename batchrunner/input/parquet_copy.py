@@ -34,9 +34,9 @@ PROBLEM = "\0problem"
 LINE = "\0line"
 """Column with the line number of each record in a CSV or JSON Lines file. It is not copied to Parquet."""
 AS_JSON = "\0json "
-"""Prefix of a column's name in a batch in which the values of this column have no common type.
+"""Prefix that marks a column of a batch as JSON text.
 
-The column then holds its values as JSON texts.
+A batch has such a column if the values of the column have no common type.
 """
 MOST_ODD = 0.1
 """Maximum share of odd values in a column of lists or structs.
@@ -55,7 +55,7 @@ BATCH_BYTES = 4 << 20
 """Size in bytes above which a batch of records is complete."""
 _TEXT = pa.string()
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
-"""Arrow's view types, which Parquet cannot hold, with the types in place of them."""
+"""Arrow's view types, which Parquet cannot hold, and the types that replace them."""
 _JSON_NAMES = {
     str: "text", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object",
 }  # fmt: skip
@@ -209,7 +209,7 @@ class _Records:
 
     def notes(self) -> list[str]:
         """Return sentences for users about the records: which fail, and why columns became JSON text."""
-        notes = [f"{cause}: the column is JSON text" for cause in self._text_causes.values()]
+        notes = [f"{cause}: so the column is read as JSON text" for cause in self._text_causes.values()]
         if self._failed_count:
             failed = f"{self._failed_count:,} of {self._count:,} records cannot be sent"
             notes.append(f"{failed}: {self._first_problem}")
@@ -230,7 +230,7 @@ class _Records:
         return f"{self._source}: line {line}: {_difference(name, value, kind)}"
 
     def _count_failed(self, problems: Sequence[str | None]) -> None:
-        """Count the records of a batch, of which `problems` has the problem or None."""
+        """Count a batch's records. `problems` has an entry for each record: why it failed, or None."""
         for problem in problems:
             self._count += 1
             if problem:
@@ -296,7 +296,7 @@ def _normalized_field(field: pa.Field[Any], nulls: pa.DataType) -> pa.Field[Any]
 
 
 def _normalized_type(kind: pa.DataType, nulls: pa.DataType = _TEXT) -> pa.DataType:
-    """Return a type as in `normalized`, without a dictionary."""
+    """Convert a type as `normalized` does; a dictionary type becomes the type of its values."""
     if pt.is_dictionary(kind):
         kind = kind.value_type
     if pt.is_list(kind) or pt.is_list_view(kind):

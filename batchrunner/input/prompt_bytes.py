@@ -51,8 +51,8 @@ def prompt_bytes(request: Request) -> bytes:
 def _packed_ids(ids: Sequence[int]) -> bytes:
     """Return token ids as bytes, four for each id."""
     try:
-        return struct.pack(f"{len(ids)}i", *ids)  # any other byte order takes three times as long
-    except struct.error:  # an id of more than 32 bits, with which the engine refuses the row
+        return struct.pack(f"{len(ids)}i", *ids)  # The machine's own byte order packs three times faster.
+    except struct.error:  # An id exceeds 32 bits, so the engine will refuse the row.
         return repr(ids).encode()
 
 
@@ -102,7 +102,8 @@ def common_length(one: bytes, other: bytes) -> int:
         low += step
         step *= 2
     high = min(low + step, shorter)
-    # As integers, the slices differ in the bits from their first different byte to their end.
+    # As big-endian integers, the slices are equal in their highest bytes. The XOR therefore has as many bytes
+    # as there are from the first difference to the end.
     difference = int.from_bytes(one[low:high]) ^ int.from_bytes(other[low:high])
     different_bytes = (difference.bit_length() + 7) // 8
     return high - different_bytes
@@ -151,7 +152,7 @@ class RequestDigests:
         self._fields_digest = b""
 
     def write(self, request: Request, prompt: bytes) -> None:
-        """Store the digest of a request in the request's `ref`, if this has a list for digests.
+        """Store the digest of a request in `request.ref.digests`, if the run keeps digests.
 
         `prompt` is `prompt_bytes(request)`.
         """

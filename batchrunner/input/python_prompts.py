@@ -38,7 +38,10 @@ def with_prompt(request: Request, label: str, kind: PromptKind, prompt: Any) -> 
 
 
 class PythonPrompts:
-    """Fills in the prompts of requests. Before that, the field `prompt` of a request holds its row."""
+    """Fills in the prompts of requests with the job's Python function `prompt.python`.
+
+    Until then, the field `prompt` of a request holds the row that the function receives.
+    """
 
     def __init__(self, pool: HookPool, source: ColumnSource) -> None:
         """Choose the columns that the function receives; raise InputError for an unusable column."""

@@ -67,7 +67,7 @@ class Renderer:
         source, prompt = job.input, job.prompt
         faults = Faults()
 
-        # The prompt, and the files in it.
+        # Where the prompt of a row comes from, and the media files in it.
         self._python: PythonPrompts | None = None
         # With `prompt.python`, rendering first puts the whole row into a request in place of its prompt.
         # Later, one call of the user's function makes the prompts of a whole batch of rows.
@@ -91,8 +91,9 @@ class Renderer:
             with faults.collect():
                 self._media = MediaPrompts(prompt, dataset, prompts.prompt_of, prompts.printed)
 
-        # The sampling parameters that all rows share, and the columns of the parameters that may differ from
-        # row to row. Tasks without decoding send no sampling parameters.
+        # Sampling parameters: the values that all rows share, and the columns of the values that may differ
+        # from row to row. Both stay empty for tasks that generate no tokens, because their requests have no
+        # sampling parameters.
         self._sampling: dict[str, Any] = {}
         self._sampling_columns: dict[str, str] = {}
         with faults.collect():
@@ -185,7 +186,10 @@ class Renderer:
         return items if self._python is None else self._python.fill(items, is_stopped)
 
     def _request(self, ref: RowRef, row: Row | str) -> Request:
-        """Return the request of a row, which is a text if it cannot be read; raise RowRefusedError."""
+        """Return the request of a row; raise RowRefusedError.
+
+        If the row cannot be read, `row` is the reason as text.
+        """
         if isinstance(row, str):
             raise RowRefusedError(row)
         if self.predicate is not None:

@@ -59,8 +59,8 @@ class SortedCopy:
         except (OSError, pa.ArrowException, KeyError, TypeError, orjson.JSONDecodeError):
             raise InputError(
                 f"{path}: the sorted rows of this run are missing or damaged",
-                hint="put the file back, or run the command again (with --join, once no worker runs and "
-                f"{path.parent} is deleted): pending rows are sorted again, and finished rows are kept",
+                hint="put the file back, or run the command again (with --join: stop all workers and delete "
+                f"{path.parent} before): pending rows are sorted again, and finished rows are kept",
             ) from None
         groups = range(self._file.num_row_groups)
         counts = [self._file.metadata.row_group(group).num_rows for group in groups]
@@ -276,15 +276,16 @@ def _bucket_ends(groups: list[tuple[int, int]]) -> Iterator[int]:
         if bucket_bytes >= BUCKET_BYTES:
             yield position
             bucket_bytes = 0
-    yield position + 1  # the end of the last bucket, which may be empty
+    # The last bucket ends after the last row. If the last group filled a bucket, the last bucket is empty.
+    yield position + 1
 
 
 def _with_positions(
     job_input: JobInput, rows: BitMap64, positions: Iterator[tuple[int]]
 ) -> Iterator[pa.Table]:
-    """Yield `rows` in input order, with a column of their ordinals and one of their positions in the copy.
+    """Yield `rows` in input order, with a column of ordinals and a column of positions in the copy.
 
-    `positions` yields these positions, first that of the first row in input order.
+    `positions` yields the position of each row, in input order.
     """
     names = job_input.renderer.columns
     schema = job_input.dataset.schema_of(names)
@@ -331,7 +332,7 @@ def prepare_order(
         problem = f"{directory}: {len(rows)} rows could not be sorted: {first_line(failure)}"
         if job_input.job.order != "auto":
             raise OutputError(problem, hint="free disk space, or set order: input") from None
-        decision = OrderDecision("input", f"{decision.order} would be better, but {problem}")
+        decision = OrderDecision("input", f"order {decision.order!r} would be better, but {problem}")
         log.warning("%s", decision)
         return None, decision
     seconds, mebibytes = time.monotonic() - began, path.stat().st_size >> 20

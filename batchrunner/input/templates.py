@@ -230,7 +230,7 @@ class NotTextError(ValueError):
     def __init__(self, value: bytes | None) -> None:
         super().__init__("None is not text" if value is None else "bytes are not text")
         self.problem = "is null" if value is None else "holds bytes"
-        """End of a sentence that begins with the name of a column."""
+        """Predicate of an error message whose subject is the name of a column."""
         self.kind = type(value)
 
 

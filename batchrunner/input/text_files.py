@@ -125,7 +125,7 @@ def _json_records(lines: Iterable[bytes | None]) -> Iterator[TextRecord]:
 def _json_object(text: bytes) -> dict[str, Any]:
     """Return the object in a JSON text; raise ValueError or RecursionError if the text has no object."""
     try:
-        value = msgspec.json.decode(text)  # keeps integers of any size
+        value = msgspec.json.decode(text)  # msgspec keeps integers of any size
     except ValueError as failure:
         problem = str(failure)
         if no_number := _NO_NUMBER.search(text):

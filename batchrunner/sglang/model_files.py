@@ -37,7 +37,7 @@ def language_part(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Tell whether a model is a mixture of experts, by its config.json."""
-    section = config.get("ffn_config")  # Dbrx has the number of experts in this section
+    section = config.get("ffn_config")  # Dbrx has the number of experts in the section ffn_config
     sections = [config, section] if isinstance(section, dict) else [config]
     return any(_largest(section.get(name)) > 1 for section in sections for name in EXPERTS)
 
@@ -94,8 +94,8 @@ def model_directory(model: str, revision: str | None = None) -> Path:
     cache = Path(hub_cache or f"{home}/hub").expanduser()
     repository = cache / f"models--{model.replace('/', '--')}"
     commit = revision or "main"
-    # A branch or tag has a file with its commit. There is none if the revision is a commit, or if the model
-    # is not in the cache.
+    # In the Hub's cache, the file of a branch or tag holds its commit. The file is missing if the revision is
+    # itself a commit, or if the model is not in the cache.
     with contextlib.suppress(OSError, ValueError):
         commit = (repository / "refs" / commit).read_text(encoding="utf-8").strip()
     return repository / "snapshots" / commit
@@ -175,7 +175,8 @@ def check_on_hub(spec: ServerEngine) -> None:
 
 def _looks_elsewhere(spec: ServerEngine) -> bool:
     """Tell whether a server may find its model in a place that this process does not know."""
-    if spec.cache_dir is not None:  # the files must be local, and the code that copies them checks that
+    # the files are copied from a local directory, and the copying code reports missing files
+    if spec.cache_dir is not None:
         return True
     has_variable = any(map(_LEADS_ELSEWHERE.match, spec.env)) or "SGLANG_USE_MODELSCOPE" in os.environ
     return has_variable or name_in(spec.args, "download-dir") in spec.args

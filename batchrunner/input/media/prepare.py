@@ -98,7 +98,7 @@ def _read(path_or_url: str, rules: MediaRules) -> bytes:
         path = Path(rules.folder, local_path).resolve()
         if rules.confined and not path.is_relative_to(Path(rules.folder).resolve()):
             raise BadFileError(
-                f"leads out of {rules.folder}: name the folder of the files in `folder`, or set `folder` to /"
+                f"is outside of {rules.folder}: set `folder` to the folder of the files, or to / for any file"
             )
         if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe could take forever
             raise BadFileError("is not a regular file")

@@ -206,10 +206,11 @@ class MediaPrompts:
                 raise JobError(
                     f"prompt.text: prints the {field} of column {printed_columns[0]!r}, "
                     "but the job gives no placeholder for them",
-                    hint=f"set prompt.{field}.placeholder to the model's own token, or leave the column out",
+                    hint=f"set prompt.{field}.placeholder to the model's placeholder token, or leave the column out",
                 )
         self._page_column = None if prompt.pdf is None else prompt.pdf.page_column
-        self._secret = secrets.token_hex(8)  # no value of a row can contain it
+        # random, so that no value of a row contains a mark by chance or on purpose
+        self._secret = secrets.token_hex(8)
         self._mark = re.compile(f"\ue000{self._secret}:(\\d+)\ue001")
         self.columns = [column.name for column in self._columns]
         if self._page_column is not None:
@@ -314,7 +315,7 @@ def _conversation(
                 f"but the row has {len(kind_files)} {kind.field}"
             )
         if not kind_files or empty_parts[name]:
-            continue  # nothing to place, or the files replace the empty parts
+            continue  # there are no files of this kind, or they replace empty parts
         marks_in_texts = sum(text.count(kind.mark) for text in user_texts)
         if marks_in_texts == len(kind_files):
             marks.append(kind.mark)

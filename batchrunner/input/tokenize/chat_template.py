@@ -75,7 +75,8 @@ class ChatTemplate:
         A chat passes without a test if its prompt depends on more than this template and the body.
         """
         arguments = dict(body.get("chat_template_kwargs") or {})
-        arguments.pop("spaces_between_special_tokens", None)  # SGLang does not pass this to the template
+        # SGLang does not pass this argument to the template
+        arguments.pop("spaces_between_special_tokens", None)
         if body.get("reasoning_effort") is not None:
             arguments.setdefault("reasoning_effort", body["reasoning_effort"])
         messages, tools = _messages_for_template(body), _tools_for_template(body)

@@ -49,7 +49,7 @@ class Encoder:
         *,
         chat_sampling: Mapping[str, Any] | None = None,
     ) -> None:
-        """Load the tokenizer of a model directory; None if prompts are token ids already.
+        """Load the tokenizer from a model's `directory`, which is None if prompts are token ids already.
 
         `chat_sampling` has the sampling parameters that SGLang's chat endpoint would add to a request. Raises
         CannotTokenizeError if a file of the model cannot be used.
@@ -178,8 +178,8 @@ class Encoder:
                 return ids
             keep -= len(ids) - limit  # the shorter text had more tokens than expected
         raise RowRefusedError(
-            f"prompt.truncate: the prompt has {length} tokens, and more than the allowed {limit} "
-            "even without all text that may be truncated"
+            f"prompt.truncate: the prompt has {length} tokens, but at most {limit} are allowed, "
+            "and the text that may not be truncated already has more"
         )
 
 
@@ -213,7 +213,7 @@ def _truncatable(request: Request) -> str:
 
 
 def _with_text(request: Request, text: str) -> Request:
-    """Return a request in which `text` replaces the text that `_truncatable` returns."""
+    """Return a request whose prompt, or last user message in a chat, is replaced by a truncated `text`."""
     if request.kind == "text":
         return request._replace(prompt=text)
     messages = [*request.prompt]

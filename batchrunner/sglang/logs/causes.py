@@ -9,8 +9,9 @@ TAIL_BYTES = 4 << 20
 """Number of bytes read from the end of a log. It is large, because after the error of one rank the other
 ranks may write thousands of lines of tracebacks."""
 HEAD_BYTES = 1 << 20
-"""Number of bytes read from the beginning of a log, which has a server's arguments (16 kB per process) and
-limits."""
+"""Number of bytes read from the beginning of a log. They contain a server's arguments, 16 kB per process, and
+its limits.
+"""
 MOST_LINES = 3
 """Maximum number of log lines in the explanation of a failure."""
 _PREFIX = re.compile(r"^(\[[^\]]*\]|\d{4}-\d\d-\d\d[ T]\S+|[A-Z]+:?\s)\s*")

@@ -279,7 +279,7 @@ def record_in(line: str) -> Record | None:
 def _record(line: str) -> Record | None:
     """Parse a log line into a record, without a check that the line only quotes a request."""
     # Each regular expression is tried only if a fixed word is in the line, because that test is fast.
-    if _ACCESS in line:  # nine of ten lines of a large log
+    if _ACCESS in line:  # These are nine of ten lines in a large log.
         return None
     if " batch" in line and (record := _batch(line)):
         return record
@@ -444,7 +444,7 @@ def _value(expression: ast.expr) -> Any:
     return ast.literal_eval(expression)
 
 
-@lru_cache(maxsize=64)  # lines of the same second follow each other
+@lru_cache(maxsize=64)  # a cache helps, because successive lines often have the same time
 def _seconds(time: str) -> float | None:
     """Return a time stamp in seconds, as if its time zone were UTC; None for a damaged time stamp."""
     try:

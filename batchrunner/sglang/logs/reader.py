@@ -71,7 +71,9 @@ class Facts:
     troubles: dict[Phase, OutOfMemory] = field(default_factory=dict)
     """Last out-of-memory record of each phase."""
     last_trouble: OutOfMemory | None = None
-    """Last out-of-memory record since the last batch line. The server survived earlier ones."""
+    """Last out-of-memory record since the last batch line. A batch line shows that the server survived
+    earlier out-of-memory errors.
+    """
     died: Died | None = None
     """Log line that best explains the server's death: the line of a SIGKILL, an exception or a crash."""
     card: str | None = None
@@ -292,7 +294,7 @@ class LogReader:
         return self
 
     def _add(self, earlier: Facts) -> None:
-        """Add the arguments and failures in the facts of logs that were read `earlier`."""
+        """Take over arguments and failures of logs read `earlier`, unless this log has its own."""
         facts = self.facts
         facts.arguments = facts.arguments or earlier.arguments
         facts.troubles = earlier.troubles | facts.troubles
