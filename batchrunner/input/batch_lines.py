@@ -198,7 +198,7 @@ def _check_custom_id(text: bytes) -> None:
     """
     try:
         _read_url.decode(text)
-    except msgspec.ValidationError:
+    except msgspec.ValidationError:  # The object has no `url`.
         return
     try:
         _read_name.decode(text)
@@ -244,7 +244,8 @@ def _custom_id_in(text: bytes) -> dict[str, str]:
     """
     try:
         custom_id = bytes(_read_custom_id.decode(text).custom_id)
-        value = msgspec.json.decode(custom_id) if custom_id.startswith(b'"') else custom_id.decode()
+        is_string = custom_id.startswith(b'"')
+        value = msgspec.json.decode(custom_id) if is_string else custom_id.decode()
     except (ValueError, RecursionError):
         return {}
     return {} if custom_id == b"null" else {CUSTOM_ID: value}
@@ -289,7 +290,12 @@ class _CustomIds:
         """Custom_ids that may be repeated, by digest."""
 
     def add(self, line: int, custom_id: str) -> None:
-        """Add the custom_id of a line; lines come in order."""
+        """Add the custom_id of a line; lines come in order.
+
+        A bitmap of the low halves of all digests is small, and finds nearly all new custom_ids. Only those
+        whose low half has occurred before become candidates; `repeated` compares their whole digests.
+        """
+        # Lines without a custom_id have been left out; 0 stands for their digests.
         self._digests.extend(repeat(0, line - 1 - len(self._digests)))
         digest = xxh3_64_intdigest(custom_id.encode())
         self._digests.append(digest)

@@ -63,6 +63,7 @@ def _common_dictionary(one: pa.DataType, other: pa.DataType) -> pa.DataType | No
     value_type = common_type(*value_types)
     if value_type is None or not pt.is_dictionary(one):
         return value_type
+    # The values have an order only if they have one in both types.
     is_ordered = one.ordered and pt.is_dictionary(other) and other.ordered
     return pa.dictionary(pa.int32(), value_type, ordered=is_ordered)
 
@@ -122,7 +123,8 @@ def _common_timestamp(one: pa.TimestampType, other: pa.TimestampType) -> pa.Data
     if (one.tz is None) != (other.tz is None):
         return None
     zone = one.tz
-    if one.tz != other.tz and not {one.tz, other.tz} <= _UTC:
+    both_mean_utc = {one.tz, other.tz} <= _UTC  # The zone then keeps its first name, such as "Etc/UTC".
+    if one.tz != other.tz and not both_mean_utc:
         zone = "UTC"
     finer_type = _promoted(pa.timestamp(one.unit), pa.timestamp(other.unit))
     assert isinstance(finer_type, pa.TimestampType)

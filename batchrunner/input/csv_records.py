@@ -45,7 +45,8 @@ def csv_table(
     """
     text = io.TextIOWrapper(source, spec.encoding, "surrogateescape", newline="\n")
     records = _decoded_records(_CsvLines(text), path, spec, usual_delimiter)
-    line, header, problem = next(records, (1, [], "is missing"))
+    no_header: _Cells = (1, [], "is missing")
+    line, header, problem = next(records, no_header)
     repeated_names = [name for name in header if name and header.count(name) > 1]
     if repeated_names:
         problem = f"has {repeated_names[0]!r} twice"
@@ -148,6 +149,7 @@ def _endless_value(path: str, line: int) -> InputError:
 def _closes_value(line: str, delimiter: str) -> bool:
     """Tell whether a line that begins inside a quoted value closes it and ends the record as valid CSV."""
     try:
+        # With a quote before it, the line is a record of its own, which the strict reader checks.
         next(csv.reader([f'"{line}'], delimiter=delimiter, strict=True))
     except csv.Error:
         return False
@@ -183,6 +185,7 @@ class _CsvLines:
             raise StopIteration
         self._number += 1
         self._record.append(line)
+        # readline() stops at this length, so a line of this length without an end is only a beginning.
         if len(line) == LONGEST_LINE_BYTES and not line.endswith("\n"):
             self._skip_rest_of_line()
             raise _TooLongError

@@ -139,6 +139,7 @@ class Dataset:
         """
         if paths is None:
             paths = [source.path] if isinstance(source.path, str) else source.path
+        # Kept for `added_files`, which looks for the files of the job once more.
         self._find = functools.partial(find_files, paths, run, storage)
         self.files = self._open_files(source, copies, batch_rules=batch_rules)
         _unify_json_lines(self.files)
@@ -146,7 +147,7 @@ class Dataset:
         """Ordinal (row number in the input) of the first row of each file, and the number of all rows."""
         self.total_rows = self._starts[-1]
         """Number of rows in all files."""
-        for file, start in zip(self.files, self._starts, strict=False):
+        for file, start in zip(self.files, self._starts[:-1], strict=True):
             file.begin_at(start)
 
         types_in_paths = partition_types([file.partitions for file in self.files])
@@ -323,10 +324,11 @@ class Dataset:
         """Return the files that have any of `rows`, in input order."""
         if not rows:
             return []
-        first, end = (bisect_right(self._starts, row) for row in (rows.min(), rows.max()))
+        first_file = bisect_right(self._starts, rows.min()) - 1
+        last_file = bisect_right(self._starts, rows.max()) - 1
         return [
             file
-            for file in self.files[first - 1 : end]
+            for file in self.files[first_file : last_file + 1]
             if rows.range_cardinality(file.starts[0], file.starts[-1])
         ]
 
@@ -394,6 +396,7 @@ class DatasetReader:
             group_rows = range(*starts[group : group + 2])
             rows_in_group = rows & BitMap64(group_rows)
             if rows_in_group:
+                # Batches can only be read onwards, so begin again if a row lies before the current batch.
                 if self._group != group or rows_in_group.min() < self._start:
                     self._begin_group(file, group, group_rows)
                 yield from self._rows_in_group(file, rows_in_group)
@@ -419,7 +422,7 @@ class DatasetReader:
             assert self._data is not None
             end = self._start + self._data.num_rows
             rows_in_batch = list(rows & BitMap64(range(self._start, end)))
-            if len(rows_in_batch) == self._data.num_rows:
+            if len(rows_in_batch) == self._data.num_rows:  # all rows are wanted, so no copy is needed
                 yield RowBatch(rows_in_batch, self._data)
             elif rows_in_batch:
                 indices = arrow_array([row - self._start for row in rows_in_batch], pa.int64())

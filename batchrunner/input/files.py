@@ -118,6 +118,7 @@ def find_files(
         except read_errors(fs) as failure:  # for example a directory that is not accessible
             raise _inaccessible(name, failure) from None
         files_outside_run = {real: file for real, file in files.items() if run not in Path(real).parents}
+        # If a path has only files of the run, the user wants these, for example to read the results again.
         files = files_outside_run or files
         if is_directory:
             files = _of_one_kind(name, files)
@@ -203,6 +204,7 @@ def _local_files(pattern: str, path: Path) -> tuple[dict[str, str], bool]:
     else:
         hint = None if path.is_absolute() else f"relative paths are looked up in {Path.cwd()}"
         raise InputError(f"{pattern}: no such file or directory", hint=hint)
+    # Only the directory is resolved, so two links in it that lead to the same file are two input files.
     return {str(file.parent.resolve() / file.name): str(file) for file in files}, is_directory
 
 
@@ -433,7 +435,8 @@ class SourceFile:
             signature = self._current_signature()
             if signature == self._signature:
                 return
-            self.has_grown = int(signature[0]) > self._size and self._begins_with(self._size, self.digest)
+            size = int(signature[0])
+            self.has_grown = size > self._size and self._begins_with(self._size, self.digest)
             is_changed = not self.has_grown and not self._has_same_content(signature)
         except self.read_errors:
             return
@@ -447,10 +450,11 @@ class SourceFile:
 
     def _has_same_content(self, signature: tuple[int | str, ...]) -> bool:
         """Tell whether a file with a new `signature` still has the content that it had when it was opened."""
-        if signature[0] != self._size:
+        size, modified, *_ = signature
+        if size != self._size:
             return False
         # A sampled digest does not show an edit between its blocks, but the modification time does.
-        if self._is_sampled and signature[:2] != self._signature[:2]:
+        if self._is_sampled and modified != self._signature[1]:
             return False
         return self._digest_of(self._size) == self.digest
 
@@ -473,6 +477,7 @@ class SourceFile:
         """
         if self.is_local:
             stat = Path(self.path).stat()
+            # The inode shows a file that was replaced, and ctime an edit with the old modification time.
             return stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_ctime_ns
         info = self._fs.get_file_info(self.path)
         if info.type == pafs.FileType.NotFound:
@@ -500,9 +505,12 @@ class SourceFile:
             digest.update(e_tag.encode())
             return digest.hexdigest()
         with self._fs.open_input_file(self.path) as source:
-            stream = source.get_stream(0, size)
-            all_blocks = iter(lambda: stream.read(READ_BUFFER_BYTES), b"")
-            for block in _samples(source, size) if self._is_sampled else all_blocks:
+            if self._is_sampled:
+                blocks = _samples(source, size)
+            else:
+                stream = source.get_stream(0, size)
+                blocks = iter(lambda: stream.read(READ_BUFFER_BYTES), b"")
+            for block in blocks:
                 digest.update(block)
         return digest.hexdigest()
 

@@ -122,6 +122,7 @@ def lease_rows(rows: int) -> int:
     workers = int(array_tasks) if array_tasks.isdecimal() else 1
     leases = max(MANY_LEASES, LEASES_OF_A_WORKER * workers)
     rows_for_fewest_leases = -(-rows // FEWEST_LEASES)  # rounded up
+    # A small run has less than LEAST_LEASE_ROWS rows in a lease, so that it has FEWEST_LEASES leases.
     least = min(LEAST_LEASE_ROWS, rows_for_fewest_leases)
     size = min(max(rows // leases, least), MOST_LEASE_ROWS)
     return max(1, size)

@@ -111,6 +111,8 @@ def _csv_options(path: str) -> dict[str, str]:
     # An error is reported later, when the whole file is read.
     with contextlib.suppress(*read_errors(fs), *DECOMPRESSION_ERRORS):
         content = decompressed(fs.open_input_stream(files[0], compression=None), codec).read(SAMPLED_BYTES)
+    # Take the first encoding that decodes the bytes; the last one decodes any. An incremental decoder does
+    # not fail on a character that the end of the sample cuts in two.
     for encoding in ENCODINGS:
         with contextlib.suppress(UnicodeError):
             text = codecs.getincrementaldecoder(encoding)().decode(content)
@@ -143,7 +145,8 @@ def _prompt(usable: Mapping[str, pa.DataType], sample: pa.Table) -> tuple[str, s
     ]
     no_id_columns = [name for name in texts if not ID_NAME.fullmatch(name)]
     no_id_columns.sort(key=lambda name: -sample.column(name).nbytes)  # most text first
-    name = [*columns_with_usual_name, *no_id_columns, *texts, *usable][0]
+    candidates = [*columns_with_usual_name, *no_id_columns, *texts, *usable]  # the likeliest first
+    name = candidates[0]
     template = _quoted(f"{{{{ {template_of_column(name)} }}}}")
     return name, f"# system: You are terse.\n  user: {template}   # Jinja2 over the columns of a row"
 

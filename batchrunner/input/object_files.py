@@ -94,8 +94,13 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         """
         bucket, key = _bucket_and_key(directory)
         prefix = f"{key.rstrip('/')}/" if key else None
+
+        def list_pages() -> list[Any]:
+            pages = obstore.list(self._bucket(bucket), prefix)  # an iterator, which lists page by page
+            return list(islice(pages, most_pages))
+
         try:
-            pages = read_whole(lambda: list(islice(obstore.list(self._bucket(bucket), prefix), most_pages)))
+            pages = read_whole(list_pages)
         except STORE_ERRORS as failure:
             raise as_os_error(failure, directory) from None
         return (entry for page in pages for entry in page)

@@ -242,7 +242,8 @@ def _nearest(ordered: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int, int]]:
     `ordered` holds sorted prompts, each with the number of its stretch. In sorted order, the prefix that two
     prompts share is the shortest of the prefixes that neighbours between them share.
     """
-    shared_by_stretch = [0] * STRETCHES  # length shared with the previous prompt of each stretch
+    # For each stretch, the length of the prefix that a prompt shares with the last prompt of the stretch.
+    shared_by_stretch = [0] * STRETCHES
     previous_prompt, previous_stretch = b"", 0
     for prompt, stretch in ordered:
         shared = common_length(previous_prompt, prompt)

@@ -75,10 +75,12 @@ def write_parquet(
     AS_JSON columns. `source` names this file in messages. Notes on the records are added to the metadata as
     NOTES. Raises StorageError or ArrowException, and any error of the iterator of batches.
     """
+    # The types of columns are known only after the last batch, so all batches are first written to a spool.
+    # The spool has one Arrow stream for each batch, because batches may differ in their columns.
     spool = path.with_name(f"{path.name}.arrows")
     record_columns: dict[str, _RecordColumn] = {}
-    # The common schema of batches that are not records is known from their types alone. The types of records
-    # are chosen by counting their values.
+    # In batches of records, the type of a column is chosen by counting its values. For other batches, the
+    # common schema follows from the types of the columns.
     schema: pa.Schema | None = None
     try:
         with spool.open("wb") as file:
@@ -384,7 +386,7 @@ def fitted_values(column: pa.Array, kind: pa.DataType) -> tuple[pa.Array, dict[i
     try:
         return _as_type(column, kind), {}
     except UNFIT:
-        pass
+        pass  # Convert each value alone, to find those that do not fit.
     values: list[pa.Array] = []
     misfits: dict[int, str] = {}
     for index in range(len(column)):

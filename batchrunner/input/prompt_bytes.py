@@ -162,8 +162,8 @@ class RequestDigests:
 
     def of(self, request: Request, prompt: bytes) -> bytes:
         """Return the digest of a request; `prompt` is `prompt_bytes(request)`."""
-        fields = request[3:]  # all fields after the prompt
-        if fields != self._fields:  # rare, because nearly all rows have the same settings
+        fields = request[3:]  # All fields after `ref`, `kind` and `prompt`.
+        if fields != self._fields:  # This is rare, because nearly all rows have the same settings.
             self._fields = fields
             self._fields_digest = xxh3_128_digest(_settings(request))
         if isinstance(request.prompt, RequestBody):
@@ -184,6 +184,7 @@ def _settings(request: Request) -> bytes:
             request.row,
             request.task,
             request.tools,
+            # The folder is left out, because the key of a file in the prompt already depends on it.
             [file.rules._replace(folder="") for file in request.media],
             request.items,
         ))

@@ -235,7 +235,8 @@ def _parameter_in(name: str, value: Any) -> Any:
     if not isinstance(value, float):
         return value
     is_integer_parameter = name in _INTEGER_PARAMETERS
-    if is_integer_parameter and value.is_integer() and abs(value) < 1 << 63:
+    fits_into_64_bits = abs(value) < 1 << 63
+    if is_integer_parameter and value.is_integer() and fits_into_64_bits:
         return int(value)  # pandas turns a column of integers with a null into floats
     if is_integer_parameter or not math.isfinite(value):
         raise RowRefusedError(f"sampling.{name}: {value} is not a valid value")
@@ -438,6 +439,7 @@ def _other_fields(job: Job, dataset: ColumnSource) -> dict[str, Any]:
 
     Raises InputError with all faults.
     """
+    # Each value is made by a function, so that an error of one does not hide the errors of the others.
     value_makers: dict[str, Callable[[], Any]] = {
         "lora_path": lambda: _lora_path(job.sampling),
         "tools": lambda: _tools(job.prompt, job.sampling, dataset),

@@ -239,6 +239,7 @@ def _keys(
             prompt = prompt_bytes(item)
             first = 0
             if order == "longest_first":
+                # Rows with limits of their own are sorted by these, because long outputs take the most time.
                 length = len(prompt)
                 if has_limit_column:
                     length = max(0, min(item.sampling["max_new_tokens"], MOST_OUTPUT_TOKENS))
@@ -347,7 +348,9 @@ def find_sorted_copy(
 
     Return None if there is no such copy in `directory`.
     """
-    wanted_order = "prefix" if job_input.job.order == "auto" else job_input.job.order
+    wanted_order = job_input.job.order
+    if wanted_order == "auto":  # A copy shows that `auto` decided on "prefix" at that start.
+        wanted_order = "prefix"
     for path in directory.glob("order-*.parquet"):
         try:
             copy = SortedCopy(path)

@@ -68,7 +68,7 @@ def paths_of(data: object) -> list[str] | None:
     if not isinstance(data, str):
         return None
     try:
-        find_files([data])
+        find_files([data])  # Only the error matters here: the text may be a prompt and not a path.
     except InputError as failure:
         raise InputError(
             f"rows: {str(failure)[:200]}",

@@ -98,6 +98,7 @@ class _ColumnCode:
             line = failure.lineno if isinstance(failure, jinja2.TemplateSyntaxError) else 1
             text = "".join(source.splitlines()[line - 1 : line]).strip()
             hint = None
+            # A column with a space or a dash in its name may be the cause of a syntax error.
             odd_names = [name for name in available if name in text and not name.isidentifier()]
             if odd_names:
                 expression = template_of_column(odd_names[0])
@@ -374,12 +375,16 @@ def _error_text(failure: Exception, columns: Sequence[str], row: Mapping[str, An
     text_columns = [template_of_column(name) for name in columns if isinstance(row.get(name), str)]
     if not text_columns or not isinstance(failure, TypeError) or "str" not in str(failure):
         return message
+    # Python's error about a text names `str`, for example "'<' not supported between 'str' and 'int'".
     names = ", ".join(text_columns)
     return f"{message} (columns with text: {names}; compare them with text, or convert them by NAME | float)"
 
 
 def _expression_tree(source: str) -> nodes.Template:
-    """Return the syntax tree of an expression, built as in jinja2's `compile_expression`."""
+    """Return the syntax tree of a template that assigns the value of an expression to a variable.
+
+    The tree is built as in jinja2's `compile_expression`.
+    """
     parser = Parser(_environment(), source, state="variable")
     value = parser.parse_expression()
     if not parser.stream.eos:
@@ -458,7 +463,7 @@ def unknown_column(
     template must write it.
     """
     similar = difflib.get_close_matches(name, available, n=1, cutoff=0.5)
-    if not similar:
+    if not similar:  # `name` may be a part of a longer name, such as `title` of "title en".
         similar = [column for column in available if name in column.split() or column.startswith(name)]
     hint = None
     if similar:

@@ -196,6 +196,7 @@ def _batch_of(
         else:
             columns[name], misfits = _typed(values, kind)
             for index, misfit in misfits.items():
+                # A record has one reason: its first problem.
                 problems[index] = problems[index] or f"column {name!r}: {misfit}"
     messages = [
         f"{path}: line {record.line}: {problem}" if problem else None

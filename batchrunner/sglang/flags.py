@@ -68,6 +68,7 @@ class Flags:
         spelling = name if name in VARIABLES else self.spelling(name)
         if spelling is None or str(value) not in self.choices.get(spelling, {str(value)}):
             return {}
+        # Older spellings are switches: True sets a switch, and None leaves it out.
         if spelling == "enable-dp-attention":
             return {spelling: True, "dp-size": value}
         if spelling.startswith("enable-"):

@@ -237,10 +237,11 @@ def kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
     head_dim = config.get("head_dim")
     if not head_dim and isinstance(heads, int) and isinstance(config.get("hidden_size"), int):
         head_dim = config["hidden_size"] // heads
-    sizes = [size for size in (layers, kv_heads, head_dim) if isinstance(size, int) and size > 0]
-    if has_latent_attention(config) or len(sizes) < 3:  # noqa: PLR2004
+    sizes = [layers, kv_heads, head_dim]
+    has_all_sizes = all(isinstance(size, int) and size > 0 for size in sizes)
+    if has_latent_attention(config) or not has_all_sizes:
         return None
-    return 2 * width * math.prod(sizes)
+    return 2 * width * int(math.prod(sizes))  # 2, because each head has a key and a value
 
 
 INDEX = "model.safetensors.index.json"

@@ -85,7 +85,7 @@ def download(url: str, most_bytes: int) -> bytes:
 
     The call blocks, for about a minute if the server does not answer.
     """
-    for pause_s in (*PAUSES_S, None):
+    for pause_s in (*PAUSES_S, None):  # None: there is no pause after the last try
         try:
             request = urllib.request.Request(quote(url, safe=_SAFE), headers=_HEADERS)  # noqa: S310 - http(s)
             with _opener().open(request, timeout=TIMEOUT_S) as reply:

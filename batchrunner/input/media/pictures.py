@@ -139,6 +139,7 @@ def page_images(content: bytes, pages: str, dpi: float, max_pixels: int | None) 
             for page_range in page_ranges(pages):
                 if page_range.start > len(document):
                     raise BadFileError(f"has no page {page_range.start}, but only {len(document)} pages")
+                # Leave out the pages of the range that are beyond the end of the document.
                 for number in page_range[: len(document) + 1 - page_range.start]:
                     page = document[number - 1]
                     scale = dpi / _POINTS_PER_INCH

@@ -71,13 +71,14 @@ class FileColumn:
         if not self.holds_lists or value is None:
             return [self._file(value, label, self._pages(pages), rules)]
         return [
+            # A list has images, audio or videos, which have no pages.
             self._file(item, f"{label}, item {number}", pages="", rules=rules)
             for number, item in enumerate(value, start=1)
         ]
 
     def _file(self, value: Any, label: str, pages: str, rules: MediaRules) -> PromptFile:
         """Return the file that a value holds or names; raise RowRefusedError if there is none."""
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping):  # A file of Hugging Face datasets: `bytes`, or else the `path`.
             value = value.get("path") if value.get("bytes") is None else value["bytes"]
         if value is None:
             raise RowRefusedError(f"{rules.field}: {label} is null")
@@ -131,8 +132,11 @@ def _rules(spec: MediaSpec | PdfSpec, field: str, folder: str | None) -> MediaRu
     anywhere on this machine, and relative paths begin in the current directory.
     """
     is_confined = folder is None or Path(folder) != Path("/")
+    directory = Path.cwd()
+    if folder is not None and is_confined:
+        directory = Path(folder).absolute()
     return MediaRules(
-        folder=str(Path(folder or "").absolute() if is_confined else Path.cwd()),
+        folder=str(directory),
         confined=is_confined,
         allow_urls=spec.allow_urls,
         max_pixels=spec.max_pixels if isinstance(spec, (ImagesSpec, PdfSpec)) else None,
@@ -206,7 +210,7 @@ class MediaPrompts:
                 raise JobError(
                     f"prompt.text: prints the {field} of column {printed_columns[0]!r}, "
                     "but the job gives no placeholder for them",
-                    hint=f"set prompt.{field}.placeholder to the model's placeholder token, or leave the column out",
+                    hint=f"set prompt.{field}.placeholder to the token of the model, or leave the column out",
                 )
         self._page_column = None if prompt.pdf is None else prompt.pdf.page_column
         # random, so that no value of a row contains a mark by chance or on purpose
@@ -230,10 +234,12 @@ class MediaPrompts:
         texts = [prompt] if self._is_text else [message["content"] for message in prompt]
         # A template that loops over all columns prints a file without naming its column.
         printed_files = {int(index) for index in chain.from_iterable(map(self._mark.findall, texts))}
+        # Files that no template prints come at the beginning.
         leading = [files[index] for index in marked_row.unprinted if index not in printed_files]
         if self._is_text:
             parts = [_part(file, placed) for file in leading]
             parts += self._parts_of(prompt, files, placed)
+            # In a prompt that is one text, the model's placeholder token stands for each file.
             part_texts = [part.get("text") or self._placeholders[part["type"]] for part in parts]
             return "".join(part_texts), tuple(placed)
         return self._messages(prompt, files, leading, placed), tuple(placed)
@@ -252,6 +258,7 @@ class MediaPrompts:
             start = len(files)
             files += column.files(ordinal, value, pages)
             indices = range(start, len(files))
+            # The characters around a mark are from Unicode's private use area, so texts rarely have them.
             marks = Marks(f"\ue000{self._secret}:{index}\ue001" for index in indices)
             values[column.name] = marks if column.holds_lists else str(marks)
             if not is_printed:
@@ -267,7 +274,7 @@ class MediaPrompts:
     ) -> list[dict[str, Any]]:
         """Put files in place of their marks, and `leading` at the start of the last user message."""
         user_messages = [index for index, message in enumerate(messages) if message["role"] == _USER]
-        target = user_messages[-1] if user_messages else 0
+        target = user_messages[-1] if user_messages else 0  # Without a user message, the first message.
         messages_with_files = []
         for index, message in enumerate(messages):
             parts = [_part(file, placed) for file in leading] if index == target else []

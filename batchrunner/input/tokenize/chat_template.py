@@ -126,6 +126,7 @@ def _tools_for_template(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         tools = [tool for tool in tools if tool["function"]["name"] == chosen_name]
     if not tools or choice == "none":
         return None
+    # SGLang passes tools with all fields of its own type, so a template also sees the fields that are unset.
     defaults = {"description": None, "parameters": None, "strict": None}
     tools_with_defaults = []
     for tool in tools:

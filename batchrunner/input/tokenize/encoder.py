@@ -62,7 +62,11 @@ class Encoder:
         self._chat_sampling = chat_sampling or {}
 
     def can_encode(self, request: Request) -> bool:
-        """Tell whether `encode` tokenizes a request; the engine tokenizes all other requests."""
+        """Tell whether `encode` tokenizes a request; the engine tokenizes all other requests.
+
+        The engine must tokenize requests whose prompt depends on more than the texts of messages, such as
+        media or tools. It also continues an assistant message at the end in its own way.
+        """
         if request.kind != self._kind or request.media or request.tools:
             return False
         if self._kind != "messages":
@@ -128,6 +132,7 @@ class Encoder:
     def _as_ids(self, request: Request, ids: list[int]) -> Request:
         """Return a request with token ids in place of its prompt."""
         sampling = request.sampling
+        # A chat is sent as token ids to an endpoint that does not add the chat endpoint's own parameters.
         if request.kind == "messages":
             sampling = {**self._chat_sampling, **sampling}
         return request._replace(
@@ -151,9 +156,10 @@ class Encoder:
                     f"({context} tokens)."
                 )
             return ids
+        # Leave room for the longest output; without a limit of the job, for one token at least.
         limit = context - int(request.sampling.get("max_new_tokens") or 1)
         if longest_prompt is not None:
-            limit = min(limit, longest_prompt - 1)
+            limit = min(limit, longest_prompt - 1)  # A prompt must stay below `longest_prompt`.
         if len(ids) <= limit:
             return ids
         if limit > 0 and self._backend is None:
@@ -168,7 +174,7 @@ class Encoder:
         """
         text = _truncatable(request)
         offsets = self._backend.encode(text, add_special_tokens=False).offsets if limit > 0 else []
-        keep = len(offsets) - (length - limit)
+        keep = len(offsets) - (length - limit)  # The rest of the prompt keeps all its tokens.
         while keep > 0:
             shorter_text = truncate_text(text, offsets, keep, truncation)
             (ids,) = self.token_ids([_with_text(request, shorter_text)])

@@ -322,6 +322,7 @@ def _batch(line: str) -> LoggedBatch | None:
 
     None, too, if the batch line is damaged before the end of `#queue-req`.
     """
+    # Names are searched from the beginning of the message, because a prefix of the line could contain them.
     start = line.find("Decode batch")
     is_decode = start >= 0
     if not is_decode:
@@ -336,6 +337,7 @@ def _batch(line: str) -> LoggedBatch | None:
         decode=is_decode,
         running=int(running[1]),
         queue=int(queue[1]),
+        # With sliding windows, the line has the usage of two pools.
         usage=max(map(float, _USAGE.findall(line, start)), default=0.0),
         tokens=int(tokens[1]) if tokens else None,
         graph=None if "cuda graph: " not in line else "cuda graph: True" in line,
@@ -363,7 +365,7 @@ def _ready(line: str) -> ServerReady:
 
 def _rare(line: str) -> Record | None:
     """Return the record of a line that is logged at the start of a server or at its end."""
-    if failure := _failure(line):
+    if failure := _failure(line):  # First, because an error line may also match a pattern below.
         return failure
     if weights := _WEIGHTS.search(line):
         used = _USED.search(line)
@@ -414,6 +416,7 @@ def _quantised(line: str) -> str | None:
     match = _QUANTISED.search(line)
     if match:
         return match[1]
+    # Newer releases log `type=` with the model's class, and `quant=` only for a quantised checkpoint.
     is_unquantised = "type=" in line and "dtype=" not in line
     return "" if is_unquantised else None
 

@@ -121,8 +121,10 @@ class Facts:
             return None
         if pool.gb and pool.kv_gb:
             return pool.gb / (pool.gb + pool.kv_gb)
+        if self.sizes_states:  # The number of slots is fixed, so the ratio has no effect.
+            return None
         ratio = self.number("mamba_full_memory_ratio") or STATE_RATIO
-        return None if self.sizes_states else ratio / (1 + ratio)
+        return ratio / (1 + ratio)
 
     @property
     def tp(self) -> int:
@@ -217,6 +219,7 @@ class Facts:
 
 def architecture_of(card: str) -> Architecture | None:
     """Return the generation of a GPU from the words of its name; None for an unknown GPU."""
+    # With an underscore around each word, only whole words match: H20 does not match H200.
     words = f"_{re.sub('[^A-Z0-9]+', '_', card.upper())}_"
     for generation, names in _CARDS.items():
         if any(f"_{name}_" in words for name in names.split()):
@@ -275,6 +278,8 @@ class LogReader:
 
     def read(self, path: Path) -> Self:
         """Read a log to its end. Raises InputError for a file that cannot be read or is not an SGLang log."""
+        # Arguments and failures are read into empty facts, apart from those of earlier logs. Afterwards
+        # `_add` fills the gaps from the earlier facts.
         earlier, self._old_death = self.facts, None
         self.facts = replace(earlier, arguments={}, troubles={}, last_trouble=None, died=None)
         try:
@@ -328,6 +333,7 @@ class LogReader:
                 self._phase = "general"
             case WeightsLoaded():
                 self._weights(record)
+            # While graphs are captured, a traceback names functions of forward passes too.
             case PhaseBegins(phase) if self._phase != "graph" or phase not in _FORWARD:
                 self._phase = phase
             case OutOfMemory() | Died() | Raised():
@@ -362,6 +368,7 @@ class LogReader:
             self.series.prefills.add(batch, self.facts.chunk or 0)
             return
         states = self.facts.states
+        # A line may lack the use of the state pool (0), so the running requests give a lower bound.
         usage_by_requests = batch.running / states.most_running if states else 0.0
         sample = LoadSample(
             at=at,
@@ -428,6 +435,7 @@ class LogReader:
 
     def _failed(self, record: OutOfMemory | Died | Raised) -> None:
         """Keep the record that best explains a death: a SIGKILL, or else the first exception."""
+        # A death before the last restart does not count: the server was started again since.
         death = None if self.facts.died is self._old_death else self.facts.died
         if isinstance(record, OutOfMemory):
             phase = self._phase if record.phase == "general" else record.phase
