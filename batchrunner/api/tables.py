@@ -91,7 +91,8 @@ def _no_results(job: Job, dataset: Dataset) -> pa.Table:
     with closing(functions) if functions else nullcontext():
         plan = plan_answers(job, functions)
         renderer = Renderer(job, dataset, plan, functions)
-        AnswerConditions(job, plan, dataset.schema.names)  # Raises JobError for a faulty `accept`.
+        # The constructor raises JobError for a faulty `accept`.
+        AnswerConditions(job, plan, dataset.schema.names)
     return schema_of_run(renderer.carried_schema, plan).empty_table()
 
 

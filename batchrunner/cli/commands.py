@@ -222,7 +222,8 @@ def engine(
     from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
 
     log_to_stderr(verbose=verbose)
-    # A job must have an input, a prompt and an output, which a model without a job file does not use.
+    # A job must have an input, a prompt and an output. If the source is a model instead of a job file, these
+    # are placeholders, which are never used.
     unused_parts = {"input": {"path": "-"}, "prompt": {"text": "-"}, "output": {"path": "-"}}
     is_job = source.endswith((".yaml", ".yml", ".json"))
     job_source = source if is_job else {**unused_parts, "engine": source}

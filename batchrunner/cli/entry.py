@@ -107,7 +107,7 @@ class CommandGroup(TyperGroup):
             hint = f"{command} --help describes the arguments"
             usage_error = JobError(error.format_message().rstrip("."), hint=hint)
             code = tell_failure(usage_error, as_json=as_json, cause=error)
-        except typer.Abort as abort:  # typer raises it in place of an EOFError, which no command foresees
+        except typer.Abort as abort:  # typer raises Abort in place of an EOFError, which no command expects
             raise (abort.__cause__ or abort) from None
         if exits:
             sys.exit(code)
@@ -165,7 +165,8 @@ class _NoPandas:
 
 def start(app: Typer) -> NoReturn:
     """Run the command of `sys.argv` and end the process with its exit code, whatever happens."""
-    sys.meta_path.insert(0, _NoPandas)  # Hooks are asked in order, so this one comes before Python's own.
+    # Python asks import hooks in order, so _NoPandas must come before Python's own.
+    sys.meta_path.insert(0, _NoPandas)
     open_standard_streams()
     with SignalWatch(Interrupts().receive):
         code = _run(app)

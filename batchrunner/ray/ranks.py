@@ -46,7 +46,10 @@ class Rank:
 
 
 def main() -> int:
-    """Run all ranks until one ends or standard input closes; return the exit status of the first to end."""
+    """Run the server's command on all machines (ranks) until one of them ends or standard input closes.
+
+    Return the exit status of the rank that ends first.
+    """
     group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(sys.argv[1])))
     command, first_line = sys.argv[2:], sys.stdin.buffer.readline()
     ray.init(logging_level=logging.ERROR, log_to_driver=False)
@@ -72,7 +75,8 @@ def main() -> int:
                 break
         return first_rank.returncode or 0
     finally:
-        first_rank.communicate()  # Closes the standard input of the first rank, which then ends.
+        # communicate() closes the standard input of the first rank, which makes the rank end.
+        first_rank.communicate()
 
 
 if __name__ == "__main__":

@@ -96,7 +96,8 @@ class StageCall:
         """
         job = self.job(columns, Path("rows"))
         if job.prompt.python is None and job.prompt.rollout is None:
-            ProgramRows(job, columns, RowBuffer())  # Raises an error for a template that does not suit.
+            # The constructor raises an error for a template that does not suit the columns.
+            ProgramRows(job, columns, RowBuffer())
         self.check_names(columns, plan_answers(job))
 
     def check_names(self, columns: pa.Schema, plan: AnswerPlan) -> None:
@@ -133,7 +134,7 @@ class BlockOutlet:
     """Receives the outcomes of a stream, and collects them by block. `open_block` is thread-safe."""
 
     def __init__(self) -> None:
-        self._blocks: deque[PendingBlock] = deque()  # In the order of their rows.
+        self._blocks: deque[PendingBlock] = deque()  # pending blocks, in the order of their rows
         self._lock = threading.Lock()
         self._rows = 0
         """Number of rows in all blocks so far."""
@@ -181,8 +182,10 @@ class BlockStream:
     def __init__(self, call: StageCall, engine: OpenEngine, columns: pa.Schema) -> None:
         """Start a stream for rows with these columns; raises JobError or InputError. Blocks."""
         self._call = call
-        self._order = asyncio.Lock()  # Only one call feeds its rows at a time, in the order of the calls.
-        self._feeding = threading.Lock()  # The thread of a cancelled call still feeds the rows of its block.
+        # Only one call feeds its rows at a time, in the order of the calls. The second lock is needed because
+        # the thread of a cancelled call goes on to feed the rows of its block.
+        self._order = asyncio.Lock()
+        self._feeding = threading.Lock()
         self._buffer = RowBuffer()
         with ExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchrunner-")))
@@ -211,7 +214,8 @@ class BlockStream:
             pending = await asyncio.to_thread(self._feed, block)
         outcomes = await asyncio.wrap_future(pending.done)
         if outcomes is None:
-            await self._running.wait_async()  # Raises the error that has ended the stream.
+            # This call raises the error that has ended the stream.
+            await self._running.wait_async()
             raise BatchrunError("the stream ended before all its rows were finished")
         return await asyncio.to_thread(self._with_answers, block, outcomes)
 

@@ -68,7 +68,7 @@ class SharedPath:
     """Path of the mark file; None if the results are in an object store."""
 
     def enter(self) -> None:
-        """Change to the directory, and check that the mark file exists; raises JobError otherwise."""
+        """Change to the directory; raise JobError if the directory or the mark file does not exist here."""
         host = socket.gethostname()
         if self.directory is not None:
             try:
@@ -100,7 +100,10 @@ class JobWorker:
         self._control = Control()
 
     async def run(self, job: Job, shared: SharedPath) -> Report:
-        """Run rows of the job until none is free, and return the report; raises BatchrunError."""
+        """Run rows of the job until no worker could lease further rows, and return the report.
+
+        Raises BatchrunError.
+        """
         shared.enter()
         return await execute(job, join=True, control=self._control)
 
@@ -249,8 +252,9 @@ class Workers:
         control.stage = "sending"
         self._deaths = 0
         self._actors: dict[Any, tuple[Any, Any]] = {}
-        """Actors by the Ray reference of their report. A second reference becomes ready when the actor
-        runs."""
+        """Actor of each running worker, by the Ray reference of its report. The second item of each value is
+        a reference that becomes ready when the actor runs.
+        """
         self._stop_reason: tuple[str, int] | None = None
         """Reason why the workers must stop, and their exit code; None while they may go on."""
         self.error: BatchrunError | None = None
@@ -259,7 +263,7 @@ class Workers:
         """Report of the worker that ended last; None if no worker has ended."""
 
     def start(self, actor: Any) -> None:
-        """Have a new or restarted actor run rows of the job."""
+        """Tell a new or restarted actor to run rows of the job."""
         report = actor.run.remote(self._job, self._shared)
         self._actors[report] = actor, actor.wait_until_started.remote()
 
@@ -269,7 +273,7 @@ class Workers:
         return sum(_is_ready(placed) for _, placed in self._actors.values())
 
     def watch(self) -> bool:
-        """Wait a moment for workers to end, and handle their ends; tell whether to call this method again."""
+        """Wait a moment, and handle the workers that ended; tell whether to call this method again."""
         ready, _ = ray.wait(list(self._actors), timeout=TIMING.ray_poll)
         for reference in ready:
             actor, _ = self._actors.pop(reference)
@@ -306,7 +310,8 @@ class Workers:
                 f"a worker failed: {type(cause).__name__}: {_first_line(cause)}",
                 hint="see its log (`ray logs`) and run the same command again: it resumes",
             )
-        # The command ends with the error of the last worker, or of a wrong job, and then prints the error.
+        # Log the error only if the command does not end with it, because the command prints the error with
+        # which it ends: that of the last worker, or that of an invalid job.
         if self._actors and cause.exit_code != EXIT_WRONG:
             log.warning("a worker ended: %s", cause)
         if self.error is None or cause.exit_code > self.error.exit_code:
@@ -332,11 +337,11 @@ class Workers:
                 ray.kill(actor)
 
     def _is_over(self) -> bool:
-        """Tell whether no rows remain, the job is wrong, or a limit of the job is reached.
+        """Tell whether no rows remain, the job is invalid, or a limit of the job is reached.
 
-        If a worker ended while other workers hold all remaining rows, the run is not over, whatever the exit
-        code of the worker. The exit code only counts failed rows, and rows of a dead worker may have become
-        free meanwhile.
+        A worker may end while other workers lease all remaining rows. The run is not over then, whatever the
+        worker's exit code is: one of the others may have died meanwhile, so that its rows can be leased
+        again.
         """
         if self.error is not None and self.error.exit_code == EXIT_WRONG:
             return True
@@ -395,7 +400,8 @@ def _report(group: Workers, path: str, control: Control) -> Report:
     last = group.last
     if last is None or last.exit_code == EXIT_DONE:
         return report
-    # A worker stops although no rows remain if files were added to the input during the run.
+    # If files were added to the input during the run, a worker ends with EXIT_STOPPED although no rows
+    # remain.
     has_new_files = last.exit_code == EXIT_STOPPED and not last.rows_left
     if report.rows_left or has_new_files:
         return replace(report, reason=last.reason, exit_code=last.exit_code)

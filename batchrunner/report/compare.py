@@ -191,7 +191,8 @@ def _compare_answers(run_dirs: Sequence[RunDir], contents: Sequence[Mapping[str,
 
     first, second = run_dirs
     pair: dict[str, Any] = {"first": first.name, "second": second.name}
-    # The rows have the same positions in two inputs, even if one of the inputs has more files at its end.
+    # If one input only has more files at its end, the rows of the other files still have the same positions.
+    # So only the files that both inputs have are compared.
     digests = [[file["digest"] for file in content["fingerprint"]["files"]] for content in contents]
     if any(before != after for before, after in zip(*digests, strict=False)):
         return AnswerComparison(**pair, not_compared="the runs have different input files")

@@ -79,7 +79,10 @@ def card_of(content: Mapping[str, Any], report: Report) -> str:
 
 
 def _upload_to_store(address: StoreAddress, files: Mapping[str, Path], card: bytes, *, force: bool) -> None:
-    """Upload to a directory in an object store, and delete what else is there. The card comes last."""
+    """Upload to a directory in an object store, and delete all other objects in it.
+
+    The card is written last, so that its presence shows a complete upload.
+    """
     check_client(address, OutputError)
     from batchrunner.output.objects import RunObjects  # noqa: PLC0415 - imports obstore
 

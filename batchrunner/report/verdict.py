@@ -43,7 +43,7 @@ class RunEnd:
     rows_held: int = 0
     """Number of further rows without a result, which other running workers have leased."""
     was_empty: bool = False
-    """Whether this start had no row to send."""
+    """Whether no row remained to be sent when this start began."""
     is_sample: bool = False
     """Whether this start was to send only the sample of an estimate."""
     failure: BatchrunError | None = None

@@ -54,7 +54,10 @@ class FilesApi:
     def __init__(
         self, *, state: State, owners: Owners, records: Records, most_bytes: int, most_files: int
     ) -> None:
-        """Accept `most_files` files of at most `most_bytes` bytes; each owner may fill its part of them."""
+        """Accept at most `most_files` files of at most `most_bytes` bytes each.
+
+        If there are several owners, each may store only a fraction of these files, according to its share.
+        """
         self._state, self._owners, self._records = state, owners, records
         self._most_bytes, self._most_files = most_bytes, most_files
         self._uploading = Counter[str]()
@@ -78,7 +81,8 @@ class FilesApi:
             except FORM_ERRORS:
                 raise ApiError(400, "The upload is not a complete multipart/form-data form.") from None
             new_file = NewFile.model_validate(fields).model_dump()
-            self.check_count(owner)  # again, because the owner's other uploads may have ended meanwhile
+            # check again, because other uploads of the owner may have ended during this one
+            self.check_count(owner)
             await asyncio.to_thread(stack.pop_all().close)
         record = await self._state.add_file(name, owner=owner.name, filename=new_file.pop("file"), **new_file)
         return owner.view(record)

@@ -48,7 +48,9 @@ class Owner(BaseModel):
     max_queued_requests: Annotated[int, Field(ge=0)] | None = None
     """Maximum number of requests of unfinished batches that have no result yet."""
     max_tokens_per_day: Annotated[int, Field(ge=0)] | None = None
-    """Maximum number of prompt and output tokens a day (UTC). Batches pause once they are used up."""
+    """Maximum number of prompt and output tokens a day (UTC). The owner's batches pause when these tokens are
+    used up.
+    """
     admin: bool = False
     """Whether the owner sees the files and batches of all owners, and the metrics."""
 
@@ -95,7 +97,8 @@ def read_owners(path: Path) -> list[Owner]:
         raise JobError(f"--keys {path}: cannot be read: {failure.strerror}") from None
     except ValidationError as failure:
         error = failure.errors(include_input=False, include_url=False)[0]
-        # A key that stands in a wrong place may be the name of a field, so only known names are repeated.
+        # The message must not show a key of an owner that stands in a wrong place. So of the error's
+        # location, only known field names and positions are shown.
         place = [part for part in error["loc"] if isinstance(part, int) or part in Owner.model_fields]
         where = f"entry {place[0] + 1}" if place and isinstance(place[0], int) else "the file"
         field = f", {place[1]}" if len(place) > 1 else ""
@@ -164,14 +167,14 @@ class Owners:
     def owner_of(self, key: str) -> Owner | None:
         """Return the owner of an API key; None if nobody has this key.
 
-        Every key is compared, so that the time tells nothing.
+        Every key is compared, so that the response time does not reveal which key nearly matched.
         """
         digest = digest_of(key)
         matching = [owner for owner in self._owners if hmac.compare_digest(owner.digest, digest)]
         return matching[0] if matching else None
 
     def part_of(self, owner: Owner) -> float:
-        """Return the part of disk and files that an owner may fill, from 0 to 1."""
+        """Return the fraction of the disk and of the number of files that an owner may use, from 0 to 1."""
         return owner.share / sum(each.share for each in self._owners) if self.are_several else 1.0
 
     def account_of(self, name: str) -> Account:

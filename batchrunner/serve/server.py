@@ -249,7 +249,7 @@ async def serve(
         await runner.setup()
         with using_run(address):
             await web.TCPSite(runner, host, port).start()
-        for batch in state.unfinished_batches():  # those that an earlier start of the server left
+        for batch in state.unfinished_batches():  # batches that an earlier start of the server did not finish
             batches.start(batch)
         show([str(URL.build(scheme="http", host=host, port=runner.addresses[0][1], path="/v1"))])
         await _sweep_until(stop_event, state, owners)

@@ -33,7 +33,9 @@ FILES, BATCHES = "files", "batches"
 OWNER = "owner"
 """Key of a record with the name of its owner; empty on a server with one owner."""
 _SERVER_NAMES = re.compile(r"\.?(file-|batch_)[0-9a-f]{48}(-output|-error)?(\..*tmp)?")
-"""Names of contents, runs and temporary files. Nothing else in the directory is touched."""
+"""Matches the names that the server gives to file contents, runs and temporary files. Nothing else in the
+directory is touched.
+"""
 FINAL_STATUSES = {"completed", "failed", "expired", "cancelled"}
 
 
@@ -134,7 +136,8 @@ class State:
         `filename` is the name that clients see.
         """
         created = now()
-        replaced = self.records[FILES].get(name)  # results that were written just before a kill
+        # a file of the same name, if a kill came just after these results were written
+        replaced = self.records[FILES].get(name)
         record = await self.save(FILES, {
             "id": name,
             "object": "file",

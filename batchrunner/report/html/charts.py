@@ -138,7 +138,8 @@ def draw_lines(
 
 def time_ticks(length_s: float) -> list[AxisTick]:
     """Return ticks at round times for an axis of `length_s` seconds."""
-    whole_days_s = 86400.0 * math.ceil(length_s / 86400 / TICKS)  # For runs that are too long for _STEPS_S.
+    # the step of a run that is too long for all of _STEPS_S
+    whole_days_s = 86400.0 * math.ceil(length_s / 86400 / TICKS)
     step_s = next((step_s for step_s in _STEPS_S if length_s / step_s <= TICKS), whole_days_s)
     unit_s, unit = next((pair for pair in _UNITS_S if step_s >= pair[0]), (1, "s"))
     ticks = [AxisTick(0.0, "0")]

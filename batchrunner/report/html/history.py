@@ -135,7 +135,8 @@ class WorkerHistory:
                 _measure(cell, (name, who), getattr(load, name))
             if load.max_running:
                 self.max_running[who] = load.max_running
-        attempt.retractions = sample.retractions  # The sample has the number since the start of the attempt.
+        # A load sample counts the retractions since the start of the attempt, so the last one has the total.
+        attempt.retractions = sample.retractions
         self.bands.update(sample.bands)  # Schedulers that are gone keep their last range.
 
     def _name_of(self, scheduler: str) -> str:
@@ -194,7 +195,7 @@ class TimeAxis:
     """
 
     def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
-        """Take the times of the first and last event of each attempt, in any order."""
+        """Build the axis from the times of the first and last event of each attempt, in any order."""
         self._begins: list[float] = []
         """Times at which the periods of work began, ascending."""
         self._ends: list[float] = []
@@ -251,7 +252,8 @@ class Timeline:
     def of_schedulers(self, name: str) -> dict[str, Line]:
         """Return the line of a gauge for each scheduler, by label.
 
-        More than MOST_SCHEDULER_LINES schedulers share lines of the lowest, the mean and the highest value.
+        If there are more than MOST_SCHEDULER_LINES schedulers, return three lines instead: the lowest, the
+        mean and the highest value of all schedulers.
         """
         lines = {who: line for (gauge, who), line in self.lines.items() if gauge == name and who}
         if len(lines) <= MOST_SCHEDULER_LINES:
@@ -314,7 +316,8 @@ def _breaks(numbers: list[int], width_s: float, axis: TimeAxis) -> frozenset[int
     numbers of the cells, ascending.
     """
     silence_s = max(GAP_S, 2 * width_s)
-    # The end of a cell is in its attempt, but the middle of the first cell may lie before the attempt.
+    # Take the end of each cell as its time. The middle of an attempt's first cell may lie before the attempt,
+    # and so in the pause before it.
     ends = [(number + 1) * width_s for number in numbers]
     breaks = set()
     for index, (previous_end, end) in enumerate(pairwise(ends), 1):

@@ -107,7 +107,7 @@ def _register(connection: duckdb.DuckDBPyConnection, parts: Sequence[Path]) -> N
 def _length(
     connection: duckdb.DuckDBPyConnection, name: str, unit: str, value: str
 ) -> tuple[Any, ...] | None:
-    """Return an entry of `RunResults.lengths`; None if no row has a value.
+    """Compute the statistics of one distribution, as in `RunResults.lengths`; None if no row has a value.
 
     `value` is an SQL expression on a row of the view `results`.
     """
