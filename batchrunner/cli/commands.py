@@ -235,6 +235,7 @@ def engine(
     job = load_job(job_source, overrides=[*options, *(overrides or ())])
     if launched_model(job.engine) is None:
         raise JobError(f"engine: kind {job.engine.kind} starts no server", hint="give a model")
+    # The servers take their key from this variable.
     key = os.environ.setdefault(API_KEY_VARIABLE, secrets.token_hex(24))
     with open_engine(job.engine, task=job.task) as open_server, contextlib.suppress(KeyboardInterrupt):
         tell(f"the engine is ready until Ctrl-C; its users need: export {API_KEY_VARIABLE}={key}")

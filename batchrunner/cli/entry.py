@@ -68,6 +68,7 @@ class CommandGroup(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Insert `run` before a job file; raises JobError for a word that looks like a misspelt command."""
         args = args or ["--help"]
+        # The first word that is not an option is a command or a job file; `-` is a job on standard input.
         is_word = [arg == "-" or not arg.startswith("-") for arg in args]
         if True in is_word and args[0] not in _OPTIONS_OF_BATCHRUN:
             position = is_word.index(True)
@@ -92,6 +93,7 @@ class CommandGroup(TyperGroup):
         With `standalone_mode=False` the exit code is returned instead. With `--json` among the arguments, an
         error is also printed as a JSON object on standard output.
         """
+        # The parameters of typer's own `main`, which may come by position.
         options = {**dict(zip(("args", "prog_name"), positional, strict=False)), **options}
         args = options.pop("args", None)
         words = list(sys.argv[1:] if args is None else args)
@@ -135,6 +137,7 @@ class Interrupts:
         self._count += 1
         if self._count > 1:
             _end_process()
+        # End the process later if the command has not ended by then.
         timer = threading.Timer(TIMING.stop_at_once, _end_process)
         timer.daemon = True
         timer.start()

@@ -24,7 +24,8 @@ def start(
     command: Sequence[str], environ: Mapping[str, str], rank: int, first_line: bytes
 ) -> subprocess.Popen[bytes]:
     """Start the command as the rank with this number, and write `first_line` to its standard input."""
-    # The command learns its rank from SLURM_PROCID, because on Slurm `srun` sets this variable.
+    # The command learns its rank from SLURM_PROCID, because on Slurm `srun` sets this variable. Without a
+    # buffer, it gets `first_line` at once, although its standard input stays open.
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, env={**environ, "SLURM_PROCID": str(rank)}, bufsize=0
     )
@@ -57,7 +58,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     other_ranks = []
-    for rank, resources in enumerate(group.bundle_specs[1:], 1):
+    for rank, resources in enumerate(group.bundle_specs[1:], 1):  # Bundle 0 is this machine.
         actor = ray.remote(Rank).options(
             num_cpus=resources["CPU"],
             num_gpus=resources.get("GPU", 0),

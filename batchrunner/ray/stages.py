@@ -243,6 +243,8 @@ class BlockStream:
         table = block if self._call.columns is None else block.select(self._call.columns)
         if answers.num_rows > block.num_rows:
             # Rollouts returned several results for a row, so the row is repeated for each result.
+            # `row` counts over all blocks of the stream, so the index in this block is the difference to its
+            # first row.
             rows = answers.column("row")
             table = table.take(pc.subtract(rows, pc.min(rows)))
         for name in answers.column_names:

@@ -80,7 +80,7 @@ class SharedPath:
                 ) from None
         if self.mark is not None and not Path(self.mark).exists():
             raise JobError(
-                f"output.path: the node {host} does not share {Path(self.mark).parent} with the command",
+                f"output.path: {Path(self.mark).parent} of the command is not visible on the node {host}",
                 hint="give a path on a file system that all nodes share, or a URI of an object store",
             )
 
@@ -202,6 +202,7 @@ def _connected(address: str | None, control: Control, *, quiet: bool) -> Iterato
     except SystemExit:  # Ray's handler of SIGTERM raises this error.
         control.drain(*SIGNALS[signal.SIGTERM])
         raise control.interrupted("before the first row was sent") from None
+    # ray.init() has set its own handler of SIGTERM. It is replaced, so that the run can drain the workers.
     signal.signal(signal.SIGTERM, ignore_signal)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # Ray prints to stdout, which is for the result alone.

@@ -303,7 +303,7 @@ def report_of_all(run: str | Path | RunDir) -> Report:
         rows_failed=report.rows_failed,
         max_failed_rows=max_failed_rows_of(facts),
         rows_left=report.rows_left,
-        stop=RunVerdict(EXIT_STOPPED, "not finished"),
+        stop=RunVerdict(EXIT_STOPPED, "not finished"),  # This counts only if rows remain.
     )
     exit_code, reason = verdict_of(end)
     report = replace(

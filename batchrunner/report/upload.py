@@ -111,6 +111,7 @@ def _upload_to_hub(destination: str, files: Mapping[str, Path], card: bytes, *, 
     operations.append(hub.CommitOperationAdd(CARD, card))
     try:
         api.create_repo(name, repo_type="dataset", private=True, exist_ok=True)
+        # The Hub puts .gitattributes into each new dataset.
         stored = {path for path in api.list_repo_files(name, repo_type="dataset") if path != ".gitattributes"}
         if stored and not force:
             raise OutputError(f"{destination}: is not empty", hint="give --force to replace what is in it")

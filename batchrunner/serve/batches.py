@@ -141,6 +141,7 @@ class Batches:
                 await self._run(batch, control)
                 break
             except Exception as failure:
+                # An engine that the server launched itself does not come back, so the server ends.
                 if isinstance(failure, EngineLostError) and launched_model(self._job(batch).engine):
                     self.lost = failure
                     self._server.drain("the engine is lost")
@@ -159,6 +160,7 @@ class Batches:
             if batch["in_progress_at"] is None:
                 async with self._whole_file_of[_owner_of(batch)], self._whole_file:
                     await asyncio.to_thread(self._validate, batch)
+                # A batch that is being cancelled keeps the status `cancelling`.
                 changes = {} if control.reason == CANCELLED else {"status": "in_progress"}
                 await self._state.save(BATCHES, batch, in_progress_at=now(), **changes)
             await self._answer_lines(batch, control)
@@ -188,7 +190,7 @@ class Batches:
             finally:
                 turns.release()
         except BatchrunError:
-            if control.reason is None:
+            if control.reason is None:  # Otherwise the error only says that `control` stopped the batch.
                 raise
 
     async def _execute(self, batch: Record, control: Control) -> None:

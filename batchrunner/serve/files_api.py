@@ -83,6 +83,7 @@ class FilesApi:
             new_file = NewFile.model_validate(fields).model_dump()
             # check again, because other uploads of the owner may have ended during this one
             self.check_count(owner)
+            # Closing the stack gives the temporary file its final name, durably.
             await asyncio.to_thread(stack.pop_all().close)
         record = await self._state.add_file(name, owner=owner.name, filename=new_file.pop("file"), **new_file)
         return owner.view(record)
@@ -92,7 +93,7 @@ class FilesApi:
         fields: Record = {}
         async for part in await request.multipart():
             if not isinstance(part, BodyPartReader) or len(fields) == MOST_FIELDS:
-                raise ValueError
+                raise ValueError  # `upload` turns this into an ApiError.
             if part.name == "file":
                 await self._write_part(part, target, owner)
                 # File names may have lone surrogates, which no JSON can hold.
@@ -134,6 +135,7 @@ class FilesApi:
         if content.tell() + len(block) > self._most_bytes:
             raise ApiError(413, f"'file' is larger than {self._most_bytes} bytes.", "file", "too_large")
         disk = shutil.disk_usage(content.name)
+        # The owner may fill its part of all space that uploads can have: what they use now, and what is free.
         free = disk.free - min(RESERVED_SHARE * disk.total, RESERVED_BYTES)
         if free < 0 or used > (used_by_all + free) * part:
             raise ApiError(413, "The disk is nearly full: delete files.", "file", "disk_full")

@@ -192,7 +192,12 @@ class Owners:
         return self._accounts[name]
 
     def count_call(self, owner: Owner, calls: float = 1.0) -> None:
-        """Count calls of an owner; raises ApiError if there are too many a second."""
+        """Count calls of an owner; raises ApiError if there are too many a second.
+
+        This is a token bucket: the number of available calls grows by CALLS_A_SECOND each second, up to
+        MOST_CALLS_AT_ONCE, and each call uses up one. The number may become negative, because a call is
+        refused only if it is negative before.
+        """
         if owner.admin:
             return
         now = time.monotonic()

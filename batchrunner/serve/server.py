@@ -152,6 +152,7 @@ async def open_engine_patiently(
                 engine = await open_engine_of(
                     job, task, log_directory=log_directory, control=control, stack=opening
                 )
+                # `opening` closes an engine that fails to open; from here on, `stack` closes the engine.
                 stack.push_async_callback(opening.pop_all().aclose)
                 return engine
         except EngineAwayError as failure:

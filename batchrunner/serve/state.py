@@ -67,6 +67,7 @@ class State:
                 if _SERVER_NAMES.fullmatch(path.stem):
                     with using_run(str(path)):
                         self.records[kind][path.stem] = json.loads(path.read_bytes())
+        # The run of a finished batch is no longer used. Content without a record was not written to its end.
         used_names = {*self.records[FILES], *(batch["id"] for batch in self.unfinished_batches())}
         for path in [*(directory / FILES).iterdir(), *(directory / BATCHES).iterdir()]:
             if not _SERVER_NAMES.fullmatch(path.name) or path.name in used_names:
@@ -168,6 +169,7 @@ class State:
         """Delete a file's record durably, then its content."""
         content = self.path_of(FILES, name)
         with writing(content):
+            # After a kill between the steps, the next start deletes content that has no record.
             content.with_name(f"{name}.json").unlink(missing_ok=True)
             sync_directory(content.parent)
             content.unlink(missing_ok=True)

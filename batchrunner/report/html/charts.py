@@ -230,7 +230,7 @@ def load_charts(
         ),
         draw(
             "queue", "Waiting requests, #queue-req",
-            "In the shaded range, the engine always has a next request without a slower scheduler.",
+            "In the shaded range, a next request always waits, but too few wait to slow the scheduler down.",
             by_replica("queue", "#queue-req"), zones=_bands(histories),
         ),
         draw(

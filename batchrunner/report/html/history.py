@@ -100,6 +100,7 @@ class WorkerHistory:
         # A damaged log may begin without a `start` event.
         if event["event"] == "start" or not self.attempts:
             self.attempts.append(AttemptLoad(began=event["time"], ended=event["time"]))
+            # Only a launched engine has a log.
             is_launched = bool((event.get("engine") or {}).get("log"))
             self._replica_names = {} if is_launched else None
         self.attempts[-1].ended = max(self.attempts[-1].ended, event["time"])
@@ -144,6 +145,7 @@ class WorkerHistory:
         if self._replica_names is None:
             return scheduler
         server, separator, dp_rank = scheduler.partition("#")
+        # Servers are numbered in the order in which they first appear in the log of the attempt.
         replica = self._replica_names.setdefault(server, f"replica {len(self._replica_names)}")
         return replica + separator + dp_rank
 

@@ -137,6 +137,7 @@ def _state(
     `remaining` is the number of rows without a result. `failed_rows` is the clause of `too_many_failed`.
     """
     workers = [run_dir.of_task(history.task) for history in histories]
+    # Names of the processes that run now.
     holders = list(filter(None, holders_of([(worker, last_sample(worker.events)) for worker in workers])))
     if holders:
         running = holders[0] if len(histories) == 1 else f"{len(holders)} of {len(histories)} workers"
@@ -216,7 +217,8 @@ def _load(run_dir: RunDir) -> list[tuple[str, str]]:
     facts = []
     if load.get("in_band_share") is not None:
         in_band, empty = load["in_band_share"], load["empty_queue_share"]
-        facts.append(("Queue", f"{in_band:.0%} of the steady time in the healthy range, {empty:.0%} empty"))
+        queue = f"in the healthy range for {in_band:.0%} of the steady time, empty for {empty:.0%}"
+        facts.append(("Queue", queue))
     corner_shares = (load.get("corner_shares") or {}).items()
     shares = [
         f"{share:.0%} {Corner(name).words}" for name, share in corner_shares if share and name in set(Corner)

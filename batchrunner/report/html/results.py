@@ -128,7 +128,8 @@ def _answers(part: Path) -> list[dict[str, Any]]:
     columns = []
     for name in names:
         values, unreadable = values_of(batch.column(name))
-        columns.append([unreadable.get(at, value) for at, value in enumerate(values)])
+        # In place of a value that Python cannot represent, the reason is shown.
+        columns.append([unreadable.get(index, value) for index, value in enumerate(values)])
     return [
         {name: str(value)[:SHOWN] for name, value in zip(names, values, strict=True) if value is not None}
         for values in zip(*columns, strict=True)
