@@ -61,6 +61,7 @@ def results_of(
                 raise InputError(f"rows: cannot be written as Parquet: {first_line(failure)}") from None
             paths = [str(input_file)]
         input_spec = InputSpec(path=paths)
+        # If a path is the run directory of an earlier run, its merged results are the input.
         files = with_merged_results(input_spec.path)
         dataset = Dataset(input_spec, copies=RunDir(run_path).copies, paths=files)
         job = call.job(dataset.schema, paths, run_path)

@@ -241,7 +241,8 @@ def engine(
         tell(f"the engine is ready until Ctrl-C; its users need: export {API_KEY_VARIABLE}={key}")
         model_gateway = getattr(open_server.shared.engine, "gateway", None)
         show(open_server.info.routes if model_gateway is None else (model_gateway.url,))
-        threading.Event().wait()  # Nothing sets the event, so only Ctrl-C ends the wait.
+        # The event is never set, so only Ctrl-C ends this wait.
+        threading.Event().wait()
 
 
 def serve(

@@ -198,7 +198,8 @@ def _run(app: Typer) -> int:
         app()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except KeyboardInterrupt:  # The Ctrl-C came before the command began, or after its end.
+    # The user pressed Ctrl-C before the command began, or after its end.
+    except KeyboardInterrupt:
         return tell_failure(interrupted(), as_json=wants_json(sys.argv[1:]))
     except Exception as failure:  # noqa: BLE001 - a defect, which the user reports
         return tell_failure(unforeseen(failure), as_json=wants_json(sys.argv[1:]), cause=failure)

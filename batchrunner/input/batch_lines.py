@@ -170,7 +170,7 @@ def request_lines(lines: Iterable[bytes | None], path: str) -> Iterator[TextReco
         except _WrongCustomIdError as failure:
             problem = str(failure)
             wrong_ids.add(number, problem)
-        # msgspec and UTF-8 decoding raise subclasses of ValueError
+        # Msgspec and UTF-8 decoding raise subclasses of ValueError.
         except (ValueError, RecursionError) as failure:
             values, problem = _custom_id_in(text), f"not a request: {failure}"
         yield TextRecord(number, values, problem, len(line))
@@ -238,7 +238,7 @@ def _same_model(body: msgspec.Raw, model: str | None) -> str | None:
 
 
 def _custom_id_in(text: bytes) -> dict[str, str]:
-    """Return the column `custom_id` of a line that is not a valid request; {} if the line has no custom_id.
+    """Return the custom_id of a line that is not a valid request, as a column; {} if the line has none.
 
     A custom_id that is not a string is returned as its JSON text.
     """
@@ -252,7 +252,7 @@ def _custom_id_in(text: bytes) -> dict[str, str]:
 
 
 def checked_requests(records: Iterable[TextRecord], path: str, rules: BatchRules) -> Iterator[TextRecord]:
-    """Yield the records of a batch file; at its end log bad lines.
+    """Yield the records of a batch file, and log the bad lines at its end.
 
     After the last record, raises BatchFileError if `records` does, or if custom_ids are repeated although the
     rules forbid it.

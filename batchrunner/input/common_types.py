@@ -85,7 +85,10 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _common_list(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """Return a list of the common type of the items; of fixed size only if both lists have this size."""
+    """Return the common type of two list types, whose items have the common type of the items.
+
+    It has a fixed size only if both lists have the same fixed size.
+    """
     item_type = common_type(one.value_type, other.value_type)
     if item_type is None:
         return None

@@ -124,7 +124,7 @@ def _records(lines: _CsvLines, path: str, delimiter: str) -> Iterator[_Cells]:
         else:
             if cells is None:
                 return
-            if cells:  # an empty line is not a record
+            if cells:  # skip an empty line, which is not a record
                 yield line, cells, None
 
 
@@ -185,7 +185,7 @@ class _CsvLines:
             raise StopIteration
         self._number += 1
         self._record.append(line)
-        # readline() stops at this length, so a line of this length without an end is only a beginning.
+        # Readline() stops at this length, so a line of this length without an end is only a beginning.
         if len(line) == LONGEST_LINE_BYTES and not line.endswith("\n"):
             self._skip_rest_of_line()
             raise _TooLongError

@@ -111,7 +111,7 @@ def usable_columns(source: ColumnSource) -> dict[str, pa.DataType]:
     """Return the names and types of the columns that a job can use, in the order of the input."""
     types = {}
     for name in source.schema.names:
-        # such as the error that a column's type differs between files
+        # Such as the error that a column's type differs between files.
         with contextlib.suppress(BatchrunError):
             types[name] = source.field(name, where="a job").type
     return types
@@ -289,7 +289,7 @@ class Dataset:
         return field
 
     def notes(self) -> list[str]:
-        """Return sentences for users about the files: which records fail, why columns became JSON text."""
+        """Return sentences for users about the files: how many records fail, why columns became JSON text."""
         return [note for file in self.files for note in file.notes]
 
     def log_notes(self, columns: Iterable[str]) -> None:
@@ -417,7 +417,10 @@ class DatasetReader:
         self._group = group
 
     def _rows_in_group(self, file: SourceFile, rows: BitMap64) -> Iterator[RowBatch]:
-        """Yield `rows`, which lie in the current row group, from the batch that was decoded last onwards."""
+        """Yield `rows` of the current row group.
+
+        None of them may lie before the batch that was decoded last.
+        """
         while True:
             assert self._data is not None
             end = self._start + self._data.num_rows
@@ -427,7 +430,7 @@ class DatasetReader:
             elif rows_in_batch:
                 indices = arrow_array([row - self._start for row in rows_in_batch], pa.int64())
                 yield RowBatch(rows_in_batch, self._data.take(indices))
-            if rows.max() < end:  # the batch is kept, because the next rows may be in it too
+            if rows.max() < end:  # keep the batch, because the next rows may be in it too
                 return
             self._start, self._data = end, self._next_batch(file, end)
 
@@ -505,13 +508,14 @@ def rows_of(batch: RowBatch, names: Sequence[str]) -> list[Row | str]:
 def values_of(column: pa.Array) -> tuple[list[Any], dict[int, str]]:
     """Return the Python values of a column, and a reason for each value that Python cannot represent.
 
-    Such a value becomes None, and the reason's key is its index in the column.
+    Such a value becomes None. The keys of the reasons are the indices of these values in the column.
     """
     try:
         token_ids = _integer_lists(column)
         return (list(column.to_pylist()) if token_ids is None else token_ids), {}
     except UNREADABLE:
-        pass  # find out which values are unreadable
+        # Some value is unreadable, so convert each value alone.
+        pass
     values: list[Any] = []
     unreadable = {}
     for index, item in enumerate(column):

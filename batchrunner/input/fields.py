@@ -51,7 +51,7 @@ def choose_order(values: Mapping[str, Sequence[Hashable]], lengths: Mapping[str,
     ordered: list[str] = []
     remaining = [*values]
     rows = len(next(iter(values.values())))
-    # a hash of each row's values in the columns that are already in order
+    # A hash of each row's values in the columns that are already in order.
     prefixes: list[Hashable] = [0] * rows
 
     def shared_text(name: str, prefixes: Sequence[Hashable]) -> float:

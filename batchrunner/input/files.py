@@ -78,7 +78,7 @@ def at_commit(fs: pafs.FileSystem, path: str) -> str:
 
     hub = fs.handler.fs
     resolved = hub.resolve_path(path)
-    if not getattr(resolved, "revision", None):  # a bucket has no commits
+    if not getattr(resolved, "revision", None):  # a bucket of the Hub has no commits, unlike a repository
         return path
     api = HfApi(endpoint=hub.endpoint, token=hub.token)
     commit = api.repo_info(resolved.repo_id, repo_type=resolved.repo_type, revision=resolved.revision).sha
@@ -115,7 +115,8 @@ def find_files(
                 files, is_directory = _remote_files(fs, path)
         except InputError:
             raise
-        except read_errors(fs) as failure:  # for example a directory that is not accessible
+        # The path exists but cannot be read, such as a directory without permission.
+        except read_errors(fs) as failure:
             raise _inaccessible(name, failure) from None
         files_outside_run = {real: file for real, file in files.items() if run not in Path(real).parents}
         # If a path has only files of the run, the user wants these, for example to read the results again.
@@ -329,7 +330,7 @@ class SourceFile:
         self.digest = ""
         """Digest of the file's content; empty until it has been computed."""
         self.notes: list[str] = []
-        """Sentences for users about the file: which records fail, and why columns became JSON text."""
+        """Sentences for users about the file: how many records fail, and why columns became JSON text."""
         self._copy: Path | None = None
         """Parquet copy that is read in place of a file that is not Parquet."""
         try:
@@ -446,7 +447,8 @@ class SourceFile:
                 hint="put the old file back and run the same command again, or give another output.path for "
                 "the new file",
             )
-        self._signature = signature  # the file was touched, was replaced by an equal file, or has grown
+        # The file may have been touched, replaced by an equal file, or extended.
+        self._signature = signature
 
     def _has_same_content(self, signature: tuple[int | str, ...]) -> bool:
         """Tell whether a file with a new `signature` still has the content that it had when it was opened."""

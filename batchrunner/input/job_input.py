@@ -92,7 +92,8 @@ class JobInput:
         for row, values in chain.from_iterable(pairs):
             check_stop()
             is_selected = True
-            if not isinstance(values, str):  # a text is the reason why the row cannot be read
+            # A text in place of values is the reason why the row cannot be read.
+            if not isinstance(values, str):
                 try:
                     is_selected = predicate(values)
                 except RowRefusedError as failure:

@@ -87,7 +87,8 @@ def _message(item: Any) -> dict[str, Any]:
     if not isinstance(role, str) or role.strip().lower() not in ROLES:
         raise ValueError(f"the unknown role {role!r}" if role else "no role")
     message["role"] = ROLES[role.strip().lower()]
-    if content is not None or not message.get("tool_calls"):  # a tool call needs no content
+    # A message that only calls tools needs no content.
+    if content is not None or not message.get("tool_calls"):
         message["content"] = content if isinstance(content, str) else _joined(content)
     return message
 

@@ -31,9 +31,9 @@ TEXT_NAMES = (
 ID_NAME = re.compile(r"(.*[ _-])?(?i:id|uuid|guid|key|sku|no|code|isbn|.*nr)|.*[a-z](Id|ID)")
 """Pattern of the names of columns that identify rows."""
 SAMPLED_ROWS = 1000
-"""Maximum number of rows by which the column of the prompt is chosen."""
+"""Maximum number of rows from which the column of the prompt is chosen."""
 SAMPLED_BYTES = 16 << 20
-"""Maximum number of bytes by which the delimiter and the encoding of a CSV file are found."""
+"""Maximum number of bytes from which the delimiter and the encoding of a CSV file are guessed."""
 ENCODINGS = ("utf-8", "utf-16", "cp1252", "latin-1")
 """Encodings of CSV files, in the order in which they are tried. The last encoding decodes any bytes."""
 ENGINES = {

@@ -48,7 +48,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
     def get_file_info(self, paths: Sequence[str]) -> list[pafs.FileInfo]:
         """Return the type, size and time of each path; raise OSError.
 
-        A path with keys below it that is not itself a key is a directory.
+        A path counts as a directory if it is no key itself, but keys begin with it.
         """
         return [self._listed.pop(path, None) or self._info(path) for path in paths]
 
@@ -81,7 +81,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
             try:
                 return self._record(path, obstore.head(self._bucket(bucket), key))
             except FileNotFoundError:
-                pass  # the path may be a directory
+                pass  # there is no such object, but the path may be a directory
             except STORE_ERRORS as failure:
                 raise as_os_error(failure, path) from None
         is_directory = any(self._objects_below(path, most_pages=1))

@@ -210,7 +210,7 @@ class _Records:
         return pa.RecordBatch.from_arrays(columns_in_order, schema=self._schema)
 
     def notes(self) -> list[str]:
-        """Return sentences for users about the records: which fail, and why columns became JSON text."""
+        """Return sentences for users: how many records fail, and why some columns became JSON text."""
         notes = [f"{cause}: so the column is read as JSON text" for cause in self._text_causes.values()]
         if self._failed_count:
             failed = f"{self._failed_count:,} of {self._count:,} records cannot be sent"
@@ -320,7 +320,8 @@ def not_for_parquet(kind: pa.DataType) -> str | None:
     try:
         with pa.BufferOutputStream() as sink, pq.ParquetWriter(sink, pa.schema([("a", kind)])) as writer:
             writer.write_table(pa.table([pa.nulls(0, kind)], names=["a"]))
-        pq.ParquetFile(sink.getvalue())  # reading refuses some deeply nested types that can be written
+        # Parquet can write some deeply nested types that it cannot read again.
+        pq.ParquetFile(sink.getvalue())
     except (OSError, pa.ArrowException, NotImplementedError) as failure:
         return first_line(failure)
     return None

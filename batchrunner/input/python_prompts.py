@@ -25,7 +25,7 @@ def columns_given(facts: HookFacts, source: ColumnSource) -> list[str]:
 
 
 def with_prompt(request: Request, label: str, kind: PromptKind, prompt: Any) -> Request:
-    """Return a request with another prompt, which is of the kind `kind`.
+    """Return a request with `prompt` in place of its prompt; `kind` is the kind of the new prompt.
 
     Raises RowRefusedError, whose text begins with `label`, for an invalid conversation.
     """
@@ -67,7 +67,7 @@ class PythonPrompts:
                 items_with_prompts.append(item)
                 continue
             result = next(results, None)
-            if result is None:  # the calls were stopped
+            if result is None:  # `is_stopped` returned true, so there are no further results
                 break
             items_with_prompts.append(self._with_result(item, result))
         return items_with_prompts

@@ -532,7 +532,7 @@ def _split_sampling(sampling: SamplingSpec, dataset: ColumnSource) -> tuple[dict
             fits, expected = _COLUMN_TYPES.get(name, (_is_number, "numbers"))
             with faults.collect():
                 _check_type(dataset, value.column, where=f"sampling.{name}", fits=fits, expected=expected)
-        if name in {"lora_path", "tool_choice"}:  # fields of requests, not sampling parameters
+        if name in {"lora_path", "tool_choice"}:  # these are fields of a request, not sampling parameters
             continue
         if isinstance(value, FromColumn):
             columns[name] = value.column

@@ -231,7 +231,8 @@ def _keys(
     """Yield the sort key (_KEYS) of each row; a row that cannot be rendered comes before all other rows."""
     has_limit_column = isinstance(job_input.job.sampling.max_new_tokens, FromColumn)
     for batch in job_input.dataset.read(rows, job_input.renderer.columns):
-        size = batch.data.nbytes // len(batch.rows)  # mean size of a row, without its prompt
+        # Mean size of the batch's rows; the prompts are added below.
+        size = batch.data.nbytes // len(batch.rows)
         for item in job_input.renderer.render(batch, check_stop):
             if not isinstance(item, Request):
                 yield 0, b"", 0, item.ref.row, size
@@ -256,7 +257,8 @@ def cut_into_groups(sizes: Iterable[int], most_rows: int) -> Iterator[tuple[int,
     group_rows = group_bytes = 0
     for size in sizes:
         is_full = group_rows == most_rows or group_bytes + size > MOST_GROUP_BYTES
-        if group_rows and is_full:  # a row of more than MOST_GROUP_BYTES is a group by itself
+        # A row of more than MOST_GROUP_BYTES is a group by itself.
+        if group_rows and is_full:
             yield group_rows, group_bytes
             group_rows = group_bytes = 0
         group_rows += 1
@@ -356,7 +358,7 @@ def find_sorted_copy(
             copy = SortedCopy(path)
             now = fingerprint(job_input.job, job_input.dataset.facts(), "")
             check_same_run(copy.about["fingerprint"], now, directory)
-        except (InputError, ResumeError):  # damaged, or of another job
+        except (InputError, ResumeError):  # the copy is damaged, or belongs to another job
             continue
         copy_order = copy.about["order"]
         if rows and copy_order == wanted_order and not rows - copy.rows(copy.positions):

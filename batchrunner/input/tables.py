@@ -49,7 +49,7 @@ class SupportsBatches(Protocol):
     """Dataset of pyarrow, which is read batch by batch."""
 
     def to_batches(self) -> Iterable[pa.RecordBatch]:
-        """Read the dataset."""
+        """Return the dataset's rows, batch by batch."""
 
 
 Row: TypeAlias = str | Mapping[str, Any] | None
@@ -122,7 +122,7 @@ def _results_of_query(query: Any) -> Any:
     Polars 2 runs the query while its results are read. Earlier versions return them as one data frame.
     """
     try:
-        # collect_schema() raises an error for a wrong query, such as one with an unknown column.
+        # Collect_schema() raises an error for a wrong query, such as one with an unknown column.
         query.collect_schema()
         if hasattr(query, "collect_batches"):
             results = query.collect_batches(chunk_size=CHUNK_ROWS, lazy=True)
@@ -236,7 +236,8 @@ def _types_of(row: Mapping[str, Any]) -> list[tuple[Any, pa.DataType | None]]:
     for name, value in row.items():
         kind = _SCALARS.get(type(value))
         if kind is None:
-            with contextlib.suppress(Exception):  # an object may be of any class, and raise any error
+            # The value may be of any class, whose methods may raise any error.
+            with contextlib.suppress(Exception):
                 kind = pa.infer_type([value])
         types.append((name, kind))
     return types

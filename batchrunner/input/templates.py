@@ -267,7 +267,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Code(CodeGenerator):
-    """Code generator for templates in which `~` refuses nulls and the left side of `or` may fail on one."""
+    """Code generator for templates: `~` refuses nulls, and the left side of `or` may fail on a null."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 - jinja2 calls it so
         """Compile `~` to a call of `environment.joined` with the operands."""

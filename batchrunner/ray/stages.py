@@ -46,7 +46,7 @@ def gpus_required(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
         return 0
     largest_node = int(max(on_nodes, default=0))
     if engine.device == "cpu" or (engine.device == "auto" and not largest_node):
-        return 0
+        return 0  # The engine runs on the CPU.
     if engine.replicas == "auto":
         raise JobError(
             "engine.replicas: auto does not work on Ray: an actor gets its GPUs before replicas are counted",
@@ -144,7 +144,8 @@ class BlockOutlet:
         """Add a block with this number of rows to the stream, and return the block."""
         with self._lock:
             block = PendingBlock(range(self._rows, self._rows + rows))
-            # A caller that is cancelled must not cancel the future, which `put` or `end` completes.
+            # Mark the future as running, so that a cancelled caller cannot cancel it. `put` or `end`
+            # completes it.
             block.done.set_running_or_notify_cancel()
             self._rows += rows
             if self._is_closed:
@@ -156,6 +157,7 @@ class BlockOutlet:
     async def put(self, outcome: Outcome) -> None:
         """Add the outcome of a row to its block."""
         with self._lock:
+            # Blocks are in the order of their rows, so the first block that ends after the row has the row.
             block = next(block for block in self._blocks if outcome.ref.row < block.rows.stop)
             block.outcomes.append(outcome)
             if len(block.outcomes) == len(block.rows):
@@ -174,7 +176,7 @@ class BlockOutlet:
 
 
 class BlockStream:
-    """An endless stream of rows to an engine, which takes tables and returns each with its answers.
+    """An endless stream that sends the rows of tables to an engine, and returns each table with its answers.
 
     All methods except `close` are called in one event loop, which is not that of the engine.
     """
@@ -200,7 +202,8 @@ class BlockStream:
             self._outlet = BlockOutlet()
             work = functools.partial(send_stream, rows, self._outlet, (), scratch)
             self._running = engine.start(work)
-            self._stack = stack.pop_all()  # From here on, `close` ends the functions and the directory.
+            # From here on, `close` ends the functions' processes and deletes the directory.
+            self._stack = stack.pop_all()
 
     async def answer(self, block: pa.Table) -> pa.Table:
         """Send the rows of a block, and return the rows with their answers in the same order.
@@ -292,7 +295,8 @@ class EngineWorker:
 
     async def _discard(self, stream: BlockStream) -> None:
         """Close a failed stream. A pipeline that ignores failed blocks then continues with a new stream."""
-        if self._stream is stream:  # Several calls may fail with one stream; only the first closes it.
+        # Several calls may fail because of the same stream; only the first call closes it.
+        if self._stream is stream:
             self._stream = None
             await asyncio.to_thread(stream.close)
 
@@ -345,6 +349,7 @@ def generate(
         )
     min_actors, max_actors = (replicas, replicas) if isinstance(replicas, int) else replicas
     stage = StageCall(call, columns=None if columns is None else list(columns), prefix=prefix)
+    # The schema is unknown if Ray would have to read data to find it.
     schema = getattr(ds.schema(fetch_if_missing=False), "base_schema", None)
     if isinstance(schema, pa.Schema):
         stage.check(schema)

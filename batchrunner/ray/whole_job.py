@@ -50,7 +50,7 @@ from batchrunner.runner.work import plan_failed_rows
 log = logging.getLogger(__name__)
 
 MOST_DEATHS = 5
-"""Maximum number of deaths, of all workers together, after which a dead worker is still restarted."""
+"""Maximum number of deaths of all workers together. After more deaths, a dead worker is not restarted."""
 COST_SHARE = 0.1
 """Maximum fraction of the time that is spent on reading the run's files for the progress line."""
 
@@ -65,7 +65,9 @@ class SharedPath:
     directory: str | None
     """Directory that relative paths start from; None if Ray gives each worker a copy of the directory."""
     mark: str | None
-    """Path of the mark file; None if the results are in an object store."""
+    """Path of the mark file, whose presence shows that a node sees the results. None if the results are in an
+    object store.
+    """
 
     def enter(self) -> None:
         """Change to the directory; raise JobError if the directory or the mark file does not exist here."""
@@ -202,10 +204,11 @@ def _connected(address: str | None, control: Control, *, quiet: bool) -> Iterato
     except SystemExit:  # Ray's handler of SIGTERM raises this error.
         control.drain(*SIGNALS[signal.SIGTERM])
         raise control.interrupted("before the first row was sent") from None
-    # ray.init() has set its own handler of SIGTERM. It is replaced, so that the run can drain the workers.
+    # Ray.init() has set its own handler of SIGTERM. It is replaced, so that the run can drain the workers.
     signal.signal(signal.SIGTERM, ignore_signal)
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # Ray prints to stdout, which is for the result alone.
+        # Ray prints to standard output, which must have only the result.
+        with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
         ray.shutdown()
@@ -289,7 +292,7 @@ class Workers:
                     self._deaths += 1
                 if self._stop_reason is None and self._deaths <= MOST_DEATHS:
                     log.warning("a worker died and is restarted: %s", _first_line(failure))
-                    self.start(actor)
+                    self.start(actor)  # Ray itself restarts the actor behind this handle (`max_restarts`).
                     continue
                 self._record_failure(failure)
             ray.kill(actor)
@@ -351,7 +354,8 @@ class Workers:
             return False
         if not last.rows_left:
             return True
-        # The worker sent rows, and then left some of its own: a limit of the job has stopped it.
+        # The worker sent rows, but left some of the rows that it had leased, because a limit of the job
+        # stopped it.
         return last.wall_s > 0 and last.rows_left > last.rows_of_others
 
 
@@ -388,7 +392,8 @@ def _report(group: Workers, path: str, control: Control) -> Report:
     """
     try:
         report: Report | None = report_of_all(path)
-    except OutputError:  # No worker has started the run.
+    # No worker has started the run, so there are no files of it.
+    except OutputError:
         report = None
     if control.reason is not None and (report is None or report.rows_left):
         if report is None:

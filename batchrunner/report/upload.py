@@ -39,7 +39,9 @@ def check_destination(destination: str) -> None:
 
 
 def upload(run_dir: RunDir, report: Report, destination: str, *, force: bool) -> None:
-    """Upload the merged dataset of a run and its card; `force` replaces what is at the destination.
+    """Upload the merged dataset of a run and its card.
+
+    With `force`, the dataset at the destination is replaced.
 
     Raises OutputError if the destination is not empty, is malformed or refuses the upload, and StorageError.
     """

@@ -40,7 +40,7 @@ class NewBatch(Parameters):
 
 
 class BatchesApi:
-    """Handlers of the calls."""
+    """Handlers of the calls that change batches."""
 
     def __init__(
         self,

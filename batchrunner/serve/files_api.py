@@ -28,7 +28,7 @@ that is less."""
 
 
 class Parameters(BaseModel):
-    """Base class of the parameters of a call, which refuses unknown ones."""
+    """Base class for the parameters of a call. Unknown parameters are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -49,7 +49,7 @@ class NewFile(Parameters):
 
 
 class FilesApi:
-    """Handlers of the calls."""
+    """Handlers of the calls for files."""
 
     def __init__(
         self, *, state: State, owners: Owners, records: Records, most_bytes: int, most_files: int
@@ -81,7 +81,7 @@ class FilesApi:
             except FORM_ERRORS:
                 raise ApiError(400, "The upload is not a complete multipart/form-data form.") from None
             new_file = NewFile.model_validate(fields).model_dump()
-            # check again, because other uploads of the owner may have ended during this one
+            # Check again, because other uploads of the owner may have ended during this one.
             self.check_count(owner)
             # Closing the stack gives the temporary file its final name, durably.
             await asyncio.to_thread(stack.pop_all().close)
@@ -113,6 +113,7 @@ class FilesApi:
             with target.open("wb") as content:
                 while block := await part.read_chunk(BLOCK_BYTES):
                     size += len(block)
+                    # Counted before it is written, so that parallel uploads do not exceed the limit together.
                     self._uploading[owner.name] += len(block)
                     stored = self._state.stored_bytes
                     await asyncio.to_thread(
@@ -130,7 +131,8 @@ class FilesApi:
         """Write a block of an upload.
 
         Raises ApiError if the file is too large, if the disk is nearly full, or if the owner has filled its
-        `part` of the disk. `used` are the bytes of the owner's files and uploads, `used_by_all` those of all.
+        `part` of the disk. `used` is the number of bytes that the owner's files and uploads take;
+        `used_by_all` is this number for all owners together.
         """
         if content.tell() + len(block) > self._most_bytes:
             raise ApiError(413, f"'file' is larger than {self._most_bytes} bytes.", "file", "too_large")

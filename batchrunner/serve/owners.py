@@ -68,7 +68,7 @@ class Owner(BaseModel):
         return self.sha256 or digest_of(self.key.get_secret_value() if self.key else "")
 
     def may_see(self, record: Record) -> bool:
-        """Tell whether a file or batch exists for this owner."""
+        """Tell whether this owner may see a file or batch. For any other owner, it does not exist."""
         return self.admin or record.get(OWNER) == self.name
 
     def view(self, record: Record) -> Record:
@@ -89,7 +89,7 @@ def digest_of(key: str) -> str:
 
 
 def read_owners(path: Path) -> list[Owner]:
-    """Return the owners in a file of keys; raises JobError, whose text repeats nothing of the file."""
+    """Return the owners in a file of keys; raise JobError, whose text quotes nothing of the file."""
     try:
         tree = yaml.safe_load(path.read_text("utf-8-sig"))
         owners = _read_owners.validate_python(tree, strict=True)
@@ -184,6 +184,7 @@ class Owners:
         """
         if not self.are_several:
             return Account()
+        # An account is made at its first use. `read_again` changes it when the file of keys changes.
         if name not in self._accounts:
             account = self._accounts[name] = Account(tokens=self._tokens.get(name, 0))
             for owner in self._owners:
@@ -226,13 +227,13 @@ class Owners:
                 raise ApiError(429, message, code=RATE_LIMIT, retry_after_s=RETRY_AFTER_S)
 
     def may_queue(self, name: str, requests: int) -> int | None:
-        """Return the owner's limit of queued requests if `requests` exceed it, else None."""
+        """Return the owner's limit of queued requests if `requests` exceed it; None if they are allowed."""
         limits = (owner.max_queued_requests for owner in self._owners if owner.name == name)
         limit = next(limits, None)
         return limit if limit is not None and requests > limit else None
 
     def save_usage(self) -> None:
-        """Write the tokens of this day; on a new day, start from 0. Raises StorageError."""
+        """Save how many tokens each owner has used today; on a new day, count from 0. Raises StorageError."""
         if not self.are_several:
             return
         today = _today()
@@ -240,6 +241,7 @@ class Owners:
             self._day, self._tokens = today, {}
             for account in self._accounts.values():
                 account.tokens = 0
+        # Only owners with a batch since the server's start have an account. The others keep their number.
         self._tokens |= {name: account.tokens for name, account in self._accounts.items()}
         write_json(self._usage, {"day": self._day, "tokens": self._tokens})
 

@@ -137,7 +137,7 @@ class State:
         `filename` is the name that clients see.
         """
         created = now()
-        # a file of the same name, if a kill came just after these results were written
+        # A file of the same name, if a kill came just after these results were written.
         replaced = self.records[FILES].get(name)
         record = await self.save(FILES, {
             "id": name,

@@ -28,7 +28,7 @@ _HEADERS = {"User-Agent": "batchrunner", "Accept": "image/*, audio/*, video/*, a
 
 def is_public(text: str) -> bool:
     """Tell whether an IP address is public: not of this machine, of a private network, or link-local."""
-    # cut off the zone of an IPv6 address, such as %eth0 in fe80::1%eth0
+    # Cut off the zone of an IPv6 address, such as %eth0 in fe80::1%eth0.
     address = ip_address(text.partition("%")[0])
     if any(address in network for network in _OF_IPV4):
         address = ip_address(int(address) & 0xFFFFFFFF)

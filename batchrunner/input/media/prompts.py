@@ -1,4 +1,4 @@
-"""Finds the images, audio, videos and documents in the columns of a row, and places them in the prompt."""
+"""Finds the images, audio, videos and documents in a row's columns, and puts them into the prompt."""
 
 import re
 import secrets
@@ -203,7 +203,7 @@ class MediaPrompts:
         for field, spec in prompt.media.items():
             self._columns += [FileColumn(name, field, spec, source) for name in spec.columns]
             if isinstance(spec, PdfSpec):
-                continue  # only chats have documents, and chats need no placeholder
+                continue  # documents occur only in chats, which need no placeholder
             self._placeholders[KIND_OF_FIELD[field].name] = spec.placeholder or ""
             printed_columns = sorted({*spec.columns} & {*printed})
             if self._is_text and printed_columns and not spec.placeholder:
@@ -213,7 +213,7 @@ class MediaPrompts:
                     hint=f"set prompt.{field}.placeholder to the token of the model, or leave the column out",
                 )
         self._page_column = None if prompt.pdf is None else prompt.pdf.page_column
-        # random, so that no value of a row contains a mark by chance or on purpose
+        # Random, so that no value of a row contains a mark by chance or on purpose.
         self._secret = secrets.token_hex(8)
         self._mark = re.compile(f"\ue000{self._secret}:(\\d+)\ue001")
         self.columns = [column.name for column in self._columns]
@@ -254,7 +254,7 @@ class MediaPrompts:
             value = row[column.name]
             is_printed = column.name in self._printed
             if value is None and is_printed:
-                continue  # the template decides what it prints for a null
+                continue  # the template decides how to print a null
             start = len(files)
             files += column.files(ordinal, value, pages)
             indices = range(start, len(files))

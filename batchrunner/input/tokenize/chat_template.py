@@ -214,7 +214,7 @@ def _raise(message: str) -> None:
 def added_twice(tokenizer: Any, text: str) -> str | None:
     """Return the special token that a tokenizer adds before a text that already begins with this token.
 
-    Return None if the tokenizer adds no token before the text, or another token.
+    Return None if the tokenizer adds nothing, or adds a token with which the text does not begin.
     """
     added_ids = tokenizer.encode("", add_special_tokens=True).ids[:1]
     first_ids = tokenizer.encode(text[:_BEGINNING], add_special_tokens=False).ids[:1]

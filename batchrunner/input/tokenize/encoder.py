@@ -124,7 +124,7 @@ class Encoder:
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=special)
         except Exception as failure:  # noqa: BLE001 - the library raises TypeError or plain Exception
-            if len(texts) > 1:  # encode each text alone, so that only the bad ones fail
+            if len(texts) > 1:  # encode each text alone, so that one bad text does not fail the others
                 return [self._encoded([text], special=special)[0] for text in texts]
             return [_refusal(failure, text) for text in texts]
         return [encoding.ids for encoding in encodings]
@@ -182,7 +182,8 @@ class Encoder:
                 raise ids
             if len(ids) <= limit:
                 return ids
-            keep -= len(ids) - limit  # the shorter text had more tokens than expected
+            # Tokens at the cut may change, so the shorter text can have more tokens than expected.
+            keep -= len(ids) - limit
         raise RowRefusedError(
             f"prompt.truncate: the prompt has {length} tokens, but at most {limit} are allowed, "
             "and the text that may not be truncated already has more"
@@ -229,12 +230,15 @@ def _with_text(request: Request, text: str) -> Request:
 
 
 def _refusal(failure: Exception, text: str = "") -> RowRefusedError:
-    """Return the error that refuses a row whose prompt, or whose `text`, could not be tokenized."""
+    """Return the error that refuses a row because its prompt could not be tokenized.
+
+    `text` is the prompt's text, if it is known.
+    """
     if isinstance(failure, RowRefusedError):
         return failure
     try:
         text.encode()
-    # this error names the bad character; the tokenizer's error only names types
+    # This error names the bad character; the tokenizer's error only names types.
     except UnicodeEncodeError as error:
         failure = error
     return RowRefusedError(f"the prompt cannot be tokenized: {type(failure).__name__}: {failure}")

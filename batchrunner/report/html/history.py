@@ -218,18 +218,24 @@ class TimeAxis:
             self.length_s += end - begin
 
     def place(self, time: float) -> float:
-        """Return the position of a time on the axis, in seconds. All times of a pause have one position."""
+        """Return the position of a time on the axis, in seconds.
+
+        All times within a pause have the same position.
+        """
         period = self.period(time)
         if period < 0:
             return 0.0
         return self._places[period] + min(time, self._ends[period]) - self._begins[period]
 
     def period(self, time: float) -> int:
-        """Return the index of the period of work around or before a time; -1 for an earlier time."""
+        """Return the index of the period of work that has a time, or ends last before it.
+
+        Return -1 if the time is before all periods.
+        """
         return bisect_right(self._begins, time) - 1
 
     def resumed(self) -> list[float]:
-        """Return the positions at which work resumed after a pause."""
+        """Return the positions on the axis at which work resumed after a pause."""
         return self._places[1:]
 
 
@@ -241,7 +247,7 @@ class Timeline:
     places: list[float] = field(default_factory=list)
     """Positions on the time axis of the middle of each cell, in seconds, ascending."""
     breaks: frozenset[int] = frozenset()
-    """Indices, in `places`, of the cells before which the lines of the charts are interrupted."""
+    """Indices in `places` at which each line begins anew, without a connection to the point before."""
     lines: dict[Key, Line] = field(default_factory=dict)
     """Lines by gauge and scheduler. A line without a scheduler is the sum over all workers."""
     retractions: int = 0
@@ -260,6 +266,7 @@ class Timeline:
         lines = {who: line for (gauge, who), line in self.lines.items() if gauge == name and who}
         if len(lines) <= MOST_SCHEDULER_LINES:
             return lines
+        # For each cell, the values of all schedulers that have one.
         values_by_cell = [
             [value for value in values if value is not None] for values in zip(*lines.values(), strict=True)
         ]

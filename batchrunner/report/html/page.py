@@ -191,7 +191,7 @@ def _workers(run_dir: RunDir) -> list[RunDir]:
 def _decisions(
     histories: Sequence[WorkerHistory], timeline: Timeline, facts: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
-    """Return the runner's decisions on order, tokenizing and window, each as a name and a text.
+    """Return the runner's decisions on order, tokenizing and window, as pairs of a name and a text.
 
     With several workers, the decision of the last worker is shown.
     """
@@ -211,7 +211,7 @@ def _decisions(
 
 
 def _load(run_dir: RunDir) -> list[tuple[str, str]]:
-    """Return facts about load and sending from report.json, each as a name and a text."""
+    """Return facts about load and sending from report.json, as pairs of a name and a text."""
     report = read_json(run_dir.report_json)
     load, sharing = report.get("load") or {}, report.get("sharing") or {}
     facts = []
@@ -242,7 +242,7 @@ def _load(run_dir: RunDir) -> list[tuple[str, str]]:
 
 
 def _flags(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the engine's limits and the versions of the software, each as a name and a text.
+    """Return the limits of the engine and the versions of the software, as pairs of a name and a text.
 
     `facts` is the content of run.json.
     """

@@ -181,12 +181,18 @@ class Facts:
 
     @property
     def is_moe(self) -> bool:
-        """Whether the model has experts, by its config.json or else its class name."""
+        """Whether the model is a mixture of experts.
+
+        config.json decides if it was read, else the name of the model's class.
+        """
         return has_experts(self.config) if self.config else self._class_has(_MOE)
 
     @property
     def is_mla(self) -> bool:
-        """Whether attention is multi-head latent (MLA), by config.json or else the class name."""
+        """Whether the model has multi-head latent attention (MLA).
+
+        config.json decides if it was read, else the name of the model's class.
+        """
         return has_latent_attention(self.config) if self.config else self._class_has(_MLA)
 
     @property
@@ -283,7 +289,8 @@ class LogReader:
         earlier, self._old_death = self.facts, None
         self.facts = replace(earlier, arguments={}, troubles={}, last_trouble=None, died=None)
         try:
-            with path.open(encoding="utf-8", errors="replace") as log:  # only ASCII text matters
+            # Replace invalid bytes, because all lines that matter are ASCII.
+            with path.open(encoding="utf-8", errors="replace") as log:
                 while line := log.readline(LONGEST_LINE):
                     self.take(line)
         except OSError as failure:
@@ -350,7 +357,7 @@ class LogReader:
         self._phase = "general"
         if record.slots is not None:
             self.facts.states = pool._replace(slots=record.slots, gb=record.gb)
-        # the first KV pool in the log; the KV pool of a draft model may follow
+        # The first KV pool in the log; the KV pool of a draft model may follow.
         elif pool.slots and pool.kv_gb is None:
             self.facts.states = pool._replace(kv_gb=record.gb)
 

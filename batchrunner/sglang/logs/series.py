@@ -1,4 +1,4 @@
-"""The load of schedulers over time, in bounded memory: their newest samples, and sums over prefill passes."""
+"""The load of schedulers over time: their newest samples, and sums over prefill passes. Memory is bounded."""
 
 import statistics
 from collections import deque
@@ -173,7 +173,7 @@ class Series:
 
     @property
     def busy_s(self) -> float:
-        """Maximum over the schedulers of the seconds under load."""
+        """Seconds under load of the scheduler that was longest under load."""
         return max((track.busy_s for track in self.tracks.values()), default=0.0)
 
     @property
