@@ -170,7 +170,7 @@ def request_lines(lines: Iterable[bytes | None], path: str) -> Iterator[TextReco
         except _WrongCustomIdError as failure:
             problem = str(failure)
             wrong_ids.add(number, problem)
-        # Msgspec and UTF-8 decoding raise subclasses of ValueError.
+        # Both msgspec and UTF-8 decoding raise subclasses of ValueError.
         except (ValueError, RecursionError) as failure:
             values, problem = _custom_id_in(text), f"not a request: {failure}"
         yield TextRecord(number, values, problem, len(line))

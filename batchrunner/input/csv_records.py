@@ -185,7 +185,7 @@ class _CsvLines:
             raise StopIteration
         self._number += 1
         self._record.append(line)
-        # Readline() stops at this length, so a line of this length without an end is only a beginning.
+        # `readline` stops at this length, so a line of this length without an end is only a beginning.
         if len(line) == LONGEST_LINE_BYTES and not line.endswith("\n"):
             self._skip_rest_of_line()
             raise _TooLongError

@@ -111,7 +111,7 @@ def usable_columns(source: ColumnSource) -> dict[str, pa.DataType]:
     """Return the names and types of the columns that a job can use, in the order of the input."""
     types = {}
     for name in source.schema.names:
-        # Such as the error that a column's type differs between files.
+        # For example, the type of a column may differ between files.
         with contextlib.suppress(BatchrunError):
             types[name] = source.field(name, where="a job").type
     return types

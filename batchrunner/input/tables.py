@@ -122,7 +122,7 @@ def _results_of_query(query: Any) -> Any:
     Polars 2 runs the query while its results are read. Earlier versions return them as one data frame.
     """
     try:
-        # Collect_schema() raises an error for a wrong query, such as one with an unknown column.
+        # `collect_schema` raises an error for a wrong query, such as one with an unknown column.
         query.collect_schema()
         if hasattr(query, "collect_batches"):
             results = query.collect_batches(chunk_size=CHUNK_ROWS, lazy=True)

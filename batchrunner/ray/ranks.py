@@ -76,7 +76,7 @@ def main() -> int:
                 break
         return first_rank.returncode or 0
     finally:
-        # Communicate() closes the standard input of the first rank, which makes the rank end.
+        # `communicate` closes the standard input of the first rank, which makes the rank end.
         first_rank.communicate()
 
 

@@ -204,7 +204,7 @@ def _connected(address: str | None, control: Control, *, quiet: bool) -> Iterato
     except SystemExit:  # Ray's handler of SIGTERM raises this error.
         control.drain(*SIGNALS[signal.SIGTERM])
         raise control.interrupted("before the first row was sent") from None
-    # Ray.init() has set its own handler of SIGTERM. It is replaced, so that the run can drain the workers.
+    # `ray.init` has set its own handler of SIGTERM. It is replaced, so that the run can drain the workers.
     signal.signal(signal.SIGTERM, ignore_signal)
     try:
         # Ray prints to standard output, which must have only the result.

@@ -55,6 +55,6 @@ def parameter_error(failure: ValidationError) -> ApiError:
     error = failure.errors()[0]
     name = ".".join(map(str, error["loc"])) or "body"
     template, code = _PARAMETER_ERRORS.get(error["type"], ("Invalid '{}': {}.", "invalid_value"))
-    # Pydantic puts this prefix before the messages of our own validators.
+    # In pydantic, this prefix stands before the messages of our own validators.
     message = template.format(name, error["msg"].removeprefix("Value error, "))
     return ApiError(400, message, name, code)

@@ -213,7 +213,7 @@ class MediaPrompts:
                     hint=f"set prompt.{field}.placeholder to the token of the model, or leave the column out",
                 )
         self._page_column = None if prompt.pdf is None else prompt.pdf.page_column
-        # Random, so that no value of a row contains a mark by chance or on purpose.
+        # The secret is random, so that no value of a row contains a mark by chance or on purpose.
         self._secret = secrets.token_hex(8)
         self._mark = re.compile(f"\ue000{self._secret}:(\\d+)\ue001")
         self.columns = [column.name for column in self._columns]
