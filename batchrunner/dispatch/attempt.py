@@ -46,7 +46,7 @@ class FailureKind(Enum):
     PREEMPTED = auto()
     """We preempted the row for the engine's users."""
     INVALID = auto()
-    """We refused the row ourselves: nothing was sent."""
+    """The row failed batchrunner's own checks, so nothing was sent."""
     REFUSED = auto()
     """The server says that the row is at fault."""
     FAILED = auto()
@@ -74,7 +74,9 @@ KINDS: tuple[tuple[type[RequestError], FailureKind], ...] = (
 REJECTED = {FailureKind.INVALID, FailureKind.REFUSED}
 """Kinds of failures for which the row is at fault: another attempt at the same server would fail, too."""
 FAILED = {FailureKind.FAILED, FailureKind.NO_ANSWER}
-"""Kinds of failures for which the row may be at fault. After `limits.max_attempts` of them it is given up."""
+"""Kinds of failures for which the row may be at fault. After `limits.max_attempts` such failures the row ends
+with an error.
+"""
 UNAVAILABLE = {FailureKind.BUSY, FailureKind.DOWN, FailureKind.DIED}
 """Kinds of failures of a server that could not serve the row. The row is not at fault, unless there is
 evidence against it."""
@@ -107,7 +109,8 @@ class Fate(Enum):
     END_REFUSED = auto()
     """The row ends with the error of an earlier refusal, since no other server is available to confirm it."""
     BLAME = auto()
-    """The row ends with an error that says: the row itself made the engine die or refuse it."""
+    """The row ends with an error that names the row itself as the cause of the refusals or the engine deaths.
+    """
     LOSE_ENGINE = auto()
     """The run ends, because the engine is lost."""
 
@@ -220,7 +223,9 @@ class Refusals(msgspec.Struct):
         self.answers_others = record.newest >= self.last
         self.last = now
         tally = self.by_route.get(record)
-        if tally is None:  # no evidence yet: the route may just have gone down
+        # First refusal by this route. It is no evidence against the row yet, because the route may just have
+        # gone down.
+        if tally is None:
             self.by_route[record] = RouteTally(answered=record.answered, refused=record.refused)
             record.record_refusal()
         elif self.answers_others:
@@ -249,7 +254,7 @@ def cause_of(
     """Return the cause of a row's temporary refusals; `record` is that of the route that refused it last."""
     if is_culprit(refusals, max_attempts):
         return RefusalCause.ROW
-    if refusals.total == 1:  # The engine may just have had no room.
+    if refusals.total == 1:  # One refusal is no evidence, because the engine may just have had no room.
         return RefusalCause.OPEN
     if record.has_control or (refusals.answers_others and others_in_flight):
         return RefusalCause.OPEN  # Replies to the control, or to the other rows, will show the cause.

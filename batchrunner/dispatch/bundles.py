@@ -161,9 +161,10 @@ class BundleSize:
         short: bool = False,
         passes: ForwardPasses | None = None,
     ) -> None:
-        """Let a bundle wait at most `fill_s` seconds until it is sent; `fixed` overrides its size.
+        """Start with one row in each bundle, or with more if `short` answers are expected.
 
-        `short` says that answers are known to be short. Only tasks without decoding have `passes`.
+        A bundle is sent after at most `fill_s` seconds; `fixed` sets its number of rows. `passes` describes
+        the forward passes of a task without decoding; it is None for a generate task.
         """
         self.most_tokens = MOST_TOKENS if passes is None else passes.tokens
         """Maximum prompt tokens of a bundle. A single row may have more."""
@@ -208,7 +209,8 @@ class BundleSize:
         """Compute the bundle size from the bursts of a period of `span_s` seconds, if that is long enough."""
         if span_s >= PERIOD_S:
             is_fast = self._ended >= LEAST_ROWS_S * span_s
-            # The sum of squares divided by the rows is the size of the burst in which the average row ended.
+            # The sum of squares divided by the number of rows is the mean burst size, weighted by rows: the
+            # size of the burst in which an average row ended.
             self._rows = min(MOST_ROWS, self._squares // self._ended) if is_fast else 1
             self._since, self._ended, self._squares = now, 0, 0
 
@@ -273,7 +275,7 @@ class BundleSender:
     _works: bool = False
     """Whether the engine has answered a bundle."""
     _refused: int = 0
-    """Number of bundles of which the engine answered no row."""
+    """Number of bundles in which the engine answered no row at all."""
     _outstanding: int = 0
     """Number of rows that are in flight or wait in a bundle."""
     _filling: Bundle | None = None
@@ -389,7 +391,7 @@ class BundleSender:
         self.totals.rows_resent += len(unanswered)
         if bundle.answers:
             for row in unanswered:
-                row.answer.set_result(None)  # `send` then sends the row alone.
+                row.answer.set_result(None)  # A result of None tells `send` to send the row alone.
             return
         # A single row may be the reason for the refusal. Halves isolate it with few requests.
         half = len(unanswered) // 2

@@ -398,7 +398,8 @@ def _short(text: str) -> str:
 
 RISING = (0.4, 0.8)
 """Minimum temperature of a row's second try, and of its later tries. At temperature 0 the model would give
-the same answer again."""
+the same answer at each try.
+"""
 
 
 def _is_padded(request: Request, text: str, reason: str | None) -> bool:

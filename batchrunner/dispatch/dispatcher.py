@@ -316,7 +316,7 @@ class Dispatcher:
             if failure.body is None or isinstance(failure, EngineBusyError):
                 record.record_refusal()
                 return
-            # Any other error came from a server that works, so it counts as an answer below.
+            # A working server sent any other error, so the error counts as an answer below.
         finally:
             record.has_control = False
             del self._in_flight[row]

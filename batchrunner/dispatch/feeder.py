@@ -37,7 +37,9 @@ class Feeder:
     results: ResultSink
     engine: Engine
     urls: Sequence[str]
-    """URLs of the engine's servers. Shared prefixes are computed there before the rows are sent."""
+    """URLs of the engine's servers. The common prefixes are computed on these servers before the rows are
+    sent.
+    """
     keeps_prompts: bool
     """Whether each row also keeps its prompt in the form before tokenization (`AnswerHistory.unencoded`)."""
     primes: bool

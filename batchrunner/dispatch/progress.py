@@ -41,8 +41,9 @@ the pace smooth in long runs."""
 
 
 CONTRADICTION = 0.5
-"""Minimum relative difference, between the mean time of a row and its estimate, at which the estimate of the
-run may be dropped. The run must also be late or early, see LATE_SHARE."""
+"""Minimum relative difference between the measured mean time of a row and its estimate. If the difference is
+larger, and the run is late or early by LATE_SHARE, the estimate may be dropped.
+"""
 LATE_SHARE = 0.05
 """Minimum fraction of the estimated run time by which a run is late or early when its estimate is dropped.
 This alone is normal, since a run begins slowly."""
@@ -82,7 +83,8 @@ class TimeLeft:
         self._began = now
         self._ended = now  # when the last row ended
         self._expected_s = row_s or 0.0
-        self._trust = 1.0 if row_s else 0.0  # weight of the estimate against the pace
+        # Weight of the estimate in the predicted time per row; the measured pace has the rest.
+        self._trust = 1.0 if row_s else 0.0
 
     def update(self, now: float, done: int, in_flight: int, remaining: int) -> float | None:
         """Record the rows that ended so far; return the seconds until the remaining rows have ended.
@@ -91,7 +93,8 @@ class TimeLeft:
         rows to end are the quick ones. While no further row ends, the time counts down. It is None once it
         would be negative.
         """
-        if not done and not in_flight:  # the input is still being read or sorted
+        # Time does not count yet, because the input is still being read or sorted.
+        if not done and not in_flight:
             self._began = self._ended = now
         if done > self._done:
             self._update_pace(now, done, in_flight)
@@ -166,7 +169,10 @@ class LoadSummary:
                 self._add_steady(load, controller, span_s)
 
     def _add_background(self, load: SchedulerLoad, controller: BackgroundController, span_s: float) -> None:
-        """Divide a span of a live server's time between its users and this run, by their requests."""
+        """Split a span of a live server's time between its users and this run.
+
+        Each gets a part in proportion to its number of requests.
+        """
         requests = load.running + load.queue
         users_share = min(1.0, controller.users / max(1, requests))
         self._sums["users"] += span_s * users_share

@@ -67,7 +67,7 @@ class PendingRow(msgspec.Struct, eq=False):
     sent_at: float = 0.0
     """Time of the last attempt, in seconds of the monotonic clock."""
     prefix_ready_at: float = float("inf")
-    """Time from which on the row's prompt is surely computed, in seconds of the monotonic clock."""
+    """Time after which the row's prompt has certainly been computed, in seconds of the monotonic clock."""
     attempts: int = 0
     """Number of times that the row was sent."""
     failures: FailureHistory | None = None
@@ -79,7 +79,7 @@ class PendingRow(msgspec.Struct, eq=False):
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody waits for the outcome of the row."""
+        """Whether the outcome of the row is still needed; false if its rollout has been cancelled."""
         return self.turn is None or not self.turn.outcome.done()
 
     @property
@@ -157,7 +157,7 @@ class PoisonRows:
 
     def next(self, route: Route) -> deque[PendingRow] | None:
         """Return suspects of which the first may be sent to a route now; None if no suspect may be sent."""
-        if not self._waiting:  # the usual case, decided quickly because every row asks
+        if not self._waiting:  # The common case comes first, because this method is called for each row.
             return None
         for deaths, rows in sorted(self._waiting.items(), reverse=True):
             limit = 1 if deaths >= MOST_DEATHS - 1 else max(1, self._routes.window // FEWER**deaths)
@@ -177,8 +177,9 @@ class PoisonRows:
 
 
 READ_AHEAD_ROWS = 512
-"""Number of rows in the dispatch queue at which the feeder pauses. From this number on, any route may take
-rows that are kept for another route."""
+"""Number of rows in the dispatch queue at which the feeder pauses. While the queue is that full, any route
+may take rows that are kept for another route.
+"""
 READ_AHEAD_BYTES = 64 << 20
 """Bytes of the prompts in the dispatch queue at which the feeder pauses."""
 
@@ -296,7 +297,8 @@ class DispatchQueue:
         kept_rows = len(busiest.kept)
         if not kept_rows:
             return None
-        if busiest.is_suspended:  # The route cannot send its kept rows itself.
+        # A suspended route cannot send its kept rows itself, so another route may take them.
+        if busiest.is_suspended:
             return busiest
         if self._count >= READ_AHEAD_ROWS:
             # The queue is full, so no more rows are read, and the asking route would get none.
@@ -338,7 +340,7 @@ def _relieve(busiest: Route, route: Route) -> PendingRow:
             busiest.promised -= group.to_come
             route.promised += group.to_come
     moved, remaining = deque[PendingRow](), deque[PendingRow]()
-    for row in reversed(busiest.kept):  # Of a group that is divided, the last rows move.
+    for row in reversed(busiest.kept):  # If a group is divided between the routes, its last rows move.
         if rows_to_move[row.group] > 0:
             rows_to_move[row.group] -= 1
             moved.appendleft(row)
@@ -371,7 +373,7 @@ class Backlog:
         self._to_come = to_come
         self._queue = DispatchQueue(routes)
         self._poison = PoisonRows(routes)
-        self._media_bytes = 0  # of rows in flight
+        self._media_bytes = 0  # total size of the media files of the rows in flight
         self.waiting = 0
         """Number of rows that wait for another attempt and hold no slot."""
         self._unended = 0  # rows that were read and have no outcome yet

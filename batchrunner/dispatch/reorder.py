@@ -85,7 +85,8 @@ class _Tree:
     def __init__(self, prefixes: Sequence[bytes], sent: int) -> None:
         self._prefixes = prefixes
         self._sent = sent
-        self._open: list[tuple[int, list[_Branch]]] = [(0, [])]  # depth in bytes, and the branches below
+        # Nodes from the root to the current row, each as its depth in bytes and the branches below it.
+        self._open: list[tuple[int, list[_Branch]]] = [(0, [])]
         self.places: dict[int, TreePlace] = {}
         """Leader and shared prefix of each row that follows another one, by the row's index."""
 
@@ -113,7 +114,11 @@ class _Tree:
         return _Branch(leader, rows)
 
     def _rank(self, branch: _Branch) -> tuple[bool, int, int]:
-        """Return the sort key of a leader: a sent row leads, then that of most rows, then the longest."""
+        """Return the sort key of a branch's leader; the largest key leads the merged branch.
+
+        A row that was sent already comes first, then the leader with the most rows, then the one with the
+        longest prompt.
+        """
         return branch.leader < self._sent, branch.rows, len(self._prefixes[branch.leader])
 
 
@@ -157,8 +162,9 @@ distance counts as still cached."""
 LEAST_PASSES = 1 / 8
 """Minimum reuse distance, in prefill passes."""
 MOST_BYTES_A_TOKEN = 6
-"""Assumed bytes per prompt token before the first answer. The value is high, because too short a distance
-costs more than too long a distance."""
+"""Assumed bytes per prompt token before the first answer. The value is too high rather than too low, because
+too long a distance costs less than too short a distance.
+"""
 FOLLOWERS_A_CHECK = 32
 """Number of answered followers after which the reuse distance is checked."""
 NEARER = 0.7
@@ -320,7 +326,10 @@ heap never compares rows, and the row."""
 
 
 class FollowerRelease:
-    """Rows not sent yet: leaders in order, and followers until their leader is far enough ahead."""
+    """Holds back rows that are ready to send.
+
+    Leaders go in order. Followers go once their leader is far enough ahead.
+    """
 
     def __init__(self, distance: ReuseDistance | None) -> None:
         """Without a `distance`, all rows are sent in the order in which they are added."""
@@ -435,7 +444,7 @@ class OutputLengths:
         self._sums: dict[int, tuple[int, int]] = {}  # number of rows and of their output tokens, by template
 
     def record(self, row: OrderedRow, tokens: int) -> None:
-        """Add the output tokens of an answered row."""
+        """Add the number of output tokens of an answered row to the average of its template."""
         rows, sum_ = self._sums.get(row.template, (0, 0))
         if rows or len(self._sums) < MOST_TEMPLATES:
             self._sums[row.template] = rows + 1, sum_ + tokens
@@ -506,11 +515,11 @@ class Reorderer:
         caches: int = 1,
         by_length: bool = False,
     ) -> None:
-        """Order rows by shared prefixes if a `distance` is given, and by output length if `lengths` are.
+        """Order rows by shared prefixes if `distance` is set, and by output length if `lengths` is set.
 
         With `by_length` the longest prompts of the window go first, so that rows of similar length share a
-        pass. With `dedupe` equal requests are sent once. `caches` is the number of prefix caches, of which
-        each scheduler of the engine has one.
+        pass. With `dedupe` equal requests are sent once. `caches` is the number of prefix caches; each
+        scheduler of the engine has one.
         """
         self._distance = distance
         self._lengths = lengths
@@ -639,7 +648,7 @@ class Reorderer:
         # more than the leader's prefix. If they were admitted in one pass, each of them would compute this
         # rest.
         for index, place in sorted(places.items()):
-            if index < len(sent_rows):  # A sent row has its leader already.
+            if index < len(sent_rows):  # A row that was already sent keeps its old leader.
                 continue
             row, leader = rows[index], rows[place.leader]
             row.leader, row.shared_bytes = leader, place.shared_bytes
@@ -653,9 +662,10 @@ class Reorderer:
             )
 
     def _find_groups(self, window: list[OrderedRow], common: set[OrderedRow]) -> None:
-        """Set the prefix group of each row of the window, so that a group goes to one replica.
+        """Set the prefix group of each row in the window. All rows of a group go to one replica.
 
-        A row in `common` shares with its leader a prefix that every replica computes.
+        The rows in `common` share with their leader a prefix that every replica computes, so such a row need
+        not go to the leader's replica.
         """
         rows_of = Counter(_find_group(row, common) for row in window)
         for group, rows in rows_of.items():

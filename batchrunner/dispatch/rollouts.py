@@ -74,11 +74,13 @@ BLOCKED_SHARE = 1 / 4
 """Minimum fraction of the checks that find a long step (see LONG_STEP_S) in a process that counts as
 blocked."""
 LEAST_AHEAD = 8
-"""Number of requests, queued or expected soon, at which no more rows are opened. The number is larger if
-AHEAD_SHARE of the slots is more."""
+"""Minimum threshold, in requests. If the requests that are queued or expected soon reach the threshold, no
+more rows are opened. The other threshold is AHEAD_SHARE of the slots; the larger one counts.
+"""
 AHEAD_SHARE = 1 / 8
-"""Number of requests, queued or expected soon, at which no more rows are opened, as a fraction of the slots.
-The number is at least LEAST_AHEAD."""
+"""Share of the slots. If the requests that are queued or expected soon reach this share, no more rows are
+opened. The threshold is at least LEAST_AHEAD requests.
+"""
 MOST_OPEN = 8192
 """Maximum number of open rows, including those that wait for tools."""
 ROWS_A_PROCESS = 16
@@ -101,7 +103,7 @@ class Rollout:
     answers: dict[TurnKey, asyncio.Future[Outcome]] = field(default_factory=dict)
     """Answers to its requests, including answers from earlier runs of its function."""
     sent_counts: Counter[str] = field(default_factory=Counter)
-    """How often its function has sent each request since its last start."""
+    """For each request, how often the rollout function has sent it since the function last started."""
     last_request: str = ""
     """The last request of its function, as JSON."""
     group: PrefixGroup | None = None
@@ -150,7 +152,11 @@ class RolloutProcess(HookProcess):
             self._writer.close()
 
     def check_step(self, limit_s: float) -> None:
-        """Count the check and a long step that is in progress; a step over `limit_s` sets `kill_reason`."""
+        """Check how long the current step of the process has been running.
+
+        Set `kill_reason` if that exceeds `limit_s`. Count a step over LONG_STEP_S as well, to find processes
+        that are often blocked.
+        """
         number, since = self.step()
         step_s = time.monotonic() - since if number else 0.0
         if step_s > limit_s:
@@ -292,7 +298,10 @@ class Rollouts:
         self.backlog.wake()
 
     async def _drop_answers(self, rollout: Rollout, *, is_done: bool = False) -> None:
-        """Drop a rollout's answers and pending requests. If it is not done, drop its stored answers too."""
+        """Drop the answers and pending requests of a rollout.
+
+        If it is not done, drop its stored answers too.
+        """
         for answer in rollout.answers.values():
             answer.cancel()
         rollout.answers.clear()
@@ -377,7 +386,7 @@ class Rollouts:
                     why = f"sent more than {self._limits.turns} requests (limits.turns)"
                     rollout.result.set_result(([], f"{self._label}: {why}"))
         except EOFError:
-            process.is_shared = False  # No further rollout may start in the process.
+            process.is_shared = False  # The process has ended, so no further rollout may start in it.
             reason = process.kill_reason or await asyncio.to_thread(process.how_it_ended)
             if process.rollouts:
                 log.warning("%s: %s", self._label, reason)

@@ -100,7 +100,9 @@ class Route:
     kept: deque[Any] = field(default_factory=deque)
     """Rows (`PendingRow`) that wait for this route because their prefix is cached there."""
     promised: int = 0
-    """Number of rows in `kept`, plus the rows of the route's prefix groups that are not in the queue yet."""
+    """Number of rows that this route is going to send: the rows in `kept`, and those rows of its prefix
+    groups that have not reached the queue yet.
+    """
     record: RouteRecord = field(default_factory=RouteRecord)
     doubt: Doubt | None = None
     """Evidence against the route from rows that failed since its last answer; None without such rows."""
@@ -169,7 +171,10 @@ class Routes:
         return self._by_url[url]
 
     def open(self, url: str, ended: EndedRows | None = None) -> Route:
-        """Return the route to a server; create it, with these ended rows, if there is none."""
+        """Return the route to a server.
+
+        If there is none, create it, with `ended` as its counts of ended rows.
+        """
         route = self._by_url.get(url)
         if route is None:
             route = self._by_url[url] = Route(url, ended or EndedRows())

@@ -3,8 +3,8 @@
 Weighted fair queueing: each account has a virtual time, which is the cost of its rows divided by its share.
 Slots go to the accounts whose virtual times are behind, so the costs of accounts that always have rows to
 send grow in proportion to their shares, whatever the lengths of their prompts and answers. Equal numbers of
-slots would not do: a scheduler prefills before it decodes, so an account with long prompts and short answers
-would stop all others with the slots that it has.
+slots would not be fair: a scheduler prefills before it decodes, so an account with long prompts and short
+answers could block all other accounts with its slots alone.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ OUTPUT_COST = 2.0
 engines/simulation/replica.py), a prompt token takes 29 µs. An output token takes 39 µs when 256 requests run,
 and 110 µs when 64 run."""
 CONTEXT_COST = 1 / 600
-"""Cost of reading one token of the context for one output token, in prompt tokens. It takes 49 ns by the same
-estimate."""
+"""Cost of reading one context token while one output token is generated, in prompt tokens. The read takes 49
+ns in the estimate that DECODE_COST is from.
+"""
 ROW_COST = 2
 """Cost of a row besides its tokens, in prompt tokens. It is small, because SGLang's HTTP process works beside
 the engine, but not 0, so that an account with refused rows does not get all slots."""
@@ -44,7 +45,7 @@ class Account:
     most_tokens: int | None = None
     """Value of `tokens` from which on no row is sent; None if there is no limit."""
     tokens: int = 0
-    """Prompt and output tokens of the ended rows. Whoever sets the limit may set this number back."""
+    """Prompt and output tokens of the ended rows. A program that sets `most_tokens` may reset this count."""
     cost: float = 0.0
     """Cost of the ended rows, in prompt tokens. It also grows while the account needs less than its share, so
     that an account cannot save up time of the engine."""
@@ -54,7 +55,9 @@ class Account:
     row_cost: float = FIRST_ROW_COST
     """Mean cost of a recent row, in prompt tokens."""
     prompt_tokens: float = 0.0
-    """Mean number of prompt tokens of the newest run, as far as it is known before its rows end."""
+    """Mean number of prompt tokens per row of the account's newest run, as estimated before rows of the run
+    end.
+    """
 
     @property
     def is_paused(self) -> bool:
@@ -81,12 +84,12 @@ class Account:
         self.row_cost += (cost - self.row_cost) / self.rows_averaged
 
     def expect_prompts(self, tokens: float) -> None:
-        """Raise the mean cost of a row for a new run, whose prompts have a mean number of `tokens`."""
+        """Raise `row_cost` to at least `tokens`, the mean number of prompt tokens of a new run's rows."""
         self.prompt_tokens = tokens
         self.row_cost = max(self.row_cost, tokens)
 
     def change_share(self, share: float) -> None:
-        """Set the share; the virtual time stays as it is."""
+        """Change the share. The cost is scaled too, so that the virtual time does not jump."""
         self.cost *= share / self.share
         self.share = share
 
@@ -162,7 +165,10 @@ def divide(slots: int, claims: Sequence[Claim]) -> list[int]:
 
 
 def _slots_of_accounts(slots: int, wanted: dict[Account, int]) -> dict[Account, int]:
-    """Return the number of slots of each account: all that it wants, if there are enough for all."""
+    """Divide the slots among the accounts by their virtual times; return the number of slots of each account.
+
+    If there are enough slots, each account gets all that it wants.
+    """
     if sum(wanted.values()) <= slots:
         return {**wanted}
 

@@ -206,9 +206,10 @@ class RowTokenizer:
         events: EventLog,
         functions: HookPool | None,
     ) -> None:
-        """Prepare prompts of one `kind`, or of any kind if it is None; `functions` prepare the rows' files.
+        """Prepare prompts of one `kind`; None means prompts of any kind.
 
-        Raises CannotTokenizeError if the client must tokenize the prompts but cannot do so.
+        `functions` are the Python functions of the job that prepare media files. Raises CannotTokenizeError
+        if the client must tokenize the prompts but cannot do so.
         """
         self._functions = functions if job.prompt.media else None
         self._job, self._engine, self._info, self._events = job, engine, info, events
@@ -246,7 +247,7 @@ class RowTokenizer:
         assert self._functions is not None
         rows = [(request.media,) for request in requests]
         results = await asyncio.to_thread(self._functions.call_many, MEDIA, rows)
-        if len(results) < len(rows):  # the pool is closed
+        if len(results) < len(rows):  # The pool has been closed, so the run is ending.
             raise asyncio.CancelledError
         items: list[Request | Outcome] = []
         for request, result in zip(requests, results, strict=True):

@@ -111,7 +111,10 @@ class KeptSample(msgspec.Struct):
 
     @property
     def rows(self) -> BitMap64:
-        """Rows of the sample that were sent and answered. Rows equal to them got the same answers unsent."""
+        """Rows of the sample that were sent and answered.
+
+        Rows with the same request as one of these rows are not included.
+        """
         return BitMap64([attempt.row.row for attempt in self.attempts])
 
 
@@ -364,7 +367,7 @@ class _EstimateRequest:
 
 
 class _Basis(NamedTuple):
-    """A forecast, and the facts on which it is based."""
+    """A forecast of the run, with the facts that it was computed from."""
 
     forecast: Forecast
     survey: Survey
@@ -475,7 +478,8 @@ def _copies(job: Job, request: _EstimateRequest, *, default: int) -> int:
     replicas = request.replicas or getattr(job.engine, "replicas", None)
     if not isinstance(replicas, int):
         replicas = default
-    if isinstance(job.engine, RunningServers):  # All workers share servers that run already.
+    # Workers do not start their own replicas of servers that are already running.
+    if isinstance(job.engine, RunningServers):
         return replicas
     return replicas * request.workers
 

@@ -345,7 +345,7 @@ def forecast(
     longer_outputs = [(row, [math.ceil(factor * tokens) for tokens in lengths]) for row, lengths in drawn]
     longer_work, _ = whole_work(setting, longer_outputs, rows_of_scheduler)
     by_outputs = math.log(max(cost.work_s(longer_work) / seconds, 1.0))
-    # Second cause: the costs of a pass, which also vary from run to run.
+    # The second cause of uncertainty is the costs of a forward pass, which also vary from run to run.
     if len(spans) > FOLDS:
         cost_deviation = small_sample_factor * _deviation_of_costs(spans, work, seconds)
     else:

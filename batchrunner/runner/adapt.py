@@ -57,9 +57,10 @@ class Adaptation:
     def __init__(
         self, servers: Mapping[SGLangServer, ServerWatch], memory: FlagMemory, ends_at: float
     ) -> None:
-        """Tune `servers`, each with the watch that measures it; remember gains in `memory`.
+        """Tune the flags of `servers`. Each server comes with the watch that measures its speed.
 
-        `ends_at` is the time of the run's deadline on the monotonic clock; infinity without a deadline.
+        Gains are stored in `memory` for later runs. `ends_at` is the deadline of the run on the monotonic
+        clock; it is infinite without a deadline.
         """
         self._servers = servers
         self._memory = memory
@@ -176,7 +177,7 @@ class Adaptation:
         why = f"{command_line(step.args)}: {speed}: {outcome}"
         log.warning("%s: %s", server.name, why)
         server.incidents.append(Incident("adapted", server.name, why, {"new": step.args, "gain": gain}))
-        # One server restarts at a time. Each restart has to pay off in the time that remains then.
+        # Restart one server at a time. A later restart must still pay off in the time that remains by then.
         for restarted, args in restarts.items():
             if self._pays(restarted, abs(gain)):
                 restarted.adapt(args, f"{server.name} showed {1 + gain:.2f} x")
@@ -185,7 +186,7 @@ class Adaptation:
                 restarted.keep()
 
     def _rates(self) -> dict[SGLangServer, tuple[float, ...]]:
-        """Return the rates of each server in its window, without servers that had no work."""
+        """Return the measured rates of each server, without servers that had no work to measure."""
         return {server: watch.rates for server, watch in self._servers.items() if all(watch.rates)}
 
     def _gain(self, server: SGLangServer, rates_before: Mapping[SGLangServer, tuple[float, ...]]) -> float:

@@ -146,7 +146,9 @@ def _check(prepared: PreparedJob) -> Check:
     for item in islice(items, None if loaded.prompt.is_batch else ROWS_LOOKED_AT):
         prompt = _prompt_of(item, model)
         if loaded.prompt.rollout:
-            prompt["kind"] = "row"  # The rollout's function makes the prompts, so only its row can be shown.
+            # The prompts come from the rollout's function, which does not run here, so the row itself is
+            # shown.
+            prompt["kind"] = "row"
         looked_at += 1
         if prompt["error"] is not None:
             failures.add(item.ref.row, prompt["error"])
@@ -187,7 +189,7 @@ def _refusal(request: Request, model: PromptCheck) -> str | None:
     """
     try:
         refuse_invalid(request)
-        wire.refuse_deadly(request, None)  # values that crash an SGLang server
+        wire.refuse_deadly(request, None)  # Some values crash an SGLang server.
         if isinstance(request.prompt, RequestBody):
             body = orjson.loads(request.prompt.content)
         else:

@@ -108,7 +108,7 @@ class Control:
 
     def check(self) -> None:
         """Raise BatchrunError if the run must stop before the first row is sent."""
-        if self._stopped.is_set():  # `sleep` alone would be slow, because this is called for each row.
+        if self._stopped.is_set():  # A call of `sleep` for each row would be slow.
             self.sleep(0)
 
     async def run(self, work: Callable[[], T]) -> T:

@@ -54,15 +54,16 @@ class CorpusRefusedError(Exception):
 
 @dataclass(slots=True)
 class ServerCorpus:
-    """What is known of one server and its corpus."""
+    """State of one server and of the corpus that was loaded into it."""
 
     start: int
     """Number of the server's start; see `HttpEngine.start_of`."""
     tokens_at_start: int
     """Output tokens of the run when this start was noticed."""
     is_loaded: bool = False
-    """Whether this start of the server may have a corpus of this run. It is set before the request that loads
-    the corpus."""
+    """Whether the server may have loaded a corpus of this run since it last started. It is set before the
+    request that loads the corpus.
+    """
     is_refused: bool = False
     """Whether the server gets no more corpora."""
 
@@ -106,9 +107,9 @@ class CorpusFeeder:
                 log.debug("%s: its corpora could not be changed: %r", url, failure)
 
     def _may_feed(self, url: str, output_tokens: int) -> bool:
-        """Tell whether a server drafts from corpora and may get one; note if the run started it again.
+        """Tell whether a server drafts from corpora and may get one. Notice whether the server has restarted.
 
-        A gateway does not pass corpora on, so only servers with direct requests get one.
+        A gateway does not pass corpora on, so only a server that gets its requests directly may have one.
         """
         arguments = self._engine.arguments_of(url)
         has_budget = bool(arguments.get("speculative_ngram_external_sam_budget"))
@@ -150,7 +151,10 @@ class CorpusFeeder:
             server.is_loaded = False
 
     async def _promises_gain(self, answers: Sequence[str], tokens: int) -> bool:
-        """Tell whether a replay promises a gain by a corpus. Twice as many answers are replayed anew."""
+        """Tell whether a corpus would speed the run up, according to a replay of its answers.
+
+        The replay is repeated each time the number of output tokens has doubled.
+        """
         if not self._judged_tokens or tokens >= 2 * self._judged_tokens:
             gain = await asyncio.to_thread(corpus_gain, answers[:MOST_ANSWERS])
             self._judged_tokens, self._is_worth_it = tokens, gain >= LEAST_CORPUS_GAIN

@@ -295,7 +295,8 @@ class LeasedRows(TaskRows):
                 for lease, rows in unfinished:
                     self._leases.end(lease, rows)
                 self._others.remove(task)
-        except (TaskHeldError, TaskLockLostError):  # another worker is taking over
+        # Another worker has taken over from the dead worker, or is about to.
+        except (TaskHeldError, TaskLockLostError):
             return
         dead.store.discard_copy(task)
         if unfinished:
@@ -400,9 +401,10 @@ def _is_behind(leases: Leases, prepared: PreparedJob) -> bool:
 
 
 def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: Control) -> None:
-    """Plan the rows that are in no plan. Once all plans have ended, plan all rows without a result.
+    """Write a plan for the pending rows that no plan has yet.
 
-    The caller holds the lock of the leases' directory.
+    If all plans have ended, plan all rows without a result. The caller holds the lock of the leases'
+    directory.
     """
     is_done = leases.is_done()
     if not (is_done or _is_behind(leases, prepared)):  # another worker has just planned these rows
@@ -425,7 +427,8 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
         rows = plan.rows
         # A plan without rows is needed too if it records a larger limit or more files.
         is_needed = rows or _is_behind(leases, prepared)
-        lock.verify()  # Another process may have taken over, so nothing may be deleted or written then.
+        # Another process may have taken over the lock. Then nothing may be deleted or written any more.
+        lock.verify()
         if is_done:
             leases.remove_copies()
         if not is_needed:
@@ -439,7 +442,7 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
             check_stop=control.check,
             replace=False,
         )
-        if path:  # the rows are sent in the order of a sorted copy of the input
+        if path:  # A sorted copy of the input sets the order in which the rows are sent.
             leases.store.publish(path)
             cuts, name = SortedCopy(path).group_starts, path.name
         else:

@@ -65,7 +65,7 @@ class Leases:
         """The plans that were read, in the order of their numbers."""
         self._task = task
         self._joined = False
-        """Whether later plans are ignored."""
+        """Whether the worker has joined the run. Plans that are written later are then ignored."""
         self._places: list[tuple[LeasePlan, range]] = []
         """The plan of each lease, and the positions of the lease's rows in the order of the plan. The index
         is the number of the lease."""
@@ -238,7 +238,11 @@ class Leases:
         return plan.rows.range_cardinality(positions.start, positions.stop)
 
     def _rows(self, number: int, turn: int) -> BitMap64:
-        """Return the rows of a lease at a turn: all rows at turn 0, later the rows that remained before."""
+        """Return the rows of a lease at a turn, that is, when one worker after another has taken it.
+
+        At turn 0 these are all rows of the lease; later, the rows that remained at the end of the turn
+        before.
+        """
         if turn:
             name = _name(number, turn - 1)
             # A worker that was taken for dead may end its lease once more when it wakes. What the worker
@@ -263,7 +267,7 @@ class Leases:
 
 
 def _name(number: int, turn: int) -> str:
-    """Return the name of the file with the holder of a lease at a turn."""
+    """Return the name of the file that records which worker holds a lease at a turn."""
     return f"{number:06d}.{turn}"
 
 

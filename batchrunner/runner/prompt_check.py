@@ -43,7 +43,8 @@ class PromptCheck:
         self._chat_problem: str | None = None
         """Reason for which the chat template cannot be loaded; None if it can be loaded."""
         self._begins_twice = Counter[str]()
-        """Number of prompts that begin with a token that the tokenizer adds as well, by token."""
+        """Number of prompts whose text begins with a special token that the tokenizer adds as well, by token.
+        """
         if isinstance(job.engine, ServerEngine):
             has_chats = job.prompt.is_batch or (job.prompt.is_chat and job.prompt.rollout is None)
             self._find_files(job.engine, has_chats=has_chats)

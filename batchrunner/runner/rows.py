@@ -178,7 +178,7 @@ class FixedRows(TaskRows):
         copy: Path | None = None,
         turns: TurnStore | None = None,
     ) -> None:
-        """Do `rows`. `total` is the number of these rows and of the rows that were done before.
+        """Hold the `rows` to send. `total` also counts the rows that were finished before.
 
         `copy` is the sorted copy of the input in whose order the rows are sent; None for input order. `turns`
         stores the answers of rollouts.
@@ -200,7 +200,7 @@ class FixedRows(TaskRows):
 
     def take(self, *, wait: bool) -> Lease | None:
         """Take the lease with all rows. Later calls return None."""
-        del wait  # There is never another lease to wait for.
+        del wait  # There is only one lease, so waiting would never bring another one.
         lease, self._lease = self._lease, None
         return lease
 

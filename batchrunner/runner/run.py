@@ -84,8 +84,9 @@ SPOOL_S = 1.0
 """Maximum seconds until a row is in the journal on this machine, for a run in an object store. Its part file
 (a Parquet file of results) is uploaded later."""
 OF_RUN = ("exit_code", "reason", "rows_total", "rows_ok", "rows_failed", "rows_cut", "rows_left")
-"""Fields of report.json that an attempt without work rewrites, because the last attempt may have died before
-it wrote its report."""
+"""Fields of report.json that an attempt without work writes again, because an earlier attempt may have died
+before it wrote its report.
+"""
 
 
 async def execute(
@@ -120,7 +121,8 @@ async def execute(
         stack.enter_context(rare_garbage_collection())
 
         def lock_task() -> TaskLock:
-            return stack.enter_context(hold_own_task(run_dir, control.sleep))  # a new context at each try
+            # Each try needs a new context manager.
+            return stack.enter_context(hold_own_task(run_dir, control.sleep))
 
         lock = await unless_away(lambda: control.run(lock_task), job, control)
         disk = DiskWait(job.limits.disk_wait, lambda: control.at_once)
@@ -230,7 +232,7 @@ async def give_back(rows: TaskRows, lock: TaskLock) -> None:
     rows.stop()
 
     def give_back_now() -> None:
-        lock.verify()  # A worker that has taken over the lock ends the leases itself.
+        lock.verify()  # If another worker has taken over the lock, that worker ends the leases.
         rows.give_back()
 
     if not lock.is_abandoned:
@@ -361,7 +363,7 @@ class Run:
         output = prepared.job.output
         durable_s, part_s = output.durable, TIMING.part
         is_in_store = prepared.run_dir.store.objects is not None
-        if is_in_store:  # `output.durable` is then the time until a part file is uploaded.
+        if is_in_store:  # In an object store, `output.durable` is the time until a part file is uploaded.
             durable_s = min(output.durable, SPOOL_S)
             part_s = min(TIMING.part, output.uploaded_within_s * FLUSH_FRACTION)
         schema: pa.Schema = prepared.results_schema

@@ -375,7 +375,7 @@ class Sending:
             self._adaptation = None
 
     async def _feed(self, corpora: CorpusFeeder, sample: RunSample, now: float) -> None:
-        """Let the corpora process a load sample. An error ends only them; the run goes on."""
+        """Pass a load sample to the corpora. If that fails, the run goes on without corpora."""
         try:
             await corpora.take(sample, now)
         except Exception:

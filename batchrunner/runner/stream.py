@@ -298,7 +298,7 @@ class ProgramRows:
     """
 
     is_shared = True
-    """True as for a run that workers share, so that few rows are read ahead and reordered at a time."""
+    """Treat the rows like those of a run that workers share: read and reorder only a few rows ahead."""
 
     def __init__(
         self,
@@ -351,7 +351,7 @@ class ProgramRows:
         pieces, self._first = self._first or take_batches(self._buffer, 0), []
         while pieces:
             for piece in pieces:
-                if isinstance(piece, str):  # the error of one row
+                if isinstance(piece, str):  # This piece is the error of a single row.
                     rows = range(self._read, self._read + 1)
                     batch = self._failed(rows, error=piece)
                 else:

@@ -62,7 +62,9 @@ PACE_S = 0.25
 """Seconds between two rounds of sending while users are there. Each round costs a prefill pass, for which
 users have to wait."""
 TRUST_S = 30.0
-"""Seconds in which the number of rows that the server's admission is expected to accept doubles."""
+"""Time, in seconds, in which the assumed limit of the server's admission doubles after rows were stuck. The
+limit is the number of requests that the admission is expected to accept.
+"""
 PASS_S = 0.05
 """Assumed duration of a forward pass, in seconds."""
 MOST_ROUNDS = 10
@@ -77,7 +79,10 @@ class BackgroundController(Controller):
     def __init__(
         self, scheduler: str, fits: int, band: QueueBand, *, most: int, now: float, yields: bool
     ) -> None:
-        """`fits` is the number of rows that fit the KV pool; a server that `yields` lets users go first."""
+        """Start without this run's rows; `fits` is the number of rows that fit the KV pool.
+
+        `yields` tells whether the server gives requests of users priority over requests of this run.
+        """
         super().__init__(scheduler, 0, band, most=most, now=now)
         self.state = "background"
         self.users = 0
@@ -111,7 +116,8 @@ class BackgroundController(Controller):
         self.kept = self._kept_without_stuck(gap_s, reading, slots, ahead)
         allowed = min(self._allowed_by_slots(slots, ahead), self._allowed_by_pool(now, reading))
         room = int(allowed - most_users)
-        if most_users and reading.queue:  # Users may be among the waiting requests.
+        # Requests of users may wait in the queue, so our rows must not take the slots that those need.
+        if most_users and reading.queue:
             room = min(room, reading.in_flight - min(reading.queue, most_users))
         self.state = "background"
         if now - self._refused_at < CALM_S:
@@ -138,7 +144,8 @@ class BackgroundController(Controller):
     def _count_users(self, gap_s: float, reading: Reading) -> int:
         """Update the certain number of users, and its recent rise; return their largest possible number."""
         total, users_before = reading.running + reading.queue, self.users
-        # When the gauges were taken, the number of our rows was between these two counts.
+        # The gauges were taken between the last two samples. At that time the number of this run's requests
+        # was between these two counts.
         fewest_ours, most_ours = sorted((reading.in_flight, self.ours))
         self.ours = reading.in_flight
         self.users = max(0, total - most_ours)

@@ -4,14 +4,14 @@ The window W is the number of requests that are kept in flight at a scheduler. R
 cannot run wait there as `#queue-req`. Each row that ends makes room for one more, so a slower engine gets
 fewer rows without any decision. A fresh load sample moves W:
 
-    W ← 2·W                 while the queue is empty, the pool is not nearly full, and sent rows have arrived
-    W ← W + 0.37·(q* - q)   otherwise, if |q* - q| > q*/4
-    W ≤ running + min(queue, w) + λ'·τ      while the pool is nearly full; w is 0 while it is overfull
-    W ≤ 0.9·mean(running) / mean(usage)     while it is overfull
+W ← 2·W while the queue is empty, the pool is not nearly full, and sent rows have arrived W ← W + 0.37·(q* -
+q) otherwise, if |q* - q| > q*/4 W ≤ running + min(queue, w) + λ'·τ while the pool is nearly full; w is 0
+while it is overfull W ≤ 0.9·mean(running) / mean(usage) while it is overfull
 
-- q* is the wanted length of the queue: q* = w / 0.75 with w = low + 2·λ·τ. λ rows/s end, and samples are τ s
-  apart. So each row that ends between two samples has a successor in the queue, and w, the lower end of the
-  dead band, is not below `low`. While the pool is overfull, q* is 1.5·low.
+- q* is the wanted length of the queue: q* = w / 0.75 with w = low + 2·λ·τ. `low` is the lower end of the
+  queue's band, λ rows/s end, and samples are τ s apart. So each row that ends between two samples has a
+  successor in the queue, and w, the lower end of the dead band, is not below `low`. While the pool is
+  overfull, q* is 1.5·low.
 - q is `#queue-req` as long as running + queue account for the requests in flight. Otherwise the gauges are
   older than W's last move, and q is predicted: q = min(in flight, W) - mean(in flight - queue), where the
   mean has a half-life of 4 s. Without the prediction, W would swing when gauges are 4 s late. The prediction
@@ -151,10 +151,13 @@ class Controller:
     """The window of one scheduler. Times are seconds of any clock that does not go back."""
 
     least = 1
-    """The smallest window."""
+    """Minimum window, in requests."""
 
     def __init__(self, scheduler: str, window: int, band: QueueBand, *, most: int, now: float) -> None:
-        """Begin with a `window`, which never exceeds `most`, the number of connections that are allowed."""
+        """Start with `window` requests.
+
+        The window never exceeds `most`, the number of connections allowed.
+        """
         self.scheduler = scheduler
         self.band = band
         self.window = min(window, most)
@@ -179,7 +182,7 @@ class Controller:
         self._held_share = 0.0  # recent share of time in which the server held back
         self._newest_corner: Corner | None = None  # load state at the last sample
         self._newest_corner_since = now
-        self._logged_corner: Corner | None = None  # load state in the last event
+        self._logged_corner: Corner | None = None  # load state that the event log shows
 
     def sample(self, now: float, reading: Reading, *, may_grow: bool = True) -> list[Decision | CornerChange]:
         """Process a fresh sample; return the changes. `may_grow` is false if the route has a long queue."""
@@ -310,9 +313,11 @@ class Controller:
     def _room(self, reading: Reading, target: float) -> float:
         """Return the maximum number of requests in flight while the pool is nearly full or overfull.
 
-        `target` is the wanted length of the queue. Rows may begin only at the pace of a well used pool.
+        `target` is the wanted length of the queue, in requests. Credit for new rows grows at the pace at
+        which a well used pool would take them.
         """
-        usage = max(self._usage, NEAR_USAGE / 4)  # The mean may still be near 0 at first.
+        # Near the beginning of a run the mean is close to 0, and a division by it would give a huge credit.
+        usage = max(self._usage, NEAR_USAGE / 4)
         self._start_credit += self._mean_rate * GOOD_USAGE / usage * self._period_s
         may_begin, self._start_credit = divmod(self._start_credit, 1)
         if self.is_overfull:

@@ -89,7 +89,9 @@ class RouteLimit:
     counted: int = 0
     """Number of ended rows that were already added to `recent`."""
     share: int | None = None
-    """Limit of requests in flight by its share of the remaining rows; None before it is computed."""
+    """Maximum requests in flight on this route, in proportion to its share of the remaining rows; None before
+    it is computed.
+    """
     in_flight: int = 0
     """Requests in flight of all runs, at the last load sample."""
 
@@ -218,7 +220,7 @@ class ConcurrencyLimits:
 
     @property
     def retractions(self) -> int:
-        """Retractions of all rows that have ended."""
+        """Number of retractions over all rows that have ended."""
         return sum(route.ended.retractions for route in self.routes)
 
     def observe(
@@ -292,7 +294,7 @@ class ConcurrencyLimits:
         )
 
     def _add(self, load: SchedulerLoad, now: float) -> Decision:
-        """Add a scheduler by its first load; return its first window."""
+        """Start to control the scheduler that reports this load; return its first window as a decision."""
         name, max_running, band = load.scheduler, load.max_running, self._band(load)
         if self.passes is not None:
             window = self.passes.first_window(max_running)
@@ -328,7 +330,10 @@ class ConcurrencyLimits:
         return Decision(scheduler=name, old=0, new=controller.window, state=controller.state, reason=why)
 
     def _sample(self, loads: Sequence[SchedulerLoad], now: float) -> list[Decision | CornerChange]:
-        """Pass each new sample to its scheduler's controller; return the changes of windows and states."""
+        """Pass each new load sample to the controller of its scheduler.
+
+        Return the changes of windows and load states.
+        """
         requests = Counter[RouteLimit]()  # that run or wait, over all schedulers of a route
         full_routes = set[RouteLimit]()
         for load in loads:
