@@ -44,7 +44,7 @@ class FailureKind(Enum):
     """The reason why an attempt has no answer."""
 
     PREEMPTED = auto()
-    """We preempted the row for the engine's users."""
+    """batchrunner preempted the row so that the engine can serve its users."""
     INVALID = auto()
     """The row failed batchrunner's own checks, so nothing was sent."""
     REFUSED = auto()
@@ -264,8 +264,8 @@ def cause_of(
 def is_culprit(refusals: Refusals, max_attempts: int) -> bool:
     """Tell whether a refused row is itself the cause of its refusals.
 
-    It is if chance can hardly explain them, at the rate at which each route refused requests since its first
-    refusal of the row.
+    The row is the cause if chance can hardly explain its refusals. The chance of each refusal is the rate at
+    which the route has refused requests since it first refused the row.
     """
     chance = 1.0
     for record, tally in refusals.by_route.items():

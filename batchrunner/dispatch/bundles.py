@@ -61,14 +61,14 @@ class BundleTotals:
 
 
 def prompt_tokens(request: Request) -> int:
-    """Estimate the prompt tokens of a row that will be computed; exact for token ids."""
+    """Estimate how many prompt tokens the engine will compute for a row; exact for token ids."""
     if isinstance(request.prompt, RequestBody):
         return len(request.prompt.content) // BYTES_PER_TOKEN
     length = len(request.prompt)
     tokens = length if request.kind == "input_ids" else length // BYTES_PER_TOKEN
     if not request.items:
         return tokens
-    if request.item_ids:  # choices: their prompt is computed once
+    if request.item_ids:  # For a choose task, the engine computes the prompt once and each choice after it.
         return tokens + sum(map(len, request.item_ids))
     return tokens * len(request.items) + sum(map(len, request.items)) // BYTES_PER_TOKEN
 
@@ -172,11 +172,15 @@ class BundleSize:
         self._rows = FIRST_ROWS if short else 1
         if passes is not None:
             self._rows = MOST_LIST_ROWS
-        self._since: float | None = None  # begin of the period
+        self._since: float | None = None
+        """Time at which the measuring period began; None before the first row."""
         self._burst_began = 0.0
-        self._burst = 0  # rows that ended in the present burst
-        self._ended = 0  # rows in the finished bursts of this period
-        self._squares = 0  # sum of the squared sizes of the finished bursts
+        self._burst = 0
+        """Number of rows that ended in the present burst."""
+        self._ended = 0
+        """Number of rows in the finished bursts of this period."""
+        self._squares = 0
+        """Sum of the squared sizes of the finished bursts."""
 
     def record_sent(self, request: Request) -> None:
         """Count a row that is sent."""
@@ -411,7 +415,7 @@ class BundleSenders:
         totals: BundleTotals,
         events: EventLog,
     ) -> None:
-        """Prepare senders; `passes` are those of a task without decoding, and None for generation."""
+        """Prepare senders; `passes` describes the forward passes of a task without decoding, else None."""
         self._engine = engine
         self._totals = totals
         self._events = events

@@ -91,7 +91,10 @@ class AnswerChecker:
         """Thread for checks that may take long and would block the event loop; None if all are quick."""
 
     def to_send(self, request: Request) -> Request:
-        """Return the request, with BLANKS as stop_regex once an answer was padded, if it has a schema."""
+        """Return the request as it is sent.
+
+        Once an answer of the job was padded, a request with a schema gets BLANKS as `stop_regex`.
+        """
         if self._ends_padding and request.sampling.get("json_schema") is not None:
             return _ending_padding(request)
         return request
@@ -202,7 +205,7 @@ class AnswerConditions:
         reads_parsed = self._expression is not None and self._expression.reads(PARSED)
         self._parses = self._wants_json or self._adds_parsed or reads_parsed
         self._by_row = plan.schema_by_row
-        """Whether each row brings its own schema, or none."""
+        """Whether each row may bring its own schema."""
         self._always_json = accept.json_ is True
         """Whether the answers of rows without a schema must be JSON as well."""
         self._validator = None

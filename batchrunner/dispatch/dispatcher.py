@@ -145,13 +145,13 @@ class Dispatcher:
             self._record_answer(row, route, completion, now)
             if self.checker is not None:
                 completion, message, next_request = await self.checker.check(row, completion)
-                if next_request is not None:  # The answer was rejected.
+                if next_request is not None:  # A next request means that the answer was rejected.
                     row.request = next_request
                     self.backlog.retry_after(row, 0.0)
                     return
         else:
             last_error = await self._handle_failure(row, route, error, now)
-            if last_error is None:  # The row is in the backlog again.
+            if last_error is None:  # None means that the row is in the backlog again.
                 return
             message = str(last_error)
             completion = (
@@ -218,7 +218,8 @@ class Dispatcher:
         cause = RefusalCause.OPEN
         if kind in REFUSED_FOR_NOW and not history.was_refused:
             cause = await self._investigate_refusal(row, route, history, now)
-        # After the investigation: its control request may show that the engine accepts rows.
+        # The investigation above comes first, because its control request may show that the engine accepts
+        # rows.
         if kind in UNAVAILABLE:
             self._record_unavailable(kind, now)
         fate = fate_of(self._failed_attempt(row, route, kind=kind, cause=cause, now=now))

@@ -56,7 +56,7 @@ class Rates:
     """Rates of several counts over the last 30 s."""
 
     def __init__(self, now: float, counts: int) -> None:
-        """Start with `counts` counts that are all 0 at `now`."""
+        """Start at time `now` with this number of `counts`, which are all 0."""
         self._points: deque[tuple[float, tuple[int, ...]]] = deque([(now, (0,) * counts)])
 
     def update(self, now: float, counts: tuple[int, ...]) -> list[float]:
@@ -78,10 +78,13 @@ class TimeLeft:
 
     def __init__(self, now: float, row_s: float | None = None) -> None:
         """Start without ended rows; `row_s` is the estimated time of a row in seconds."""
-        self._rows = self._seconds = 0.0  # ended rows, and their time; the older a row, the less it counts
-        self._done = 0  # rows that have ended
+        self._rows = self._seconds = 0.0
+        """Number of ended rows and their time in seconds; the older a row is, the less it counts."""
+        self._done = 0
+        """Number of rows that have ended."""
         self._began = now
-        self._ended = now  # when the last row ended
+        self._ended = now
+        """Time at which the last row ended."""
         self._expected_s = row_s or 0.0
         # Weight of the estimate in the predicted time per row; the measured pace has the rest.
         self._trust = 1.0 if row_s else 0.0
@@ -128,15 +131,15 @@ class TimeLeft:
         latest_s = (done + in_flight) * self._expected_s
         is_late = elapsed_s > max(latest_s * _tolerance(done + in_flight), latest_s + material_s)
         if is_late or done < max(1, in_flight):
-            return is_late  # The first rows to end are the quick ones, so the run cannot count as early yet.
+            return is_late  # As long as only the quickest rows have ended, the run cannot count as early.
         expected_s = done * self._expected_s
         return elapsed_s < min(expected_s / _tolerance(done, in_flight), expected_s - material_s)
 
 
 def _tolerance(done: int, in_flight: int = 0) -> float:
-    """Return the factor by which the mean time of the rows that ended may differ from the true mean.
+    """Return the factor by which the mean time of the ended rows may differ from the true mean.
 
-    Rows in flight add to the difference: time was spent on them, and they are not among the ended rows.
+    The time spent on rows in flight adds to the difference, because these rows have not ended.
     """
     done = max(1, done)
     return 1 + max(CONTRADICTION, CHANCE / math.sqrt(done), in_flight / done)
@@ -151,7 +154,8 @@ class LoadSummary:
     def __init__(self, concurrency: ConcurrencyLimits) -> None:
         self._concurrency = concurrency
         self._last: float | None = None
-        self._sums: defaultdict[str, float] = defaultdict(float)  # sums of values times seconds
+        # sum of each value times the seconds that it lasted
+        self._sums: defaultdict[str, float] = defaultdict(float)
 
     def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
         """Add a load sample, weighted by the seconds since the last sample."""

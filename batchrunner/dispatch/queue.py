@@ -205,9 +205,12 @@ class DispatchQueue:
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
         self._for_any_route: deque[PendingRow] = deque()
-        self._turns: deque[PendingRow] = deque()  # later requests of rollouts, sent first
-        self._avoiding = defaultdict[tuple[Route, ...], deque[PendingRow]](deque)  # by the routes they avoid
-        self._count = 0  # of all rows; summing over routes for each row is slow
+        self._turns: deque[PendingRow] = deque()
+        """Later requests of rollouts; they are sent before all other rows."""
+        self._avoiding = defaultdict[tuple[Route, ...], deque[PendingRow]](deque)
+        """Rows that have failed on routes, by the routes that they avoid."""
+        self._count = 0
+        """Number of all rows in the queue. Summing over the routes for each row would be slow."""
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -385,9 +388,9 @@ class Backlog:
 
     @property
     def unsent(self) -> int:
-        """Number of remaining rows that are not in flight; an estimate with leases of a joined run.
+        """Number of remaining rows that are not in flight; an estimate if the worker shares its run.
 
-        The number is at least that of the rows in the queue, since a rollout may send many requests at once.
+        The number is never less than the rows in the queue, because a rollout may send many requests at once.
         """
         if self.is_stopping:
             return 0

@@ -174,7 +174,7 @@ WIDER = 1.5
 MISS_SHARE = 0.1
 """Maximum fraction of followers without a prefix cache hit at which the reuse distance stays."""
 LEAST_EXPECTED_TOKENS = 64
-"""Minimum number of tokens of a follower's shared prefix for the follower to count in a check."""
+"""Minimum length of a shared prefix, in tokens, for a follower to count in a check of the reuse distance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,13 +203,16 @@ class ReuseDistance:
         self._bytes, self._bytes_tokens = 0, 0
         self._followers, self._missed, self._evicted = 0, 0, 0
         self._last_miss_share, self._mean_miss_share = 0.0, 0.0
-        self._clock, self._changed_at = 0.0, 0.0  # prefill tokens sent: until now, until the last change
+        self._clock = 0.0
+        """Number of prefill tokens that were sent so far."""
+        self._changed_at = 0.0
+        """Value of the clock at the last correction."""
         self._factor = WIDER
         self._expected_tokens, self._found_tokens = 0.0, 0.0
 
     @property
     def tokens(self) -> int:
-        """Prefill tokens between a leader and its followers."""
+        """Reuse distance in prefill tokens, over all schedulers."""
         return round(self._tokens * self._schedulers)
 
     @property
@@ -236,7 +239,11 @@ class ReuseDistance:
         return self._clock - leader.sent_clock >= (self._tokens - in_pass) * self._schedulers
 
     def keeps(self, clock: float, more_bytes: int = 0) -> bool:
-        """Tell whether a prefix last used at `clock` is still cached after `more_bytes` of prompts."""
+        """Tell whether a prefix is still in the prefix cache.
+
+        `clock` is the value of the clock at the prefix's last use. `more_bytes` of prompts will be sent
+        before the prefix is used again.
+        """
         ahead = self._clock - clock + more_bytes / self.bytes_a_token
         return ahead <= self._most * self._schedulers
 
@@ -297,7 +304,8 @@ class ReuseDistance:
             return None
         if 2 * evicted > missed or self._tokens >= self._first:
             self._factor = NEARER
-        elif miss_share > last_miss_share > MISS_SHARE:  # The last correction made it worse: reverse it.
+        # The last correction made the misses more frequent, so its direction is reversed.
+        elif miss_share > last_miss_share > MISS_SHARE:
             self._factor = NEARER if self._factor == WIDER else WIDER
         old = self.tokens
         self._tokens = max(self._least, min(self._most, self._tokens * self._factor))
@@ -471,8 +479,9 @@ the rows that one worker holds."""
 PIECE_ROWS = 256
 """Maximum number of rows that are handed on to the feeder together."""
 PIECE_BYTES = 64 << 20
-"""Approximate maximum of the memory, in bytes, that rows handed on together take once they are tokenized and
-their files are read."""
+"""Approximate maximum size of a piece in memory, in bytes, with its token ids and files. A piece is the rows
+that are handed on to the feeder together.
+"""
 IDS_BYTES = 16
 """Memory for token ids, in bytes per byte of a prompt."""
 TEMPLATE_BYTES = 256
@@ -539,12 +548,12 @@ class Reorderer:
         return len(self._window) + len(self._release)
 
     def sharing(self) -> dict[str, Any]:
-        """Return `sharing` of report.json; empty without a distance."""
+        """Return the field `sharing` of report.json; empty if rows are not ordered by shared prefixes."""
         return self._distance.as_dict() if self._distance is not None else {}
 
     def record(self, row: PendingRow, completion: Completion) -> DistanceChange | None:
         """Learn from an answer; return how that changed the reuse distance."""
-        if not isinstance(row, OrderedRow):  # a request of a rollout, which takes no part in the order
+        if not isinstance(row, OrderedRow):  # A request of a rollout is not reordered.
             return None
         if self._lengths is not None:
             self._lengths.record(row, completion.output_tokens)

@@ -170,7 +170,7 @@ class RolloutProcess(HookProcess):
 
     @property
     def is_blocked(self) -> bool:
-        """Whether the code of one row often keeps the others waiting."""
+        """Whether the code of one rollout often blocks the process, so that its other rollouts wait."""
         is_often = self._blocked_checks >= BLOCKED_SHARE * self._checks
         return is_often and len(self._long_steps) >= LONG_STEPS
 
@@ -210,7 +210,7 @@ class Rollouts:
     store: TurnStore | None
     """Store of the answers; None if they are not stored, as for the rows of a program."""
     turns: int = 0
-    """Requests that were answered in this attempt."""
+    """Number of requests that were answered in this attempt."""
 
     def __post_init__(self) -> None:
         """Open no row yet."""
@@ -333,13 +333,15 @@ class Rollouts:
                         return [], f"{self._label}: {failure}"
                     if is_guilty:
                         suspicion += OWN_PROCESS_SUSPICION
-                    elif not running_number:  # No row's code ran, so any row of the process may be guilty.
+                    # No row's code was running when the process ended, so any of its rows may have ended it.
+                    elif not running_number:
                         suspicion += 1
                     continue
                 finally:
                     if has_own_process:
                         process.kill()
-            # If a repeated run leaves stored answers unused, its results would not fit these answers.
+            # Stored answers that a repeated function does not ask for were given to other requests, so the
+            # results would not fit them.
             if rollout.sent_counts.total() < len(rollout.answers):
                 log.warning(
                     "row %d: %s sent other requests when it was run again, so the row starts anew",
@@ -409,7 +411,8 @@ class Rollouts:
         answer = rollout.answers.pop(key, None)
         if answer is None:
             answer = self._group.create_task(self._send_request(rollout, key, text))
-        rollout.answers[key] = answer  # keeps the order of the requests, for stored answers too
+        # The dict keeps the order of the requests, even if their answers come from the store.
+        rollout.answers[key] = answer
 
         def send_answer(answer: asyncio.Future[Outcome]) -> None:
             if not answer.cancelled() and answer.exception() is None:
@@ -537,7 +540,7 @@ def _outcome_of(rollout: Rollout, rows: list[dict[str, Any]], error: str | None,
             ASKED_AGAIN: [totals for answer in completions for totals in answer.columns.get(ASKED_AGAIN, ())],
         },
     )
-    # The first attempt of each answer is no retry of the row, so only the further attempts count.
+    # Only the further attempts of each answer count as retries, because a rollout sends several requests.
     attempts = 1 + sum(max(0, outcome.attempts - 1) for outcome in outcomes)
     return Outcome(
         ref=rollout.request.ref, completion=completion, error=error, latency_s=latency_s, attempts=attempts

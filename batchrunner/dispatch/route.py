@@ -57,7 +57,7 @@ class RouteRecord:
     answered: int = 0
     """Number of answers that count."""
     refused: int = 0
-    """Number of temporary refusals that count."""
+    """Number of temporary refusals that count as evidence, see `Refusals`."""
     newest: float = 0.0
     """Time at which the newest answered request was sent, in seconds of the monotonic clock."""
     last: Request | None = None

@@ -50,8 +50,9 @@ class Account:
     """Cost of the ended rows, in prompt tokens. It also grows while the account needs less than its share, so
     that an account cannot save up time of the engine."""
     rows_averaged: int = 0
-    """Weight of `row_cost` in rows, at most ROWS_AVERAGED. A cost that is taken from other accounts has the
-    full weight; 0 means that nothing is known."""
+    """Weight of `row_cost` in rows, at most ROWS_AVERAGED. If `row_cost` was copied from other accounts, it
+    has the full weight. With 0, no cost is known yet.
+    """
     row_cost: float = FIRST_ROW_COST
     """Mean cost of a recent row, in prompt tokens."""
     prompt_tokens: float = 0.0
@@ -98,11 +99,12 @@ class Account:
         self.cost = max(self.cost, time * self.share)
 
     def begin_beside(self, in_flight: Mapping[Account, int]) -> None:
-        """Begin beside other accounts, each with its number of rows in flight.
+        """Raise the virtual time to that of the other accounts, so that this account starts level with them.
 
-        Their rows in flight count as ended, if their cost is known. Otherwise this account would get as much
-        work once more. Until rows of this account have ended, they are taken to cost as much as those of the
-        others, or as its prompts if that is more: a wrong guess would give far too many or too few slots.
+        `in_flight` has the number of rows in flight of each other account. These rows count as ended if their
+        cost is known. Until rows of this account have ended, a row is assumed to cost as much as a row of the
+        other accounts, or as the prompts of this account if that is more. A wrong assumption would give this
+        account far too many or too few slots.
         """
         known = [other for other in in_flight if other.rows_averaged]
         if known and not self.rows_averaged:

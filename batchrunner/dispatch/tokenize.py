@@ -309,7 +309,7 @@ class RowTokenizer:
             encoder = self._encoders[kind]
             if encoder is not None and kind not in self._compared:
                 await self._compare(kind, encoder, requests)
-                encoder = self._encoders[kind]  # None if the tokens differ
+                encoder = self._encoders[kind]  # None if client and engine compute different tokens
         if encoder is None:
             return [*requests]
         return await asyncio.to_thread(encoder.encode, requests)

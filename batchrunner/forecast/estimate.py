@@ -91,8 +91,9 @@ class KeptSample(msgspec.Struct):
     """The answers to a sample, with the facts that a later estimate needs: the content of estimate.json."""
 
     engine: str
-    """Digest of the job's `engine`, without the fields that a forecast may change. A digest has no
-    secrets."""
+    """Digest of the job's `engine`, without the fields that a forecast may change. It is a digest so that no
+    secret is stored.
+    """
     most: int
     """Maximum number of rows of the sample."""
     sampled: Setting
@@ -188,7 +189,7 @@ class Estimate:
         if self.cost:
             lines.append(f"cost: {_shown(self.cost, '{:,.2f}'.format)}")
         lines += [f"{name} tokens: {_shown(count, '{:,.0f}'.format)}" for name, count in self.tokens.items()]
-        return [*lines, *sorted(self.why)]  # In a fixed order, two estimates are easy to compare.
+        return [*lines, *sorted(self.why)]  # A fixed order makes two estimates easy to compare.
 
 
 def _shown(figure: Interval, to_text: Callable[[float], str]) -> str:
@@ -254,7 +255,7 @@ def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: Bit
     if prepared.renderer.kind is not None:
         with contextlib.suppress(CannotTokenizeError):  # Numbers of tokens are then estimated, see `_row_of`.
             encoder = make_encoder(job, info, prepared.renderer.kind)
-    # With another `order`, `decide_order` would not look for common prefixes.
+    # `decide_order` looks for common prefixes only if the job's `order` is "auto".
     with_auto_order = replace(prepared, job=job.model_copy(update={"order": "auto"}))
     decision = decide_order(with_auto_order, todo)
     order = decision.order if job.order == "auto" else job.order
@@ -456,7 +457,9 @@ async def _from_sample(prepared: PreparedJob, request: _EstimateRequest) -> _Bas
     copies = _copies(job, request, default=len(sample.info.routes))
     result = _forecast(job, surveyed, sample, pending=pending, copies=copies, workers=request.workers)
     is_for_the_job = request.replicas is None and request.workers == 1
-    if is_for_the_job:  # Only such an estimate suits the run that follows.
+    # The estimated time per row is stored only if the estimate is for the workers and replicas that the job
+    # itself has.
+    if is_for_the_job:
         sending_s = max(0.0, result.seconds.median - sample.start_s)
         sample.row_s = sending_s / max(len(pending), 1)
     write_json(path, msgspec.to_builtins(sample))

@@ -179,7 +179,8 @@ def _requests_of(row: JobRow, outputs: Sequence[int], *, number: int) -> Iterato
     From the second completion on, the prefix cache has the row's prompt.
     """
     prompt = max(1, round(row.prompt))
-    cached = min(round(row.cached), prompt - 1)  # SGLang always computes the last token of a prompt.
+    # SGLang always computes the last token of a prompt, even if the whole prompt is in the cache.
+    cached = min(round(row.cached), prompt - 1)
     for tokens in outputs:
         yield SimulatedRequest(
             prompt_tokens=prompt,
@@ -233,7 +234,8 @@ def sample_spans(attempts: Sequence[Attempt], setting: Setting) -> list[tuple[Pa
     schedulers_of_route = max(1, setting.schedulers // len(routes))
     spans: list[tuple[PassWork, float]] = []
     for attempts_of_route in routes.values():
-        for scheduler in range(schedulers_of_route):  # A server gives rows to its schedulers in turn.
+        # A server gives rows to its schedulers in turn, so every nth row ran on the same scheduler.
+        for scheduler in range(schedulers_of_route):
             spans += _scheduler_spans(attempts_of_route[scheduler::schedulers_of_route], setting.config)
     return spans
 
@@ -340,7 +342,7 @@ def forecast(
     small_sample_factor = 1 + FEW / len(attempts)
     output_tokens = fmean(sum(tokens) for _, tokens in drawn)
     output_deviation *= small_sample_factor * math.sqrt(1 + len(attempts) / total) / output_tokens
-    # First cause: simulate outputs that are longer by one standard deviation.
+    # First cause: the output lengths. Simulate outputs that are longer by one standard deviation.
     factor = math.exp(output_deviation)
     longer_outputs = [(row, [math.ceil(factor * tokens) for tokens in lengths]) for row, lengths in drawn]
     longer_work, _ = whole_work(setting, longer_outputs, rows_of_scheduler)

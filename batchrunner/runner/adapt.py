@@ -36,8 +36,9 @@ GAIN_TO_COST = 3.0
 """A restart pays off if the time it saves until the end of the run exceeds this multiple of the time it
 costs."""
 MOST_WINDOWS = 4
-"""Maximum length of a trial as a number of windows, each extended by the mean time from sending a row to its
-end. The trial ends then even if it had too little steady work."""
+"""Maximum length of a trial, in windows. Each window is extended by the mean time in flight of a row. At this
+length the trial ends even if it had too little steady work.
+"""
 
 
 def adaptation_of(engine: Engine, run_dir: RunDir, ends_at: float) -> "Adaptation | None":
@@ -91,7 +92,8 @@ class Adaptation:
         while True:
             yield from self._measure_window()
             for server, watch in self._servers.items():
-                server.keep()  # A server that has worked for a window keeps its flags if it dies later.
+                # A server that has worked for a whole window keeps its flags, even if it dies later.
+                server.keep()
                 step = None if server.lost else self._next_step(server, watch)
                 if step is not None:
                     yield from self._try(server, step)

@@ -38,7 +38,8 @@ class BatchRun:
         """Return the result as lines for a person."""
         lines = self.report.lines()[:-1]  # The report's last line names the part files, not the results.
         if not self.is_published:
-            # An exit code of 0 means that other workers of a shared run are still at work.
+            # With an exit code of 0, the results are missing only because other workers still send rows of
+            # the shared run.
             is_stopped = self.report.exit_code != 0
             writer = (
                 "the attempt that finishes the last line" if is_stopped else "the last worker that finishes"

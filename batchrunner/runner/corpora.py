@@ -139,7 +139,8 @@ class CorpusFeeder:
             return
         if step == "add":
             name = f"{self._prefix}{next(self._names)}"
-            server.is_loaded = True  # before the request, so that `close` removes what a cancelled one loads
+            # Set before the request, so that `close` also removes a corpus whose request was cancelled.
+            server.is_loaded = True
             await _change(status, ADD, {"corpus_id": name, "documents": answers}, TIMING.corpus_load)
             log.info(
                 "%s: about %s tokens of finished answers were loaded as a corpus for n-gram speculation",
@@ -176,7 +177,8 @@ def newest_answers(run_dir: RunDir, most_characters: int) -> list[str]:
     answers: list[str] = []
     characters_left = most_characters
     for path in reversed(run_dir.all_parts()):
-        damaged = contextlib.suppress(pa.ArrowException, OSError, KeyError)  # or removed in the meantime
+        # A part file may be damaged, or may have been removed in the meantime.
+        damaged = contextlib.suppress(pa.ArrowException, OSError, KeyError)
         with damaged, pq.ParquetFile(path) as part:
             if not has_texts(part.schema_arrow):
                 continue

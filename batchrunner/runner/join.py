@@ -181,9 +181,9 @@ class LeasedRows(TaskRows):
         return (remaining, 0) if self._workers() > 1 else (0, remaining)
 
     def _look(self) -> Leases:
-        """Read the leases of all plans.
+        """Return the leases of all plans, read anew.
 
-        `self._leases` lacks plans that were added after this worker joined.
+        `self._leases` does not have the plans that were added after this worker joined.
         """
         leases = Leases(self._leases.directory, store=self._leases.store)
         leases.refresh()
@@ -223,13 +223,18 @@ class LeasedRows(TaskRows):
         return lease, is_over
 
     def _try_take(self) -> Lease | None:
-        """Take a lease that was free at the last look; None if none was, or if this worker has its share."""
+        """Take a lease that was free at the last look.
+
+        Return None if no lease was free, or if this worker already has its share of the rows.
+        """
         if time.monotonic() - self._refreshed_at > max(REFRESH_S, self._pause_s()):
             self._refresh()
         if self._has_its_share():
             return None
         while (number := next_lease(self._leases.free(), self._last_number)) is not None:
-            with self._lock:  # Otherwise the end of another lease could put the beacon out meanwhile.
+            # The lock keeps the end of another lease from putting the beacon out before the new lease is
+            # noted.
+            with self._lock:
                 self._beacon.light()
                 lease = self._leases.take(number)
                 if lease is not None:
@@ -425,7 +430,7 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
             reuse = Reuse(prepared, control, model_of(prepared.job.engine))
             plan = plan.with_reused(reuse.take(main, lock, plan.selected, plan.missing))
         rows = plan.rows
-        # A plan without rows is needed too if it records a larger limit or more files.
+        # A plan without rows is still needed if it records a larger limit or more input files.
         is_needed = rows or _is_behind(leases, prepared)
         # Another process may have taken over the lock. Then nothing may be deleted or written any more.
         lock.verify()

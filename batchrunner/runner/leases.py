@@ -117,7 +117,8 @@ class Leases:
         number = len(self.plans)
         make_directory(self.directory)
         self._create(f"plan-{number:06d}", orjson.dumps({**asdict(plan), "rows": rows_to_text(plan.rows)}))
-        self._read_plan(number)  # not by `refresh`, because an old listing may lack another worker's plan
+        # `refresh` could miss this plan, because a listing may be too old to show the plan of another worker.
+        self._read_plan(number)
 
     def rows(self) -> BitMap64:
         """Return the rows of all plans, including rows that are done."""
@@ -233,7 +234,8 @@ class Leases:
         turn = self._turn(number)
         if turn:
             return len(self._rows(number, turn))
-        if plan.order:  # each position of a sorted copy has one row, so the copy need not be read
+        # Each position of a sorted copy has one row, so its rows need not be read to count them.
+        if plan.order:
             return len(positions)
         return plan.rows.range_cardinality(positions.start, positions.stop)
 

@@ -218,7 +218,8 @@ class Reuse:
         stored_names = {name for stored_schema in stored_schemas for name in stored_schema.names}
         if not stored_names.issuperset(names):  # the other run is of an earlier version, without some columns
             return
-        schema = schema.with_metadata(stored_schemas[0].metadata)  # It names the model that made the answers.
+        # The metadata names the model that made the answers.
+        schema = schema.with_metadata(stored_schemas[0].metadata)
         stored = database.read_parquet(
             parts, union_by_name=True, hive_partitioning=False, filename=True, file_row_number=True
         )

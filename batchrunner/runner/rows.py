@@ -112,7 +112,9 @@ class TaskRows(ABC):
                     self._to_read -= len(batch.rows)
                 lease = self.take(wait=False)
                 if lease is None:
-                    yield []  # The rows read so far are sent before the wait.
+                    # An empty batch makes the feeder send the rows that were read so far, because the next
+                    # lease may take a while.
+                    yield []
                     lease = self.take(wait=True)
         finally:
             self._close()

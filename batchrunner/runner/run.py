@@ -476,7 +476,8 @@ class Run:
         except BatchrunError as failure:
             end.failure = failure
         except asyncio.CancelledError:
-            # A stop at once has cancelled the sending. Any other cancellation comes from the caller.
+            # A stop at once cancels the sending. Any other cancellation was requested by the caller of the
+            # run.
             if not self.control.at_once:
                 self.control.stop("cancelled")
                 raise

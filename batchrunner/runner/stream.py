@@ -571,7 +571,8 @@ class StreamCall:
             first += batches
             readable = next((batch for batch in batches if not isinstance(batch, str)), None)
         job = self.call.job(readable.schema, [str(scratch)], scratch)
-        if not any(map(len, first)):  # The first batch of a table may have columns, but no rows.
+        # The first batch of a table may have columns but no rows. Then the first row is in a later batch.
+        if not any(map(len, first)):
             first = take_batches(buffer, 0, most=1)
         functions = open_functions(job)
         if functions is not None:

@@ -68,8 +68,8 @@ class WorkFinder:
         """Raise a BatchrunError if this attempt must be refused. This method changes no file.
 
         Return the `Reuse` of another run's answers if the job has `output.reuse`. With --join, return None:
-        the worker that makes the plan of the shared run creates the `Reuse` with it. The engine's `model`
-        and the version of its `weights` are compared with those of the stored results if they are known.
+        the worker that plans the shared run creates the `Reuse` then. The engine's `model` and the version of
+        its `weights` are compared with those of the stored results if they are known.
         """
         prepared, run_dir = self.prepared, self.prepared.run_dir
         reuse = None

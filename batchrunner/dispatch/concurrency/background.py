@@ -94,12 +94,18 @@ class BackgroundController(Controller):
         self._yields = yields
         self._full = GOOD_USAGE if yields else CAUTIOUS_USAGE
         self._fits = fits
-        self._admits = FIRST_SHARE * fits  # requests that the server's admission is expected to accept
-        self._spare = 0  # slots that stay free for users
-        self._last_queue = self._last_running = 0  # gauges at the last sample
-        self._rise = 0.0  # largest recent rise of users between two samples
-        self._rounds = 0  # consecutive samples in which users wait
-        self._sent_at = now  # last round of sending
+        self._admits = FIRST_SHARE * fits
+        """Number of requests that the server's admission is expected to accept."""
+        self._spare = 0
+        """Number of slots that stay free for users."""
+        self._last_queue = self._last_running = 0
+        """Gauges of the last load sample."""
+        self._rise = 0.0
+        """Largest recent rise of the number of users between two load samples."""
+        self._rounds = 0
+        """Number of consecutive load samples in which users waited."""
+        self._sent_at = now
+        """Time of the last round of sending."""
 
     def sample(
         self,
@@ -142,7 +148,10 @@ class BackgroundController(Controller):
         return [*decisions]
 
     def _count_users(self, gap_s: float, reading: Reading) -> int:
-        """Update the certain number of users, and its recent rise; return their largest possible number."""
+        """Update the number of users that are certainly there, and its recent rise.
+
+        Return the maximum number of users that may be there.
+        """
         total, users_before = reading.running + reading.queue, self.users
         # The gauges were taken between the last two samples. At that time the number of this run's requests
         # was between these two counts.

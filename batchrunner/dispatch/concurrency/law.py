@@ -172,17 +172,26 @@ class Controller:
         self._period_s = 0.0
         self._refused_at = -CALM_S
         self._nearly_full_at = float("-inf")
-        self._ended = self._retractions = 0.0  # totals at the last sample
-        self._recent_retractions = 0.0  # a count that halves each minute
-        self._rate = 0.0  # rows that end per second
-        self._at_work = 0.0  # mean number of requests that run or are on their way
-        self._running = self._mean_rate = self._usage = 0.0  # means with the life of a row as half-life
+        self._ended = self._retractions = 0.0
+        """Totals at the last load sample."""
+        self._recent_retractions = 0.0
+        """Number of recent retractions; the count halves each minute."""
+        self._rate = 0.0
+        """Number of rows that end per second."""
+        self._at_work = 0.0
+        """Mean number of requests that run, or that were sent and have not reached the scheduler."""
+        self._running = self._mean_rate = self._usage = 0.0
+        """Means whose half-life is the running time of a row."""
         self._life_s = LONGEST_LIFE_S
-        self._start_credit = 0.0  # fraction of a row that may begin, carried over to the next sample
-        self._held_share = 0.0  # recent share of time in which the server held back
-        self._newest_corner: Corner | None = None  # load state at the last sample
+        self._start_credit = 0.0
+        """Fraction of a row that may begin; it is carried over to the next load sample."""
+        self._held_share = 0.0
+        """Recent share of the time in which the server was too conservative (load state `held`)."""
+        self._newest_corner: Corner | None = None
+        """Load state at the last load sample."""
         self._newest_corner_since = now
-        self._logged_corner: Corner | None = None  # load state that the event log shows
+        self._logged_corner: Corner | None = None
+        """Load state that the event log shows."""
 
     def sample(self, now: float, reading: Reading, *, may_grow: bool = True) -> list[Decision | CornerChange]:
         """Process a fresh sample; return the changes. `may_grow` is false if the route has a long queue."""
@@ -248,7 +257,8 @@ class Controller:
 
     def _learn_means(self, now: float, gap_s: float, reading: Reading) -> None:
         """Update the means whose half-life is a row's mean running time, and then that time itself."""
-        # At first these are plain means since the beginning: a decaying mean would weigh a sample too little.
+        # At first the means are plain averages since the beginning, because a decaying mean would give a new
+        # sample too little weight.
         elapsed_s = max(now - self._began, gap_s) or 1.0
         weight = max(gap_s / elapsed_s, _weight(gap_s, max(self._life_s, LEAST_LIFE_S)))
         self._running += weight * (reading.running - self._running)
@@ -295,7 +305,8 @@ class Controller:
 
     def _double(self, now: float, reading: Reading) -> list[Decision]:
         """Double the window, unless the rows of its last doubling have not arrived at the scheduler yet."""
-        # Ended rows show arrival, too: rows in a prefill are in no gauge, and short rows end between samples.
+        # Ended rows prove arrival too, because no gauge counts a row during its prefill, and short rows may
+        # end between two samples.
         ended = self._mean_rate * (now - self._doubled_at)
         if max(reading.running + reading.queue, ended) < IN_USE * self.window:
             return []
@@ -350,7 +361,7 @@ class Controller:
 
     def _find_corner(self, gap_s: float, reading: Reading, *, in_use: bool) -> Corner | None:
         """Return the load state of this sample; None if no state fits, or while the input is too slow."""
-        # Token usage 0 marks a task without decoding, about which the pool says nothing.
+        # Token usage 0 marks a task without decoding. Such a task does not use the KV pool.
         is_held = in_use and reading.usage > 0 and holds_back(reading) and not self.is_overfull
         self._held_share += _weight(gap_s, HELD_HALF_LIFE_S) * (is_held - self._held_share)
         if not in_use:

@@ -249,7 +249,10 @@ class ConcurrencyLimits:
         return changes
 
     def _forget_absent_schedulers(self, now: float) -> None:
-        """Forget a silent scheduler if others of its route report: the gateway has lost that worker."""
+        """Forget a scheduler that stopped reporting while others of its route report.
+
+        A gateway has then lost the worker with this scheduler.
+        """
         for route in self.routes:
             reporting = [scheduler for scheduler in route.schedulers if not scheduler.is_unreachable(now)]
             if reporting and len(reporting) < len(route.schedulers):
@@ -334,7 +337,8 @@ class ConcurrencyLimits:
 
         Return the changes of windows and load states.
         """
-        requests = Counter[RouteLimit]()  # that run or wait, over all schedulers of a route
+        # running and waiting requests of each route, over all its schedulers
+        requests = Counter[RouteLimit]()
         full_routes = set[RouteLimit]()
         for load in loads:
             scheduler = self.schedulers[load.scheduler]
