@@ -374,7 +374,8 @@ class BundleSender:
             why = str(refusal)
         except AttemptFailedError as failure:
             why = str(failure)
-            # Otherwise the engine may not support bundles at all, so that the rows deserve another attempt.
+            # As long as the engine has answered no bundle, it may not support bundles at all. Then the rows
+            # are sent again in smaller requests. Otherwise they fail.
             if self._works or bundle.answers or isinstance(failure, NoAnswerError):
                 bundle.fail(failure)
         except (RequestError, BatchrunError) as failure:

@@ -139,7 +139,7 @@ class AnswerChecker:
         another seed, and with the complaint in the chat if the job asks for feedback.
         """
         limit = row.request.sampling.get("max_new_tokens")
-        is_padded = complaint.endswith(PADDED)  # more tokens would be more blanks
+        is_padded = complaint.endswith(PADDED)  # more tokens would only bring more blanks
         self._ends_padding |= is_padded
         is_truncated = CUT in answer.finish_reasons or answer.thinking_cut
         needs_tokens = self._lengthens and is_truncated and not is_padded

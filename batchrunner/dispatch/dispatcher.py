@@ -96,7 +96,8 @@ class Dispatcher:
                     else:
                         row = self.backlog.take(route)
                         group.create_task(self._use_slot(row, route))
-                while self.routes.in_flight:  # rollouts store the answers that still arrive
+                # Rollouts still store the answers to requests that are in flight.
+                while self.routes.in_flight:
                     await self.backlog.wait_for_rows()
                 feeding.cancel()
         except BaseExceptionGroup as failures:
@@ -364,7 +365,7 @@ def _server_error(request: Request, error: RequestError) -> Completion | None:
     try:
         content = orjson.loads(body)
         response = hidden(orjson.dumps(content).decode())
-        orjson.loads(response)  # raises if the hiding of a password has broken the JSON
+        orjson.loads(response)  # raises if hiding a password has broken the JSON
     except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         return None
     if not isinstance(content, dict):

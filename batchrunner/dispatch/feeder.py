@@ -62,7 +62,7 @@ class Feeder:
         rows = [item for item in batch if isinstance(item, PendingRow)]
         self.backlog.expect(len(rows))
         for item in batch:
-            if isinstance(item, Outcome):  # the row could not be rendered
+            if isinstance(item, Outcome):  # An Outcome comes for a row that could not be rendered.
                 await self.results.put(item)
         if self.primes:
             await self._prime([item for item in batch if isinstance(item, PrimeTask)])

@@ -31,13 +31,15 @@ REPORTED = frozenset({"recalled", "died", "hangs", "healed", "lost", "adapts", "
 SPAN_S = 30.0
 """Seconds over which a rate is averaged."""
 PACE_ROWS = 32
-"""Minimum half-life of the pace in rows. The pace is the mean time of a row, and after this many further rows
-a row counts half."""
+"""Minimum half-life of the pace (the mean time of a row), in rows: the number of later rows after which a row
+counts half.
+"""
 PACE_ROUNDS = 4
 """Minimum half-life of the pace (the mean time of a row), as a multiple of the rows in flight."""
 PACE_SHARE = 0.25
-"""Minimum half-life of the pace (the mean time of a row), as a fraction of the rows that have ended. It makes
-the pace smooth in long runs."""
+"""Minimum half-life of the pace (the mean time of a row), as a fraction of the rows that have ended. In long
+runs it makes the pace smooth.
+"""
 
 
 CONTRADICTION = 0.5
@@ -122,12 +124,12 @@ class TimeLeft:
         self._rows = self._rows * weight + ended
         self._seconds = self._seconds * weight + now - self._ended
         self._done, self._ended = done, now
-        self._trust *= weight  # The estimate gives way to the rows that have ended.
+        self._trust *= weight  # The more rows have ended, the less the estimate counts.
 
     def _contradicts_estimate(self, elapsed_s: float, done: int, in_flight: int, total: int) -> bool:
         """Tell whether rows are much slower or quicker than estimated, and by more than chance explains."""
         material_s = LATE_SHARE * total * self._expected_s
-        # By the estimate, all rows that ended, and all rows in flight, take this long.
+        # If the estimate is right, the ended rows and the rows in flight take this time at most.
         latest_s = (done + in_flight) * self._expected_s
         is_late = elapsed_s > max(latest_s * _tolerance(done + in_flight), latest_s + material_s)
         if is_late or done < max(1, in_flight):
@@ -331,7 +333,8 @@ class AttemptProgress:
             sample, route = samples.get(name), scheduler.route
             is_alone = route.only_scheduler is scheduler
             tokens_per_s = 0.0
-            if is_alone:  # The rate is updated even if this sample lacks the scheduler.
+            # The rate must be updated at each call, even if no load of the scheduler came with this poll.
+            if is_alone:
                 (tokens_per_s,) = self._token_rates[name].update(now, (route.ended.output_tokens,))
             if sample is None:
                 continue

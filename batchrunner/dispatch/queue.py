@@ -104,7 +104,7 @@ class RowSource(Protocol):
 
     @property
     def total(self) -> int:
-        """Number of rows, including those that ended in earlier attempts; an estimate with leases."""
+        """Number of rows, including the rows of earlier attempts; an estimate if workers share the run."""
 
     @property
     def unread(self) -> int:
@@ -250,7 +250,10 @@ class DispatchQueue:
         )
 
     def take(self, route: Route) -> PendingRow | None:
-        """Take the next row for a route whose slot is already counted; None if the route should wait."""
+        """Take the next row for a route; None if the route should wait.
+
+        The route's slot is already counted.
+        """
         row = self._next(route)
         if row is not None:
             self._count -= 1
@@ -279,7 +282,8 @@ class DispatchQueue:
             if home is route:
                 return row
             _keep(row, home)
-        busiest = self._route_to_relieve(route.in_flight - 1)  # without the slot of the row that is asked for
+        # This row's slot is already counted in `in_flight`.
+        busiest = self._route_to_relieve(route.in_flight - 1)
         return _relieve(busiest, route) if busiest else None
 
     def home_of(self, group: PrefixGroup) -> Route:

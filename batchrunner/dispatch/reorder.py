@@ -68,7 +68,7 @@ def find_leaders(prefixes: Sequence[bytes], sent: int = 0) -> dict[int, TreePlac
 
 def _shared_bytes(first: bytes, second: bytes) -> int:
     """Return the length of the common prefix of two prompts in bytes; 0 if it is too short to matter."""
-    if first[:LEAST_SHARED_BYTES] != second[:LEAST_SHARED_BYTES]:  # true for most rows
+    if first[:LEAST_SHARED_BYTES] != second[:LEAST_SHARED_BYTES]:  # Most pairs of prompts differ early.
         return 0
     shared = common_length(first, second)
     return shared if shared >= LEAST_SHARED_BYTES else 0
@@ -217,7 +217,7 @@ class ReuseDistance:
 
     @property
     def has_room(self) -> bool:
-        """Whether the KV pool is so large that a prefix stays cached over three distances."""
+        """Whether the KV pool is so large that a prefix stays cached over three reuse distances."""
         return 3 * self._tokens <= self._most
 
     @property
@@ -419,11 +419,11 @@ class FollowerRelease:
         return not self._distance.keeps(oldest_clock, self._leaders[0].prompt_bytes)
 
     def _is_near_end(self) -> bool:
-        """Tell whether the last leaders should go before due followers.
+        """Tell whether the last leaders should go before the due followers.
 
-        Otherwise no rows would be left to send between the last leaders and their own followers. The due
-        followers then wait up to three reuse distances. So the result is false if their prefix would be
-        evicted by then.
+        If the last leaders went later, no rows would be left to send between them and their own followers.
+        But the due followers then wait for up to three reuse distances, so the result is false if their
+        prefixes would be evicted by then.
         """
         if self._distance is None or not self._distance.has_room:
             return False

@@ -190,7 +190,7 @@ class RolloutProcess(HookProcess):
             async with asyncio.timeout(limit_s):
                 return await rollout.result
         except TimeoutError:
-            self.send(number, None, None)  # cancels the function, which still runs
+            self.send(number, None, None)  # cancel the function in its process, where it is still running
             raise
         finally:
             del self.rollouts[number]
@@ -266,7 +266,7 @@ class Rollouts:
             if batch is None:
                 return
             for item in batch:
-                if isinstance(item, Outcome):  # the row cannot be read
+                if isinstance(item, Outcome):  # An Outcome comes for a row that cannot be read.
                     await self.results.put(item)
                     continue
                 await self.backlog.wait_for_room(self._may_open)

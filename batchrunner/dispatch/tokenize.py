@@ -63,7 +63,7 @@ def _field_needing_client(job: Job, kind: PromptKind, info: EngineInfo) -> str |
     if job.prompt.truncate is not None:
         return "prompt.truncate"
     if kind == "messages" and "prompt_logprobs" in job.output.asked and not info.simulated:
-        return "output.columns: prompt_logprobs"  # the chat endpoint returns none
+        return "output.columns: prompt_logprobs"  # the chat endpoint returns no logprobs of the prompt
     return None
 
 
@@ -267,7 +267,8 @@ class RowTokenizer:
 
     async def _tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
         """Tokenize requests whose files are prepared, by the job's task."""
-        if isinstance(self._task, RerankTask):  # the engine tokenizes a query and a document as a pair
+        # The engine tokenizes the query and the document together, as a pair.
+        if isinstance(self._task, RerankTask):
             return [*requests]
         if isinstance(self._task, ChoiceTask):
             return await self._with_choices(requests)

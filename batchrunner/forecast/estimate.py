@@ -393,7 +393,8 @@ async def _estimate(prepared: PreparedJob, request: _EstimateRequest) -> Estimat
     result = basis.forecast
     gpu_hours = result.seconds.times(_cards(job, basis.tp) * basis.copies / 3600)
     tokens = result.tokens
-    if job.forward is not None:  # A task without decoding has no output; the simulation takes it as a token.
+    # A task without decoding has no output tokens, but the simulation counts one per row.
+    if job.forward is not None:
         tokens = {**tokens, "output": Interval(0, 0, 0)}
     return Estimate(
         seconds=result.seconds,
@@ -449,7 +450,8 @@ async def _from_sample(prepared: PreparedJob, request: _EstimateRequest) -> _Bas
         with hold_task(run_dir):
             pass
         if job.output.reuse is not None:
-            # Rows that get an answer of another run take no time. An empty sample only looks for them.
+            # Rows that get the answer of another run take no time. A run with an empty sample sends nothing,
+            # but looks for such rows.
             await execute(job, sample=BitMap64())
         pending = _pending_or_raise(selected, run_dir)
         sample, surveyed = await _take_sample(prepared, pending, most)

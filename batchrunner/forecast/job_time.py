@@ -122,7 +122,7 @@ def choose(rows: Iterable[JobRow], count: int) -> list[JobRow]:
     """Return `count` rows of all lengths, from all over the input."""
     ordered = sorted(rows, key=by_length)
     count = min(count, len(ordered))
-    # The middle row of each of `count` equal parts of the order.
+    # Divide the order into `count` equal parts, and take the middle row of each part.
     return [ordered[len(ordered) * (2 * part + 1) // (2 * count)] for part in range(count)]
 
 
@@ -157,10 +157,11 @@ def simulate(
                     scheduler.submit(request)
                     open_completions[next_row] += 1
             next_row += 1
-        if scheduler.queue or next_row < len(rows):  # The last row does not run yet.
+        # As long as rows wait, the last row has not begun to run.
+        if scheduler.queue or next_row < len(rows):
             ended_before_last = len(work_at_ends) - 1
         step = scheduler.step()
-        if step is None:  # All rows have ended.
+        if step is None:  # No step is left, so all rows have ended.
             decode_passes = max(work.passes - work.prefills, 1)
             return Simulated(work_at_ends, ended_before_last, waiting_passes / decode_passes)
         work = work.plus(step, 0)
@@ -199,7 +200,7 @@ def whole_work(setting: Setting, drawn: Drawn, count: float) -> tuple[PassWork, 
     The rows in `drawn` come from all over the job. The second value is the fraction of the decode passes in
     which rows waited for the KV pool.
     """
-    # A prefill pass of a task without decoding may take as many waiting rows.
+    # A task without decoding may run as many rows in one prefill pass, so as many must wait in the queue.
     most_waiting = setting.config.most_running
 
     def is_due(scheduler: Scheduler, sent: int, ended: int) -> bool:
@@ -288,7 +289,7 @@ def draw(attempts: Sequence[Attempt], rows: Sequence[JobRow]) -> tuple[Drawn, fl
     sample = sorted(answered_rows.values(), key=lambda answered: by_length(answered[0]))
     drawn = []
     for rank, row in enumerate(sorted(rows, key=by_length)):
-        most_alike = sample[rank * len(sample) // len(rows)]  # The same quantile of length.
+        most_alike = sample[rank * len(sample) // len(rows)]  # same quantile of the lengths as the row
         drawn.append((row, _scaled(most_alike, row)))
     drawn.sort(key=lambda row_and_outputs: row_and_outputs[0].row)
     # Only the variance between rows of similar lengths counts, because the draw follows the order of lengths.

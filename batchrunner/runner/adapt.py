@@ -141,8 +141,8 @@ class Adaptation:
     def _pays(self, server: SGLangServer, gain: float) -> bool:
         """Tell whether a gain (a fraction of the present speed) is worth a restart of a server now."""
         sample = self._sample
-        # A restart drains the server, which takes about the life of a row but is not waited for longer than a
-        # start takes, and then starts it.
+        # A restart first drains the server, and then starts it. The drain takes about as long as a row is in
+        # flight, but at most as long as a start.
         cost_s = server.start_s + min(server.start_s, self._life_s)
         remaining_s = min(sample.time_left_s or 0.0, self._ends_at - self._now)
         is_tail = sample.unsent <= sample.window  # A restart would only delay the last rows.

@@ -118,7 +118,8 @@ class Control:
             return await asyncio.shield(working)
         except asyncio.CancelledError:
             self._stopped.set()
-            await asyncio.wait([working])  # Otherwise the thread could still acquire the lock of a task.
+            # Without this wait the thread could still acquire the lock of a task later.
+            await asyncio.wait([working])
             raise
 
     def _notify(self) -> None:

@@ -72,7 +72,7 @@ class CorpusFeeder:
     """Loads and removes the corpora of a run's servers, driven by the run's load samples."""
 
     def __init__(self, engine: HttpEngine, run_dir: RunDir) -> None:
-        """Take the servers of `engine`, and the answers of the run in `run_dir`."""
+        """Feed the servers of `engine` with answers from the run in `run_dir`."""
         self._engine, self._run_dir = engine, run_dir
         self._servers: dict[str, ServerCorpus] = {}
         self._next_look = 0.0
@@ -128,7 +128,8 @@ class CorpusFeeder:
         own = [name for name in corpora if name.startswith(self._prefix)]
         if len(own) < len(corpora):
             raise CorpusRefusedError("it has other corpora, with which the answers would share the budget")
-        if server.is_loaded and not own:  # somebody has started the server again
+        # The corpus is gone although it was loaded, so somebody has restarted the server.
+        if server.is_loaded and not own:
             server.is_loaded, server.tokens_at_start = False, sample.output_tokens
         # Each scheduler drafts from its own outputs, also those of one server.
         schedulers = max(len(sample.signals), len(self._engine.replicas))

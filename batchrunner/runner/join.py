@@ -59,7 +59,8 @@ WORKERS_PER_LISTING = 10.0
 """The pause between two listings grows by a second for each of this many workers. So up to 200 workers list
 the files ten times a second in all."""
 LONGEST_PAUSE_S = 20.0
-"""Maximum seconds between two listings. With 1,000 workers, a server has 50 listings a second."""
+"""Maximum seconds between two listings. With 1,000 workers, the file server then gets 50 listings a second.
+"""
 
 
 class LeasedRows(TaskRows):
@@ -217,8 +218,8 @@ class LeasedRows(TaskRows):
                 self._take_over(task)
             self._refresh()
         lease = self._try_take()
-        # While a holder may be dead, its lease may become free. While this worker has unfinished rows, it
-        # stays anyway, and can take over from a worker that dies later.
+        # While a worker that holds leases may be dead, its leases may become free. A worker with unfinished
+        # rows of its own stays anyway, and can take over from a worker that dies later.
         is_over = not self._rows_free and self._others.all_run and not self._unfinished()
         return lease, is_over
 

@@ -95,7 +95,8 @@ class Leases:
                 self._read_plan(int(plan[1]))
         for match in filter(None, map(_NAME.fullmatch, set(names) - self._names)):
             number, turn, end = match.groups()
-            if int(number) < len(self):  # Leases of later plans are ignored like these plans.
+            # Plans that were written after this worker joined are ignored, and so are their leases.
+            if int(number) < len(self):
                 self._names.add(match[0])
                 self._note(int(number), int(turn), ended=end is not None)
         return names
@@ -110,9 +111,9 @@ class Leases:
         self._joined = True
 
     def make_plan(self, plan: LeasePlan) -> None:
-        """Write a plan, unless another worker has just written a plan with the same number.
+        """Write a plan and read it.
 
-        Read that plan.
+        If another worker has just written a plan with the same number, read that plan instead.
         """
         number = len(self.plans)
         make_directory(self.directory)
@@ -247,8 +248,8 @@ class Leases:
         """
         if turn:
             name = _name(number, turn - 1)
-            # A worker that was taken for dead may end its lease once more when it wakes. What the worker
-            # wrote that took over from it counts: it has read which rows are done.
+            # Two workers may have ended this turn: one that was believed dead but woke up, and the one that
+            # took over from it. If either of them found no remaining rows, all rows are done.
             is_done = f"{name}.end" in self._names or f"{name}.left" not in self._names
             return BitMap64() if is_done else rows_from_text(self._read(f"{name}.left")["left"])
         plan, positions = self._places[number]

@@ -312,8 +312,11 @@ class Run:
         load_control, why_window = await self._open_load_control()
         writer = self._writer()
         sending = self._sending(load_control, writer)
-        self.lock.verify()  # Another process may have taken the lock while the engine started.
-        self._write_run_json()  # Not earlier, because a job that is refused must not change run.json.
+        # Another process may have taken the lock while the engine started.
+        self.lock.verify()
+
+        # A job that was refused must not change run.json, so it is written only now.
+        self._write_run_json()
         self._log_begin(load_control, why_window)
         end, self.control.stage = SendingEnd(), "sending"
         try:
@@ -321,7 +324,8 @@ class Run:
         finally:
             await self._close(writer, end)
             report = self._report(sending, end, earlier)
-            with contextlib.suppress(StorageError):  # On a full disk only the report is lost.
+            # If the disk is full, the report is lost but the results are not.
+            with contextlib.suppress(StorageError):
                 sending.show_end(time.monotonic())
                 self.events.write("end", exit_code=report.exit_code, reason=report.reason)
                 save_report(self.prepared.run_dir, report.as_dict())
@@ -498,9 +502,10 @@ class Run:
         """Write the last rows, and leave the remaining rows to other workers."""
         try:
             await writer.close()
-        except BaseException as failure:  # also a second cancellation
-            # Rows may be in a journal and in no part file. In these runs, another worker or machine may go
-            # on, and the mark of an abandoned lock tells it to recover the journal.
+        except BaseException as failure:
+            # The error may also be a second cancellation. Rows may now be in a journal and in no part file.
+            # If another worker or machine may go on with the run, the mark of an abandoned lock tells it to
+            # recover the journal.
             end.is_on_disk = False
             if self.start.join or self.prepared.run_dir.store.uri:
                 self.lock.abandon()
@@ -521,7 +526,8 @@ class Run:
         work, info = self.work, self.engine.info
         report = make_report(self.prepared.run_dir, work.done_before, work.rows.total, work.counts)
         held = unheld = 0
-        if end.failure is None:  # Without a failure, it matters whether other workers do the remaining rows.
+        # Without a failure, the exit code depends on whether other workers do the remaining rows.
+        if end.failure is None:
             with contextlib.suppress(OSError, BatchrunError):
                 held, unheld = work.rows.held_elsewhere()
         report = replace(report, rows_of_others=held + unheld if not report.rows_left else 0)

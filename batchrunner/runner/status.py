@@ -94,13 +94,15 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
     leases = Leases(run_dir.leases)
     leases.refresh()
     current_samples = [task.last_sample for task in tasks if task.last_sample]
-    # Each worker's estimate implies its rows per second until its end. These rates add up.
+    # The estimate of each worker implies a number of rows per second until its end. The sum over the workers
+    # is the speed of the run.
     expected_rows_per_s = sum(
         (sample.rows_total - sample.rows_done) / sample.time_left_s
         for sample in current_samples
         if sample.time_left_s
     )
-    on_disk = len(BitMap64().union(*(done.rows for done in stored)))  # A row of two workers counts once.
+    # A row that two workers have done counts once.
+    on_disk = len(BitMap64().union(*(done.rows for done in stored)))
     running = [task.running for task in tasks if task.running]
     total = leases.plan.rows_total if leases.plan else None
     if facts:

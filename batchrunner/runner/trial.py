@@ -206,10 +206,12 @@ class TrialRunner:
                 "input": InputSpec(path=str(self.sample.path)),
                 "output": self.job.output.model_copy(update={"path": str(out), "reuse": None}),
                 "engine": self.engine,
-                "parse": None,  # Parsing would only take time.
+                # The texts of the answers are not needed, so parsing them would only take time.
+                "parse": None,
                 "limits": self.job.limits.model_copy(update={"deadline": None}),
                 "order": "input" if self.job.order == "input" else "auto",
-                "accept": AcceptSpec.model_validate({"json": False}),  # Each row is sent once.
+                # Each row is sent once, so no answer is rejected.
+                "accept": AcceptSpec.model_validate({"json": False}),
                 "on_length": "keep",
                 "on_repetition": "stop" if self.job.on_repetition == "fail" else self.job.on_repetition,
             }

@@ -106,7 +106,7 @@ class WorkFinder:
         plan = plan_run(self.start, RunState.of(prepared.selected(self.control.check), stored))
         discard, counts = plan.discard, RowCounts()
         if reuse is not None and plan.missing:
-            # Reused answers are stored now, so the old results are discarded before the first of them.
+            # `take` stores answers, so the old results are discarded before the first of them.
             reused = reuse.take(
                 run_dir,
                 self.lock,

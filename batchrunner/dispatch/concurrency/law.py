@@ -237,7 +237,8 @@ class Controller:
     def _learn(self, now: float, reading: Reading) -> float:
         """Update the averages with a load sample; return the seconds since the last sample."""
         at_work = reading.in_flight - reading.queue
-        if self._fresh_at is None:  # The first sample sets the totals, so that its differences are 0.
+        # The totals start at the first sample, so that the first differences are 0.
+        if self._fresh_at is None:
             self._fresh_at = now
             self._at_work, self._ended, self._retractions = at_work, reading.ended, reading.retractions
         gap_s = now - self._fresh_at
@@ -396,9 +397,10 @@ nothing."""
 TYPICAL_MAX_NEW_TOKENS = 512
 """Assumed `max_new_tokens` if the job sets none, or takes it from a column."""
 SHORT_OUTPUT_TOKENS = 256
-"""Known short prompts enlarge the first window only if `max_new_tokens` is at most this. Rows with longer
-outputs grow together: with a larger first window, five times as many of them were retracted, at the same
-throughput."""
+"""Maximum `max_new_tokens` with which known short prompts enlarge the first window. With longer outputs, rows
+that begin together also grow together. A larger first window then had five times as many rows retracted, at
+the same throughput.
+"""
 
 
 def tokens_a_row(max_new_tokens: int | None, prompt_tokens: float | None = None) -> int:

@@ -353,14 +353,17 @@ class ConcurrencyLimits:
             # because it says that there are still no users.
             if not scheduler.update(load) and (load.has_work or not self.is_background):
                 continue
-            controller.band = self._band(load)  # a restarted server may have other limits
+            controller.band = self._band(load)  # A restarted server may have other limits.
             may_grow = len(route.schedulers) == 1 or route not in full_routes
             reading = self._reading(scheduler, load, requests[route])
             changes += controller.sample(now, reading, may_grow=may_grow)
         return changes
 
     def _reading(self, scheduler: SchedulerLimit, load: SchedulerLoad, requests: int) -> Reading:
-        """Return a scheduler's load with its part of its route's counts; `requests` run or wait there."""
+        """Return the reading of a scheduler: its load, and its part of the counts of its route.
+
+        `requests` is the number of requests that run or wait on the whole route.
+        """
         route, count = scheduler.route, len(scheduler.route.schedulers)
         in_flight = route.in_flight
         if count > 1:
