@@ -75,8 +75,7 @@ REJECTED = {FailureKind.INVALID, FailureKind.REFUSED}
 """Kinds of failures for which the row is at fault: another attempt at the same server would fail, too."""
 FAILED = {FailureKind.FAILED, FailureKind.NO_ANSWER}
 """Kinds of failures for which the row may be at fault. After `limits.max_attempts` such failures the row ends
-with an error.
-"""
+with an error."""
 UNAVAILABLE = {FailureKind.BUSY, FailureKind.DOWN, FailureKind.DIED}
 """Kinds of failures of a server that could not serve the row. The row is not at fault, unless there is
 evidence against it."""

@@ -157,7 +157,8 @@ class AnswerChecker:
             return _next_try(history.first, tries)
         chat = _with_complaint(_next_try(unencoded, tries), answer, complaint)
         (request,) = await self._tokenizer.tokenize([chat])
-        return request if isinstance(request, Request) else None  # The longer chat may be too long.
+        # With the complaint the chat may be too long. Then there is no next request.
+        return request if isinstance(request, Request) else None
 
 
 def _with_history(history: AnswerHistory, *, is_good: bool | None) -> Completion:
@@ -401,8 +402,7 @@ def _short(text: str) -> str:
 
 RISING = (0.4, 0.8)
 """Minimum temperature of a row's second try, and of its later tries. At temperature 0 the model would give
-the same answer at each try.
-"""
+the same answer at each try."""
 
 
 def _is_padded(request: Request, text: str, reason: str | None) -> bool:

@@ -244,7 +244,7 @@ class Dispatcher:
         """Send a row again: at once if it was preempted or another route gets it, otherwise after a pause."""
         pause_s = 0.0
         if isinstance(error, PreemptedError):
-            row.attempts -= 1  # A preempted attempt does not count.
+            row.attempts -= 1  # A preempted attempt does not count, because the row is not at fault.
             self.load_control.concurrency.count_returned(error.tokens)
         elif fate is Fate.ASK_ANOTHER:
             route.doubt = route.doubt or Doubt(str(error))

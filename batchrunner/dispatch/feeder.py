@@ -38,8 +38,7 @@ class Feeder:
     engine: Engine
     urls: Sequence[str]
     """URLs of the engine's servers. The common prefixes are computed on these servers before the rows are
-    sent.
-    """
+    sent."""
     keeps_prompts: bool
     """Whether each row also keeps its prompt in the form before tokenization (`AnswerHistory.unencoded`)."""
     primes: bool

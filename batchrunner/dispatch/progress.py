@@ -32,23 +32,20 @@ SPAN_S = 30.0
 """Seconds over which a rate is averaged."""
 PACE_ROWS = 32
 """Minimum half-life of the pace (the mean time of a row), in rows: the number of later rows after which a row
-counts half.
-"""
+counts half."""
 PACE_ROUNDS = 4
 """Minimum half-life of the pace (the mean time of a row), as a multiple of the rows in flight."""
 PACE_SHARE = 0.25
 """Minimum half-life of the pace (the mean time of a row), as a fraction of the rows that have ended. In long
-runs it makes the pace smooth.
-"""
+runs it makes the pace smooth."""
 
 
 CONTRADICTION = 0.5
 """Minimum relative difference between the measured mean time of a row and its estimate. If the difference is
-larger, and the run is late or early by LATE_SHARE, the estimate may be dropped.
-"""
+larger, and the run is late or early by LATE_SHARE, the estimate may be dropped."""
 LATE_SHARE = 0.05
-"""Minimum fraction of the estimated run time by which a run is late or early when its estimate is dropped.
-This alone is normal, since a run begins slowly."""
+"""Minimum amount, as a fraction of the estimated run time, by which a run must be late or early before its
+estimate is dropped. A smaller amount is normal, since a run begins slowly."""
 CHANCE = 3.0
 """Maximum deviation of the mean row time, in standard errors, that counts as chance. The standard deviation
 of a single row's time is assumed to equal the mean."""

@@ -108,7 +108,7 @@ class RowSource(Protocol):
 
     @property
     def unread(self) -> int:
-        """Number of rows still to be read; an estimate with leases of a joined run."""
+        """Number of rows still to be read; an estimate if workers share the run."""
 
     @property
     def is_shared(self) -> bool:
@@ -178,8 +178,7 @@ class PoisonRows:
 
 READ_AHEAD_ROWS = 512
 """Number of rows in the dispatch queue at which the feeder pauses. While the queue is that full, any route
-may take rows that are kept for another route.
-"""
+may take rows that are kept for another route."""
 READ_AHEAD_BYTES = 64 << 20
 """Bytes of the prompts in the dispatch queue at which the feeder pauses."""
 
@@ -338,7 +337,7 @@ def _relieve(busiest: Route, route: Route) -> PendingRow:
     the prefix, which the other route does not have in its cache yet.
     """
     rows_of = Counter[PrefixGroup](row.group for row in busiest.kept)
-    rows_to_move = Counter[PrefixGroup]()  # number of rows, by group
+    rows_to_move = Counter[PrefixGroup]()  # number of rows to move, by group
     half = (len(busiest.kept) + 1) // 2
     for group in sorted(rows_of, key=lambda group: (group.first.route is not None, -rows_of[group])):
         rows_to_move[group] = min(rows_of[group], half - rows_to_move.total())

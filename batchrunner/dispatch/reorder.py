@@ -163,8 +163,7 @@ LEAST_PASSES = 1 / 8
 """Minimum reuse distance, in prefill passes."""
 MOST_BYTES_A_TOKEN = 6
 """Assumed bytes per prompt token before the first answer. The value is too high rather than too low, because
-too long a distance costs less than too short a distance.
-"""
+too long a distance costs less than too short a distance."""
 FOLLOWERS_A_CHECK = 32
 """Number of answered followers after which the reuse distance is checked."""
 NEARER = 0.7
@@ -266,7 +265,9 @@ class ReuseDistance:
         self._expected_tokens += expected
         self._found_tokens += min(expected, cached)
         if not self._knows_scheduler or leader.route != row.route or row.sent_clock < self._changed_at:
-            return None  # The prefix may be in another cache, or the row was sent before the last correction.
+            # Such a follower proves nothing: the prefix may be in the cache of another scheduler, or the row
+            # was sent before the last correction.
+            return None
         self._followers += 1
         if cached < expected / 2:
             self._missed += 1
@@ -480,8 +481,7 @@ PIECE_ROWS = 256
 """Maximum number of rows that are handed on to the feeder together."""
 PIECE_BYTES = 64 << 20
 """Approximate maximum size of a piece in memory, in bytes, with its token ids and files. A piece is the rows
-that are handed on to the feeder together.
-"""
+that are handed on to the feeder together."""
 IDS_BYTES = 16
 """Memory for token ids, in bytes per byte of a prompt."""
 TEMPLATE_BYTES = 256
@@ -578,7 +578,8 @@ class Reorderer:
         """Add a row to the window, the rows that are ordered together next."""
         row = OrderedRow(request)
         prefix = prompt_bytes(request)
-        row.prompt_bytes = len(prefix)  # needed even without reordering: it bounds the read-ahead
+        # Needed even without reordering, because it limits how far rows are read ahead.
+        row.prompt_bytes = len(prefix)
         self._digests.write(request, prefix)
         if self._distance is not None or self._lengths is not None or self._dedupe:
             row.prefix, row.template = prefix, crc32(prefix[:TEMPLATE_BYTES])

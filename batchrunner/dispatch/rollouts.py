@@ -75,12 +75,10 @@ BLOCKED_SHARE = 1 / 4
 blocked."""
 LEAST_AHEAD = 8
 """Minimum threshold, in requests. If the requests that are queued or expected soon reach the threshold, no
-more rows are opened. The other threshold is AHEAD_SHARE of the slots; the larger one counts.
-"""
+more rows are opened. The other threshold is AHEAD_SHARE of the slots; the larger one counts."""
 AHEAD_SHARE = 1 / 8
 """Share of the slots. If the requests that are queued or expected soon reach this share, no more rows are
-opened. The threshold is at least LEAST_AHEAD requests.
-"""
+opened. The threshold is at least LEAST_AHEAD requests."""
 MOST_OPEN = 8192
 """Maximum number of open rows, including those that wait for tools."""
 ROWS_A_PROCESS = 16
@@ -161,7 +159,8 @@ class RolloutProcess(HookProcess):
         step_s = time.monotonic() - since if number else 0.0
         if step_s > limit_s:
             self.kill_reason = f"took more than {limit_s:g} s between two awaits (limits.python)"
-        if len(self.rollouts) > 1 and self.is_loaded.is_set():  # Otherwise no other row waits.
+        # If the process runs only one rollout, a long step keeps no other row waiting.
+        if len(self.rollouts) > 1 and self.is_loaded.is_set():
             self._checks += 1
             if step_s > LONG_STEP_S:
                 self._blocked_checks += 1

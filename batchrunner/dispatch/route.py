@@ -101,8 +101,7 @@ class Route:
     """Rows (`PendingRow`) that wait for this route because their prefix is cached there."""
     promised: int = 0
     """Number of rows that this route is going to send: the rows in `kept`, and those rows of its prefix
-    groups that have not reached the queue yet.
-    """
+    groups that have not reached the queue yet."""
     record: RouteRecord = field(default_factory=RouteRecord)
     doubt: Doubt | None = None
     """Evidence against the route from rows that failed since its last answer; None without such rows."""
@@ -112,7 +111,7 @@ class Route:
     """End of the cooldown or suspension; 0 if none has begun since the route's last answer."""
     _cooldown_s: float = FIRST_COOLDOWN_S
     _suspension_s: float = 0.0
-    """Length of the last suspension; 0 if the route has answered since."""
+    """Length of the last suspension, in seconds; 0 if the route has answered since."""
 
     @property
     def is_suspended(self) -> bool:

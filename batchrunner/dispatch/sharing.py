@@ -23,8 +23,7 @@ engines/simulation/replica.py), a prompt token takes 29 µs. An output token tak
 and 110 µs when 64 run."""
 CONTEXT_COST = 1 / 600
 """Cost of reading one context token while one output token is generated, in prompt tokens. The read takes 49
-ns in the estimate that DECODE_COST is from.
-"""
+ns in the estimate that DECODE_COST is from."""
 ROW_COST = 2
 """Cost of a row besides its tokens, in prompt tokens. It is small, because SGLang's HTTP process works beside
 the engine, but not 0, so that an account with refused rows does not get all slots."""
@@ -51,14 +50,12 @@ class Account:
     that an account cannot save up time of the engine."""
     rows_averaged: int = 0
     """Weight of `row_cost` in rows, at most ROWS_AVERAGED. If `row_cost` was copied from other accounts, it
-    has the full weight. With 0, no cost is known yet.
-    """
+    has the full weight. With 0, no cost is known yet."""
     row_cost: float = FIRST_ROW_COST
     """Mean cost of a recent row, in prompt tokens."""
     prompt_tokens: float = 0.0
     """Mean number of prompt tokens per row of the account's newest run, as estimated before rows of the run
-    end.
-    """
+    end."""
 
     @property
     def is_paused(self) -> bool:

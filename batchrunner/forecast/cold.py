@@ -34,11 +34,11 @@ class Assumptions(NamedTuple):
     output_share: float
     """Fraction of `max_new_tokens` that outputs take if they end by themselves."""
     time_factor: float
-    """Factor of the time that data sheets give."""
+    """Factor by which the time computed from data sheets is multiplied."""
     pass_s: float
     """Time of each decode pass that does not follow from data sheets, in seconds."""
     row_s: float
-    """Seconds of each row in a decode pass that data sheets leave out."""
+    """Time of each row in a decode pass that does not follow from data sheets, in seconds."""
 
 
 ASSUMPTIONS = (

@@ -92,8 +92,7 @@ class KeptSample(msgspec.Struct):
 
     engine: str
     """Digest of the job's `engine`, without the fields that a forecast may change. It is a digest so that no
-    secret is stored.
-    """
+    secret is stored."""
     most: int
     """Maximum number of rows of the sample."""
     sampled: Setting
@@ -253,7 +252,8 @@ def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: Bit
     rows = _blocks_of(todo) | sampled
     encoder = None
     if prepared.renderer.kind is not None:
-        with contextlib.suppress(CannotTokenizeError):  # Numbers of tokens are then estimated, see `_row_of`.
+        # Without the tokenizer, `_row_of` estimates the numbers of tokens.
+        with contextlib.suppress(CannotTokenizeError):
             encoder = make_encoder(job, info, prepared.renderer.kind)
     # `decide_order` looks for common prefixes only if the job's `order` is "auto".
     with_auto_order = replace(prepared, job=job.model_copy(update={"order": "auto"}))
@@ -455,7 +455,8 @@ async def _from_sample(prepared: PreparedJob, request: _EstimateRequest) -> _Bas
             await execute(job, sample=BitMap64())
         pending = _pending_or_raise(selected, run_dir)
         sample, surveyed = await _take_sample(prepared, pending, most)
-        pending = _pending(selected, run_dir)  # Without the rows of the sample.
+        # The rows of the sample now have answers, so they are no longer pending.
+        pending = _pending(selected, run_dir)
     copies = _copies(job, request, default=len(sample.info.routes))
     result = _forecast(job, surveyed, sample, pending=pending, copies=copies, workers=request.workers)
     is_for_the_job = request.replicas is None and request.workers == 1

@@ -37,8 +37,7 @@ GAIN_TO_COST = 3.0
 costs."""
 MOST_WINDOWS = 4
 """Maximum length of a trial, in windows. Each window is extended by the mean time in flight of a row. At this
-length the trial ends even if it had too little steady work.
-"""
+length the trial ends even if it had too little steady work."""
 
 
 def adaptation_of(engine: Engine, run_dir: RunDir, ends_at: float) -> "Adaptation | None":

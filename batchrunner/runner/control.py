@@ -131,7 +131,8 @@ class Control:
 SIGNALS = {
     signal.SIGINT: ("interrupted", EXIT_INTERRUPTED),
     signal.SIGTERM: ("interrupted", EXIT_TERMINATED),
-    signal.SIGHUP: ("interrupted", EXIT_TERMINATED),  # The terminal was closed; nohup makes Python ignore it.
+    # The terminal was closed. With nohup, Python ignores this signal.
+    signal.SIGHUP: ("interrupted", EXIT_TERMINATED),
     signal.SIGUSR1: ("the time limit is near", EXIT_TIME_UP),
 }
 """The signals that end a run, each with the reason and the exit code."""

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 LIST, ADD, REMOVE = "/list_external_corpora", "/add_external_corpus", "/remove_external_corpus"
 """SGLang's paths for corpora (entrypoints/http_server.py)."""
 ROWS_AT_ONCE = 1000
-"""Number of rows of a part that are read at once."""
+"""Number of rows of a part file that are read at once."""
 LONGEST_MESSAGE = 200
 """Maximum number of characters of a server's message in a log line."""
 
@@ -59,11 +59,10 @@ class ServerCorpus:
     start: int
     """Number of the server's start; see `HttpEngine.start_of`."""
     tokens_at_start: int
-    """Output tokens of the run when this start was noticed."""
+    """Number of output tokens of the run when this start of the server was noticed."""
     is_loaded: bool = False
     """Whether the server may have loaded a corpus of this run since it last started. It is set before the
-    request that loads the corpus.
-    """
+    request that loads the corpus."""
     is_refused: bool = False
     """Whether the server gets no more corpora."""
 
@@ -84,9 +83,9 @@ class CorpusFeeder:
         """Tokens of the answers of the last replay; whether the replay promised a gain by a corpus."""
 
     async def take(self, sample: RunSample, now: float) -> None:
-        """Look at the servers' corpora, if the last look was long enough before `now`.
+        """Check the servers' corpora, unless the last check was only a short time before `now`.
 
-        One sample must be processed before the next is taken.
+        The caller must await each call before it passes the next sample.
         """
         if now < self._next_look:
             return
@@ -131,7 +130,7 @@ class CorpusFeeder:
         # The corpus is gone although it was loaded, so somebody has restarted the server.
         if server.is_loaded and not own:
             server.is_loaded, server.tokens_at_start = False, sample.output_tokens
-        # Each scheduler drafts from its own outputs, also those of one server.
+        # Each scheduler drafts only from its own outputs, even if a server has several schedulers.
         schedulers = max(len(sample.signals), len(self._engine.replicas))
         generated = (sample.output_tokens - server.tokens_at_start) // schedulers
         available = sum(map(len, answers)) // BYTES_PER_TOKEN

@@ -137,7 +137,7 @@ class LeasedRows(TaskRows):
             return None
         try:
             return self._try_take()
-        except (OSError, OutputError):  # A later call with `wait` waits until the disk is available.
+        except (OSError, OutputError):  # The next call with `wait` waits until the disk is available again.
             return None
 
     def committed(self, rows: BitMap64) -> None:
@@ -177,7 +177,8 @@ class LeasedRows(TaskRows):
         """
         leases = self._look()
         self._look_at_others(leases)
-        leases.refresh()  # A worker that exited during the look has ended its leases before.
+        # A worker that exited during the look ended its leases before it exited. They are read now.
+        leases.refresh()
         remaining = leases.rows_left()
         return (remaining, 0) if self._workers() > 1 else (0, remaining)
 
@@ -376,7 +377,8 @@ def join(
                 leases.refresh()  # Another worker may have made a plan before the lock was free.
                 plans_before = len(leases.plans)
                 _plan(prepared, start, leases, control)
-                if len(leases.plans) == plans_before:  # No row needs a plan.
+                # The plan was not needed, because no row is without a plan.
+                if len(leases.plans) == plans_before:
                     break
     assert leases.plan is not None
     _check_plan(leases, prepared)
@@ -418,7 +420,7 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
     # The check is repeated, because another worker may have made a plan since the caller's check.
     check_retry(start, prepared.run_dir.name, is_leased=not is_done)
     main = prepared.run_dir.of_task()
-    with hold_task(main, control.sleep) as lock:  # No attempt without --join may run at the same time.
+    with hold_task(main, control.sleep) as lock:  # No attempt without --join may run while the plan is made.
         recover(main, lock, prepared.results_schema)
         expected_rows = leases.plan.rows_total if leases.plan and is_done else 0
         stored = _stored_by_all(main, expected_rows, control)

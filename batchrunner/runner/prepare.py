@@ -237,7 +237,8 @@ def drop_copies(run_dir: RunDir, *, is_done: bool = False) -> None:
             if _is_held(possible_users):
                 return
         shutil.rmtree(run_dir.copies, ignore_errors=True)
-        run_dir.path.rmdir()  # succeeds only for a run that has not begun, whose directory is empty
+        # `rmdir` succeeds only if the directory is empty, because the run has not begun.
+        run_dir.path.rmdir()
 
 
 def leave(prepared: PreparedJob) -> None:

@@ -134,7 +134,8 @@ class ProgressBar(Display):
             bar = BAR_FORMAT if sample.rows_total else "{elapsed} {desc}"
             # With a delay, tqdm does not print a bar before its description is set.
             self._bar = tqdm(dynamic_ncols=True, bar_format=bar, delay=1e-9)
-        self._bar.n, self._bar.total = sample.rows_done, sample.rows_total  # Other workers may add rows.
+        # The total may change during the run, because other workers may add rows.
+        self._bar.n, self._bar.total = sample.rows_done, sample.rows_total
         with contextlib.suppress(OSError):  # The terminal may have been closed.
             self._bar.set_description_str(sample_line(sample))
 

@@ -52,8 +52,7 @@ CHUNK_ROWS = 1024
 _ASKED = {"digest": pa.binary(), "new_row": pa.int64(), "shares": pa.bool_(), "is_wanted": pa.bool_()}
 """Columns of the duckdb table `asked`, which has a row for each request of this run. `shares` tells whether
 the request may get the same answer as an equal request. `is_wanted` tells whether the row of the request has
-no result yet.
-"""
+no result yet."""
 _ALL = "TRUE"
 """SQL condition for the stored answers that may be reused: all answers without an error."""
 _UNCUT = f"coalesce(finish_reason::VARCHAR, '') NOT LIKE '%{CUT}%'"

@@ -85,8 +85,7 @@ SPOOL_S = 1.0
 (a Parquet file of results) is uploaded later."""
 OF_RUN = ("exit_code", "reason", "rows_total", "rows_ok", "rows_failed", "rows_cut", "rows_left")
 """Fields of report.json that an attempt without work writes again, because an earlier attempt may have died
-before it wrote its report.
-"""
+before it wrote its report."""
 
 
 async def execute(
@@ -157,7 +156,8 @@ async def execute(
         stack.push_async_callback(give_back, work.rows, lock)
         stack.enter_context(uploading_logs(run_dir))
         if work.is_empty:
-            code_versions(read_run_json(run_dir), prepared.code_digests)  # It warns of code that has changed.
+            # `code_versions` warns if the code of a Python function has changed.
+            code_versions(read_run_json(run_dir), prepared.code_digests)
             return report_of_empty(prepared, work)
 
         # open

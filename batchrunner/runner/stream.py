@@ -229,7 +229,8 @@ def _pieces_of(data: object) -> Generator[Piece]:
     rows = iter(as_rows(data))
     try:
         for number, row in enumerate(rows):
-            yield dict(as_mapping(row, number))  # A copy, because the program may change its mapping later.
+            # The program may change its mapping later, so the row is copied.
+            yield dict(as_mapping(row, number))
     finally:
         if isinstance(rows, Generator):
             rows.close()

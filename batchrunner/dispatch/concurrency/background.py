@@ -63,8 +63,7 @@ PACE_S = 0.25
 users have to wait."""
 TRUST_S = 30.0
 """Time, in seconds, in which the assumed limit of the server's admission doubles after rows were stuck. The
-limit is the number of requests that the admission is expected to accept.
-"""
+limit is the number of requests that the admission is expected to accept."""
 PASS_S = 0.05
 """Assumed duration of a forward pass, in seconds."""
 MOST_ROUNDS = 10
@@ -211,7 +210,8 @@ class BackgroundController(Controller):
     def _allowed_by_pool(self, now: float, reading: Reading) -> float:
         """Return the number of requests, of the users and ours, that the KV pool allows."""
         fits = float(self._fits)
-        if self._usage and now - self._began > self._life_s:  # The means have seen whole lives of rows.
+        # By now the means cover the whole running time of rows.
+        if self._usage and now - self._began > self._life_s:
             fits = self._running / self._usage
         room = self._full * min(fits, self._admits)
         overuse = reading.usage / self._full

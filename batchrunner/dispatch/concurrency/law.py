@@ -211,7 +211,8 @@ class Controller:
         if self.state == "blind" or silence_s < patience_s:
             return []
         self.state = "blind"
-        # The window stays, except that a background run (`least` is 0) sends nothing to unknown users.
+        # The window stays as it is. Only in a background run (`least` is 0) it becomes 0, because users may
+        # have come unseen.
         window = min(self.window, self.least * self._most)
         return self._move(window, f"no fresh load for {silence_s:.0f} s", always=True)
 
@@ -282,11 +283,13 @@ class Controller:
         if not is_full and (reading.queue == 0 or is_starting):
             return self._double(now, reading) if may_grow else []
         target = self._wanted_queue()
-        # Requests beyond the window are not replaced when they end, so they count as gone.
+        # When a request beyond the window ends, no other request replaces it. So such requests count as
+        # ended.
         in_flight = min(reading.in_flight, self.window)
         queue = in_flight - self._at_work
         if abs(reading.in_flight - reading.running - reading.queue) <= DEAD_BAND * target:
-            # The gauges account for all requests in flight, so they are newer than the window's last move.
+            # The gauges account for all requests in flight, so they are newer than the last change of the
+            # window.
             queue = in_flight - reading.in_flight + reading.queue
         error = target - queue
         window = float(self.window)
@@ -399,8 +402,7 @@ TYPICAL_MAX_NEW_TOKENS = 512
 SHORT_OUTPUT_TOKENS = 256
 """Maximum `max_new_tokens` with which known short prompts enlarge the first window. With longer outputs, rows
 that begin together also grow together. A larger first window then had five times as many rows retracted, at
-the same throughput.
-"""
+the same throughput."""
 
 
 def tokens_a_row(max_new_tokens: int | None, prompt_tokens: float | None = None) -> int:
@@ -431,7 +433,8 @@ def first_window(
     running, reason = max_running, f"max_running_requests {max_running}"
     if max_total_tokens is not None:
         fitting = max(1, max_total_tokens // row_tokens)
-        # The pool's number is rough, so it counts only if it is lower by half of the longest healthy queue.
+        # The number of requests that fit the pool is a rough estimate. So it counts only if it is much lower
+        # than max_running_requests, by half of the longest healthy queue.
         if fitting + high // 2 < running + low:
             running = fitting
             reason = f"the KV pool of {max_total_tokens:,} tokens holds about {fitting:,} requests"

@@ -90,8 +90,7 @@ class RouteLimit:
     """Number of ended rows that were already added to `recent`."""
     share: int | None = None
     """Maximum requests in flight on this route, in proportion to its share of the remaining rows; None before
-    it is computed.
-    """
+    it is computed."""
     in_flight: int = 0
     """Requests in flight of all runs, at the last load sample."""
 
@@ -163,7 +162,7 @@ class ConcurrencyLimits:
     """The schedulers, by their names."""
     routes: list[RouteLimit] = field(init=False)
     """Routes of the engine; more may be added later."""
-    _shared_at: float | None = None  # when shares were last computed; a clock may begin at any value
+    _shared_at: float | None = None  # time at which the shares were last computed
 
     def __post_init__(self) -> None:
         """Create the engine's routes; their schedulers are added by `begin`."""
@@ -418,7 +417,8 @@ class ConcurrencyLimits:
         self._shared_at = now
         for route in self.routes:
             route.count_recent(gap_s)
-        if self.is_background:  # the users limit each route
+        # In a background run, the engine's users limit each route, so shares are not needed.
+        if self.is_background:
             return []
         unreachable = [route for route in self.routes if route.is_unreachable(now)]
         new_shares = shares(self.routes, remaining, unreachable)
