@@ -367,7 +367,7 @@ class BundleSender:
         """Send a bundle once; its unanswered rows are sent again in smaller bundles, or fail."""
         requests = [row.request for row in bundle.rows]
         self.totals.add(len(requests))
-        why = "the engine answered none of their rows"
+        why = "the engine answered none of the rows in them"
         try:
             await self.engine.generate_many(requests, self.url, bundle.end_row)
         except BundleRefusedError as refusal:

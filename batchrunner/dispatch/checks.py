@@ -185,7 +185,7 @@ async def _python_complaint(functions: HookPool, request: Request, completion: C
         except RowRefusedError as failure:
             verdict = str(failure)
         if verdict is not True:
-            return of_sample(verdict or f"{CHECK} {facts.name} does not take the answer", number, completion)
+            return of_sample(verdict or f"{CHECK} {facts.name} rejected the answer", number, completion)
     return None
 
 
@@ -325,7 +325,7 @@ class AnswerConditions:
         try:
             return value, fit(value, self._kind), None
         except ValueError as failure:
-            return value, None, f"the answer does not fit its column: {_short(str(failure))}"
+            return value, None, f"the answer does not fit the column `parsed`: {_short(str(failure))}"
 
     def _validator_for(self, request: Request) -> Any:
         """Return the validator of the row's own schema, or of the job's; None without a schema."""

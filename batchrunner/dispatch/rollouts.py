@@ -339,8 +339,8 @@ class Rollouts:
                 finally:
                     if has_own_process:
                         process.kill()
-            # Stored answers that a repeated function does not ask for were given to other requests, so the
-            # results would not fit them.
+            # If the repeated function leaves stored answers unused, it has sent other requests than before,
+            # so its result would not fit the stored answers.
             if rollout.sent_counts.total() < len(rollout.answers):
                 log.warning(
                     "row %d: %s sent other requests when it was run again, so the row starts anew",
@@ -351,7 +351,7 @@ class Rollouts:
                 continue
             reserved = next((name for row in rows for name in row if name in self._reserved_columns), None)
             if reserved is not None:
-                return [], f"{self._label}: a result has a column {reserved!r} already: rename yours"
+                return [], f"{self._label}: results have a column {reserved!r} of their own: rename yours"
             return rows, error
 
     def _shared_process(self) -> RolloutProcess:

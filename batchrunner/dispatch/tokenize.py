@@ -331,7 +331,7 @@ class RowTokenizer:
                 self._leave_to_engine(kind, why)
                 return
             log.debug(
-                "batchrunner tokenizes the prompts: the engine splits %d of them into the same tokens",
+                "batchrunner tokenizes the prompts itself: for %d prompts its tokens equal the engine's",
                 prompts,
             )
         self._events.write("tokenize", where="client")

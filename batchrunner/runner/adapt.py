@@ -170,10 +170,10 @@ class Adaptation:
             others = [other for other in self._servers if other is not server]
             restarts = {other: {**other.adapted, **step.args} for other in others}
         elif self._pays(server, -gain):
-            outcome = "taken back"
+            outcome = "undone"
             restarts = {server: old_args}
         else:
-            outcome = "kept, as another start costs more"
+            outcome = "kept, because undoing it costs another start"
         speed = f"{1 + gain:.2f} x the output tokens a second" if gain else "the gain is unclear"
         why = f"{command_line(step.args)}: {speed}: {outcome}"
         log.warning("%s: %s", server.name, why)

@@ -44,7 +44,7 @@ class BatchRun:
             writer = (
                 "the attempt that finishes the last line" if is_stopped else "the last worker that finishes"
             )
-            return [*lines, f"results: not written yet: {writer} writes {self.results}"]
+            return [*lines, f"results: not written yet; {writer} will write {self.results}"]
         failed = f", failed lines: {self.errors}" if self.errors else ""
         return [*lines, f"results: {self.results}{failed}"]
 
@@ -72,7 +72,8 @@ def run_batch(
     """
     if requests == "-":
         raise JobError(
-            "requests: standard input cannot be read again to resume", hint="save the requests in a file"
+            "requests: a batch cannot be read from standard input, because a resumed batch reads it again",
+            hint="save the requests in a file",
         )
     results = results_path(output, "--output")
     failed = results_path(errors, "--errors") if errors else None
@@ -96,7 +97,7 @@ def _check_files(requests: str, written: Sequence[Path], run: Path, *, fresh: bo
     different_files = {path.resolve() for path in (Path(requests).expanduser(), *written)}
     if len(different_files) <= len(written):
         raise OutputError(
-            f"{written[0]}: two of the files of requests, results and errors are the same",
+            f"{written[0]}: requests, results and errors need three different files",
             hint="give different files",
         )
     if fresh or holds_run(run):

@@ -178,7 +178,7 @@ class RunSignals:
     def _begin_to_stop(self, reason: str, grace_s: float | None) -> None:
         """Log that the run waits for the rows in flight; without such rows, limit the time until its end."""
         if self._control.stage == "sending":
-            limit = "; a second Ctrl-C stops now, and the next start sends them again"
+            limit = "; a second Ctrl-C stops now, and the next start sends these rows again"
             if grace_s is not None:
                 limit = f", for {grace_s:g} s at most"
             log.warning("%s: waiting for the rows in flight%s", reason, limit)

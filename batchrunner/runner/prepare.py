@@ -136,7 +136,8 @@ def prepare(
     # The trials of `batchrun tune` are runs in the directory of the tuned run.
     if other_run and run.relative_to(other_run).parts[0] != TUNE:
         raise OutputError(
-            f"output.path {run_dir.path}: lies in the run {other_run}", hint="give another directory"
+            f"output.path {run_dir.path}: lies in the directory of the run {other_run}",
+            hint="give another directory",
         )
     if task != MAIN_TASK:
         run_dir.store.check_sharing()

@@ -93,7 +93,7 @@ def _rollout_parts(rollouts: RolloutSample) -> list[str]:
     """Return the state of the multi-turn rollouts, for the line of a run's state."""
     waiting = f"{rollouts.waiting_for_tools:,} wait for tools"
     if rollouts.blocked:
-        waiting = f"{rollouts.blocked:,} wait because one blocks their process"
+        waiting = f"{rollouts.blocked:,} wait for a rollout that blocks their process"
     return [f"{rollouts.open:,} rows open ({waiting})", f"{rollouts.turns:,} turns"]
 
 
@@ -224,7 +224,7 @@ def make_displays(*, progress: bool, on_progress: ProgressListener | None) -> li
     """
     if inspect.iscoroutinefunction(on_progress):
         raise JobError(
-            "on_progress: is an `async def` function, whose calls nothing would await",
+            "on_progress: an `async def` function cannot be used, because nothing would await its calls",
             hint="give a plain function",
         )
     displays: list[Display] = [ProgressBar()] if progress else []

@@ -114,7 +114,7 @@ def _why_unknown(engine: ServerEngine, directory: Path) -> str | None:
     config = read_config(engine.model, engine.args.get("revision"))
     kind, architectures = config.get("model_type"), config.get("architectures") or ()
     if kind in OWN_CHAT_MODELS or any(str(name).startswith(_OWN_RULES) for name in architectures):
-        return f"chat prompts, because SGLang builds those of {kind} by rules of its own"
+        return f"chat prompts, because SGLang has its own rules for the chat prompts of {kind}"
     if not has_chat_template(directory):
         return f"chat prompts, because there is no chat template among the files of {engine.model}"
     return None

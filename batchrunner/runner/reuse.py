@@ -98,7 +98,7 @@ class Reuse:
         problem = self._problem(model, weights)
         if problem is not None:
             message = f"output.reuse: {self._run.name}: {problem}"
-            raise JobError(message, hint="leave out output.reuse, or make the two jobs alike")
+            raise JobError(message, hint="leave out output.reuse, or give both jobs the same settings")
 
     def _problem(self, model: str | None, weights: str | None) -> str | None:
         """Return the reason for which no answer of the other run can be used; None if some can be used."""

@@ -211,7 +211,7 @@ async def unless_away(work: Callable[[], Coroutine[Any, Any, T]], job: Job, cont
         except StoreAwayError as failure:
             if not wait.may_go_on(f"{failure}: waiting for the store (limits.disk_wait)"):
                 raise
-            await control.wait_for(asyncio.sleep(PAUSE_S), "while the object store was away")
+            await control.wait_for(asyncio.sleep(PAUSE_S), "while the object store was unreachable")
 
 
 def turn_store(prepared: PreparedJob, lock: TaskLock, disk: DiskWait) -> TurnStore | None:

@@ -282,7 +282,8 @@ class ProgramColumns:
             raise unknown_column(InputError, where, name, self.schema.names)
         if len(indices) > 1:
             raise InputError(
-                f"{where}: the rows have {len(indices)} columns {name!r}", hint="give only one such column"
+                f"{where}: the rows have {len(indices)} columns with the name {name!r}",
+                hint="rename all but one of them",
             )
         return self.schema.field(indices[0])
 

@@ -256,7 +256,7 @@ class MeasuringEngine(ObservedEngine):
         if self.first_sent_at is not None:
             self.stop(self.watch.record_load(now - self.first_sent_at, loads, self._log_size()))
         if now - self._opened > self.within_s:
-            self.stop(("cut", "the time for tuning is over"))
+            self.stop(("cut", "the time budget is used up"))
         return loads
 
     def preempt(self, route: str, kept: int) -> None:

@@ -109,7 +109,9 @@ def summarize(search: Search, machine: Machine, source: str, sample: str, spent_
         layout["tp"] = changed.pop("tp-size")
     risky = [name for name in changed if name in FLAGS and FLAGS[name].changes_answers]
     waiting = job_setting.newest.signs.queue
-    queue_note = f"the run itself controls its length; {waiting:.0f} requests waited with the job's own flags"
+    queue_note = (
+        f"not tuned, because the run sets its length; {waiting:.0f} requests with the job's own flags"
+    )
     return TuningSummary(
         job=source,
         sample=sample,
@@ -128,7 +130,7 @@ def summarize(search: Search, machine: Machine, source: str, sample: str, spent_
             if setting.results
         ],
         notes={"queue": queue_note, **search.notes},
-        warnings=[f"{name}: changes answers: compare some answers before the run" for name in risky],
+        warnings=[f"{name}: may change answers: compare some answers before the run" for name in risky],
     )
 
 
@@ -181,7 +183,7 @@ def tune(
     engine = engine_to_tune(job)
     if store_address(job.output.path):
         raise JobError(
-            f"output.path {job.output.path}: trials are stored on a local disk only",
+            f"output.path {job.output.path}: trials can only be stored on a local disk",
             hint="tune with --set output.path=DIRECTORY",
         )
     check_model(engine.model)
@@ -320,11 +322,11 @@ async def run_search(
         if result is None:
             remaining_s = budget_s - spent_s
             if remaining_s <= cost_of_last_s:
-                search.reason = "the time for tuning is over"
+                search.reason = "the time budget is used up"
                 return spent_s
             result = await run(request, number, remaining_s)
             if result.ended == "cut":
-                search.reason = "the time for tuning is over"
+                search.reason = "the time budget is used up"
                 return spent_s + result.cost_s
             history.add(request.args, result)
         number += 1

@@ -43,9 +43,7 @@ class TuningSample:
         if self.rows == self.of_rows:
             return f"all {counted(self.rows, 'row')}"
         blocks = counted(self.rows // BLOCK_ROWS, "block")
-        return (
-            f"{self.rows:,} of {self.of_rows:,} rows: {blocks} of {BLOCK_ROWS} rows from all over the input"
-        )
+        return f"{self.rows:,} of {self.of_rows:,} rows: {blocks} of {BLOCK_ROWS} rows, spread over the input"
 
 
 def write_sample(prepared: PreparedJob, directory: Path) -> TuningSample:

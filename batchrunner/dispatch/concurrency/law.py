@@ -304,7 +304,9 @@ class Controller:
             room = self._room(reading, target)
             if room < window:
                 window = room
-                reason = f"token usage {reading.usage:.2f}: rows are sent only as the KV pool has room"
+                reason = (
+                    f"token usage {reading.usage:.2f}: rows are sent only as fast as the KV pool has room"
+                )
         return self._move(int(window), reason)
 
     def _double(self, now: float, reading: Reading) -> list[Decision]:
