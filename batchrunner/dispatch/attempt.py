@@ -219,6 +219,7 @@ class Refusals(msgspec.Struct):
     def record(self, record: RouteRecord, now: float) -> None:
         """Record a refusal by a route. A route's first refusal of this row also counts in its record."""
         self.total += 1
+        # The route answers other requests if it answered one that was sent after the row's last refusal.
         self.answers_others = record.newest >= self.last
         self.last = now
         tally = self.by_route.get(record)

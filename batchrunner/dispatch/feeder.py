@@ -97,6 +97,7 @@ class Feeder:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LONGEST_PRIMING_S):
                     await asyncio.gather(*answers, return_exceptions=True)
+            # From now on the prefixes count as computed, even those whose requests took too long.
             for task in batch:
                 task.row.prefix_ready_at = time.monotonic()
 

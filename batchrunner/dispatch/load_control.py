@@ -64,6 +64,7 @@ class LoadControl:
         for other in self._runs:
             in_flight[other.routes.account] += other.routes.in_flight
         account = run.routes.account
+        # An account that had no run until now starts level with the accounts that are sending rows.
         if in_flight and account not in in_flight:
             account.begin_beside(in_flight)
         self._runs.append(run)

@@ -104,10 +104,11 @@ class TimeLeft:
         if self._trust and self._contradicts_estimate(now - self._began, done, in_flight, total):
             self._trust = 0.0
         if done >= max(1, in_flight):
+            # Mix the estimate and the pace, and count down since the last row ended.
             pace_s = self._seconds / self._rows
             row_s = self._trust * self._expected_s + (1 - self._trust) * pace_s
             left_s = remaining * row_s - (now - self._ended)
-        elif self._trust:
+        elif self._trust:  # Only quick rows have ended, so use the estimate alone, and count down.
             left_s = total * self._expected_s - (now - self._began)
         else:
             return None
@@ -124,7 +125,12 @@ class TimeLeft:
         self._trust *= weight  # The more rows have ended, the less the estimate counts.
 
     def _contradicts_estimate(self, elapsed_s: float, done: int, in_flight: int, total: int) -> bool:
-        """Tell whether rows are much slower or quicker than estimated, and by more than chance explains."""
+        """Tell whether rows are much slower or quicker than estimated, and by more than chance explains.
+
+        The elapsed time is compared with the estimated time of the rows so far. Rows in flight have been
+        worked on only in part, so they count fully in the test for a late run, and not at all in the test
+        for an early run.
+        """
         material_s = LATE_SHARE * total * self._expected_s
         # If the estimate is right, the ended rows and the rows in flight take this time at most.
         latest_s = (done + in_flight) * self._expected_s

@@ -368,8 +368,11 @@ class FollowerRelease:
         """
         if not leader.followers:
             return
+        # The order within `_held`: it matters if followers must go before they are due.
         leader.followers.sort(key=lambda row: (not row.followers, -row.shared_bytes, -row.longest_output))
         for turn, row in enumerate(leader.followers):
+            # The rank among due followers. With the turn as the rank, followers of different leaders
+            # alternate. A follower that leads other rows goes behind all of these.
             rank = BEHIND - row.shared_bytes if row.followers else turn
             heapq.heappush(self._held, (leader.sent_clock, next(self._serial), rank, row))
             self._held_bytes += row.memory_bytes
@@ -459,12 +462,16 @@ class OutputLengths:
             self._sums[row.template] = rows + 1, sum_ + tokens
 
     def expected(self, row: OrderedRow) -> float:
-        """Return the output tokens that a row is expected to have, `max_new_tokens` at most."""
+        """Return the expected number of output tokens of a row.
+
+        This is the mean over the answered rows with the same template. Until there are FEWEST_ROWS of them,
+        or if the output cannot end early, it is `max_new_tokens`.
+        """
         limit = row.request.sampling["max_new_tokens"]
-        if row.request.sampling.get("ignore_eos"):
+        answered_rows, output_tokens = self._sums.get(row.template, (0, 0))
+        if row.request.sampling.get("ignore_eos") or answered_rows < FEWEST_ROWS:
             return float(limit)
-        rows, tokens = self._sums.get(row.template, (0, 0))
-        return min(limit, tokens / rows) if rows >= FEWEST_ROWS else float(limit)
+        return min(limit, output_tokens / answered_rows)
 
 
 WINDOW_ROWS = 2048

@@ -226,6 +226,7 @@ class Rollouts:
 
     def state(self) -> dict[str, int]:
         """Return the numbers of open rows, of rows that wait for tools or a blocked process, and of turns."""
+        # A rollout without a pending request waits for a tool, or for a rollout that blocks its process.
         idle = {
             rollout for rollout in self._open if all(answer.done() for answer in rollout.answers.values())
         }
@@ -284,7 +285,7 @@ class Rollouts:
     async def _run_rollout(self, rollout: Rollout) -> None:
         """Run the function of a row, and store what it returned. Raises StorageError."""
         began = time.monotonic()
-        if self.store is not None:
+        if self.store is not None:  # Requests that an earlier start answered get the stored answers.
             for key, outcome in self.store.take(rollout.request.ref).items():
                 rollout.answers[key] = asyncio.get_running_loop().create_future()
                 rollout.answers[key].set_result(outcome)

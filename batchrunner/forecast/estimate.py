@@ -552,6 +552,7 @@ async def _take_sample(prepared: PreparedJob, pending: BitMap64, most: int) -> t
         run_s = time.monotonic() - run_began
     attempts = recorder.attempts
     answered = BitMap64([attempt.row.row for attempt in attempts])
+    # Rows with an answer may have failed later, for example in the job's checks. They were not refused.
     refused = len((ordinals & read_done(run_dir).failed) - answered)
     # A single answer says nothing on the variation of outputs if other rows failed.
     if not answered or (refused and len(answered) == 1):

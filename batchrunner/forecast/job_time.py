@@ -213,6 +213,8 @@ def whole_work(setting: Setting, drawn: Drawn, count: float) -> tuple[PassWork, 
     # The other rows add only to the steady state, in which a pass has more rows than at the begin and the
     # end.
     steady = _steady_work(simulated)
+    # The same work as that of the simulated rows, but in fewer passes, because each pass is as full as one of
+    # the steady state.
     passes = round(work.samples * steady.passes / max(steady.samples, 1))
     ratio_of_other_rows = count / len(drawn) - 1
     return _plus(work, work._replace(passes=passes), ratio_of_other_rows), simulated.waiting_share

@@ -273,6 +273,7 @@ def _open_dataset(job: Job, run_dir: RunDir, run: Path, copies: Path | None) -> 
         raise InputError(f"{join_paths(job.input.path)}: no rows in {len(dataset.files)} file(s)")
     _refuse_results(job.input.path, dataset)
     for file in dataset.files:
+        # Links are resolved only on a disk. The paths of an object store (`input_place`) have none.
         real = Path(file.path) if run_dir.store.input_place else Path(file.path).resolve()
         if run in real.parents:
             raise OutputError(
@@ -345,6 +346,11 @@ def check_resumes(prepared: PreparedJob, model: str | None, weights: str | None 
                 hint=f"use another output.path, or discard the results with {DISCARD}",
             )
         return
-    before = old["engine"].get("weights")
-    new = {**prepared.fingerprint(model or ""), "weight_version": before and (weights or before)}
-    check_same_run({**old["fingerprint"], "weight_version": before}, new, run_dir.name)
+    # Versions of the weights are compared only if both are known. Otherwise the old version stands for both.
+    old_weights = old["engine"].get("weights")
+    new_weights = weights if old_weights and weights else old_weights
+    check_same_run(
+        {**old["fingerprint"], "weight_version": old_weights},
+        {**prepared.fingerprint(model or ""), "weight_version": new_weights},
+        run_dir.name,
+    )

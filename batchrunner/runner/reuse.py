@@ -262,13 +262,15 @@ class Reuse:
         for name, column in zip(carried.schema.names, carried.columns, strict=True):
             for row, value in zip(rows, shown_values(column), strict=True):
                 row[name] = value
+        # Call `parse` once for each text, with the row if the function takes it.
         calls: list[tuple[Any, ...]] = [
             (text, row) if facts.takes_row else (text,)
             for texts, row in zip(texts_of_rows, rows, strict=True)
             for text in texts
         ]
-        # One call for each text, so that the results have to be grouped by row again.
         results = iter(functions.call_many(PARSE, calls, self._control.check))
+
+        # Group the results by row again. The value of a column is a list if a row has several completions.
         columns: dict[str, list[Any]] = {name: [] for name in ("error", *(name for name, _ in facts.columns))}
         for texts in texts_of_rows:
             results_of_row = [next(results) for _ in texts]

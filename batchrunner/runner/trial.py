@@ -213,6 +213,7 @@ class TrialRunner:
                 # Each row is sent once, so no answer is rejected.
                 "accept": AcceptSpec.model_validate({"json": False}),
                 "on_length": "keep",
+                # An endless answer is still stopped, but it must not be rejected.
                 "on_repetition": "stop" if self.job.on_repetition == "fail" else self.job.on_repetition,
             }
         )

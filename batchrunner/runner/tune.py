@@ -283,6 +283,7 @@ class TrialHistory:
         self._base = base
         self._results = defaultdict[bytes, list[TrialResult]](list)
         for content in memory.recall("trial", about):
+            # Skip a trial that another version of batchrunner stored in another format.
             with contextlib.suppress(msgspec.MsgspecError):
                 trial = _read_trial.decode(content)
                 self._results[key_of(trial.args)].append(trial.result)

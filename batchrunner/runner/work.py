@@ -115,7 +115,8 @@ class WorkFinder:
                 before_first=lambda: self.discard_outdated(plan.discard),
             )
             plan, counts = plan.with_reused(reused), reuse.counts
-            discard = "nothing" if reused else discard
+            if reused:
+                discard = "nothing"  # `before_first` has already discarded the old results.
         directory = run_dir.task_directory
         copy, order = find_sorted_copy(prepared, plan.rows, directory) or prepare_order(
             prepared, plan.rows, directory, writer=self.lock.token, check_stop=self.control.check
@@ -125,6 +126,7 @@ class WorkFinder:
             rows_of_run=len(plan.selected),
             order=order,
             counts=counts,
+            # Failed rows that are sent again are not done.
             done_before=stored.without_failed() if plan.discard == "failed rows" else stored,
             discard=discard,
         )

@@ -227,6 +227,7 @@ class Controller:
             return []
         self._refused_at = now
         self.state = "pressure"
+        # Refusals alone never narrow the window to less than a quarter of the first window.
         least = min(self.window, max(1, self._first_window // 4))
         return self._move(max(least, round(self.window * BACK_OFF)), reason)
 

@@ -426,8 +426,9 @@ class ConcurrencyLimits:
         for route, new_share in zip(self.routes, new_shares, strict=True):
             before, window = route.share, self._wanted(route)
             share = route.share = self._soon_used(route, new_share)
-            is_new_limit = share < window and (before is None or window <= before)
-            if is_new_limit:
+            # A decision is returned only when the share begins to limit the route.
+            was_limited = before is not None and before < window
+            if share < window and not was_limited:
                 why = f"the route's share of the {remaining} remaining rows"
                 decisions.append(
                     Decision(scheduler=route.url, old=window, new=share, state="share", reason=why)
