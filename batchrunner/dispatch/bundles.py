@@ -70,6 +70,7 @@ def prompt_tokens(request: Request) -> int:
         return tokens
     if request.item_ids:  # For a choose task, the engine computes the prompt once and each choice after it.
         return tokens + sum(map(len, request.item_ids))
+    # For any other task, each item is computed with a copy of the prompt.
     return tokens * len(request.items) + sum(map(len, request.items)) // BYTES_PER_TOKEN
 
 
@@ -189,7 +190,7 @@ class BundleSize:
 
     def record_end(self, now: float) -> None:
         """Count a row that ended `now`, in seconds of the monotonic clock."""
-        if self._passes is not None:
+        if self._passes is not None:  # Without decoding, the bundle size depends on the passes only.
             return
         if self._since is None:
             self._since = self._burst_began = now
@@ -322,7 +323,11 @@ class BundleSender:
         return why is None
 
     async def _send_shared(self, request: Request, most: int) -> Completion | None:
-        """Send a request in a bundle of at most `most` rows; return None if it must be sent alone instead."""
+        """Send a request in a bundle of at most `most` rows; return None if it must be sent alone instead.
+
+        The bundle is sent once it is full, once no other row can join it, or after TIMING.bundle_fill
+        seconds.
+        """
         loop, tokens = asyncio.get_running_loop(), prompt_tokens(request)
         row = BundledRow(request, loop.create_future())
         most_tokens = self.size.most_tokens

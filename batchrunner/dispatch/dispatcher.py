@@ -334,6 +334,8 @@ class Dispatcher:
         """
         if self._refused_since is None:
             return False
+        # A refusal comes soon. So a request that is in flight much longer than the last refusal took was
+        # accepted.
         oldest = next(iter(self._in_flight), row)
         refusal_s = now - row.sent_at
         is_accepted = now - oldest.sent_at > max(ACCEPTED_RATIO * refusal_s, ACCEPTED_S)

@@ -111,7 +111,10 @@ class LoadControl:
         self._apply(self.concurrency.backpressure(url, why, now))
 
     def _apply(self, changes: Iterable[Decision | CornerChange]) -> None:
-        """Resize the windows so that all runs together have at most as many requests as the law allows."""
+        """Divide the window of each route among the runs, and write `changes` to their event logs.
+
+        All runs together have at most as many requests in flight as the concurrency law allows.
+        """
         changes = [*changes]
         unsent = [run.backlog.unsent for run in self._runs]
         ready = [min(run.backlog.unsent, run.backlog.ready + SPARE) for run in self._runs]

@@ -397,6 +397,7 @@ class Backlog:
         """
         if self.is_stopping:
             return 0
+        # Count rows that are still to come, and rows without an outcome that are not in flight.
         to_come = 0 if self._all_read else self._to_come()
         return max(self.ready, to_come + self._unended - self._routes.in_flight)
 

@@ -195,10 +195,15 @@ class ReuseDistance:
         self._schedulers = schedulers
         self._pass_tokens = pass_tokens
         self._knows_scheduler = schedulers <= len(info.routes)
+        """Whether each route has one scheduler, so that the route of a row tells its prefix cache."""
         self._least = LEAST_PASSES * pass_tokens
+        """Minimum of the distance, in prefill tokens of one scheduler."""
         self._most = max(MOST_POOL_SHARE * pool, self._least)
+        """Maximum of the distance, in prefill tokens of one scheduler."""
         self._first = pass_tokens * PASSES
+        """Prefill tokens of one scheduler in a bit more than one pass."""
         self._tokens = max(self._least, min(self._first, POOL_SHARE * pool))
+        """The present distance, in prefill tokens of one scheduler."""
         self._bytes, self._bytes_tokens = 0, 0
         self._followers, self._missed, self._evicted = 0, 0, 0
         self._last_miss_share, self._mean_miss_share = 0.0, 0.0
@@ -596,9 +601,11 @@ class Reorderer:
     def _is_full(self, unread: int, *, is_shared: bool) -> bool:
         """Tell whether the window has enough rows to be ordered; `unread` rows are still to be read.
 
-        `is_shared` says that other workers could process the rows instead.
+        The last rows of the input are ordered together: the window gets larger by LAST_ROWS, and it is not
+        full before the end of the input. `is_shared` says that other workers could process the rows instead.
         """
-        if self._distance is None and self._lengths is None and not (self._dedupe or self._by_length):
+        reorders = self._distance is not None or self._lengths is not None or self._dedupe or self._by_length
+        if not reorders:
             return True
         limit = WINDOW_ROWS
         if is_shared:
@@ -711,7 +718,11 @@ class Reorderer:
     def _prime_leader_of(self, row: OrderedRow, primes: dict[OrderedRow, PrimeTask]) -> None:
         """Add a prime task for the leader of a row, if both may be in the engine's first prefill pass."""
         leader, distance = row.leader, self._distance
-        if not leader or not distance or not distance.is_first_pass(row) or leader.request.kind == "body":
+        if not leader or not distance or not distance.is_first_pass(row):
+            return
+        if (
+            leader.request.kind == "body"
+        ):  # A request body is sent unchanged, so its output cannot be limited.
             return
         task = primes.get(leader)
         if task is None:

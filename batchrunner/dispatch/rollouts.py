@@ -216,6 +216,7 @@ class Rollouts:
         self._group = asyncio.TaskGroup()
         self._limits = self.job.limits
         self._label = f"{ROLLOUT}: {self.functions.facts[ROLLOUT].name}"
+        # `turns` is not reserved here, so a function may return its own value of it.
         self._reserved_columns = {*RESULT_COLUMNS, *ROLLOUT_COLUMNS, *self.job.input.carried_names} - {TURNS}
         self._open: set[Rollout] = set()
         self._starting: set[Rollout] = set()

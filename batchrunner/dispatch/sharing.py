@@ -174,6 +174,7 @@ def _slots_of_accounts(slots: int, wanted: dict[Account, int]) -> dict[Account, 
     def slots_until(time: float) -> dict[Account, float]:
         return {account: min(most, account.slots_until(time)) for account, most in wanted.items()}
 
+    # Find the virtual time up to which the slots are enough for all accounts, by bisection.
     too_early = min(account.time for account in wanted)
     too_late = max(account.time + slots * account.row_cost / account.share for account in wanted)
     for _ in range(BISECTIONS):

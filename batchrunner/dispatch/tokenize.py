@@ -324,7 +324,7 @@ class RowTokenizer:
         if not encodable:
             return
         self._compared.add(kind)
-        if kind != "input_ids":
+        if kind != "input_ids":  # Prompts of token ids need no tokenization, so there is nothing to compare.
             try:
                 prompts = await _compare_tokens(self._engine, encoder, encodable)
             except CannotTokenizeError as why:

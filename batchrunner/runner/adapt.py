@@ -79,7 +79,7 @@ class Adaptation:
         self._sample, self._now = sample, now
         for watch in self._servers.values():
             await asyncio.to_thread(watch.take, sample, now)
-        next(self._work)
+        next(self._work)  # Run `_tune` until it waits for the next load sample.
 
     def stop(self) -> None:
         """Forbid further restarts, because the run stops."""

@@ -120,6 +120,7 @@ class Check:
 def check(job: str, overrides: Sequence[str]) -> Check:
     """Check a job file or a batch file. Raises BatchrunError, with a message of one line, for a fault."""
     file_format = known_format(job)
+    # A file with the ending .json may be a job, but one with another ending of JSON Lines is a batch file.
     is_batch = file_format is not None and file_format.kind == "JSON Lines" and file_format.ending != ".json"
     with tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch:
         if is_batch:

@@ -194,6 +194,7 @@ def _with_field_order(
     fields = job.prompt.fields
     if fields is None or fields.order == "written" or len(fields.columns) == 1:
         return job, renderer
+    # Without the order of an earlier start for the same fields, decide on an order now.
     columns = known_fields(before) if before else None
     if columns is None or {*columns} != {*fields.columns}:
         from batchrunner.input.fields import decide_fields  # noqa: PLC0415 - only for such prompts

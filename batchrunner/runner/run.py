@@ -530,6 +530,7 @@ class Run:
         if end.failure is None:
             with contextlib.suppress(OSError, BatchrunError):
                 held, unheld = work.rows.held_elsewhere()
+        # If rows of this worker remain, only these are reported as remaining.
         report = replace(report, rows_of_others=held + unheld if not report.rows_left else 0)
         exit_code, reason = self._verdict(report, end, held=held, unheld=unheld)
         if not end.is_on_disk:

@@ -83,14 +83,22 @@ class TuningSummary:
             lines += _trial_lines(trial)
         lines += ["", *(f"{name}: {note}" for name, note in self.notes.items()), ""]
         lines.append(f"{self.reason}, after {duration(self.spent_s)}")
-        block = {name: values for name, values in (("args", self.args), ("env", self.env)) if values}
-        block = self.layout | block
-        if not block:
+        engine_changes = dict(self.layout)
+        if self.args:
+            engine_changes["args"] = self.args
+        if self.env:
+            engine_changes["env"] = self.env
+        if not engine_changes:
             return [*lines, "the job's own flags stay: no other flags were faster by more than the noise"]
         gain = self.best_tokens_per_s / self.own_tokens_per_s
         speeds = f"{self.own_tokens_per_s:,.0f} -> {self.best_tokens_per_s:,.0f} output tok/s"
         lines.append(f"{gain:.2f} x as fast as the job's own flags ({speeds}) with")
-        lines += ["", *yaml.safe_dump({"engine": block}, sort_keys=False).splitlines(), "", *self.warnings]
+        lines += [
+            "",
+            *yaml.safe_dump({"engine": engine_changes}, sort_keys=False).splitlines(),
+            "",
+            *self.warnings,
+        ]
         return [*lines, f"add this to {self.job}"]
 
 

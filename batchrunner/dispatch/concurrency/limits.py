@@ -178,11 +178,12 @@ class ConcurrencyLimits:
 
     def window_of(self, route: RouteLimit) -> int:
         """Return the window of a route, at most its share of the remaining rows."""
-        if self.fixed is not None:
-            return min(max(1, -(-self.fixed // len(self.routes))), self.most)
+        if self.fixed is not None:  # Each route gets an equal part, rounded up.
+            return min(max(1, math.ceil(self.fixed / len(self.routes))), self.most)
         window = self._wanted(route)
         if route.share is not None:
             window = min(window, route.share)
+        # Only a background run may have to send nothing.
         return max(0 if self.is_background else 1, window)
 
     @property
@@ -327,6 +328,7 @@ class ConcurrencyLimits:
         )
         self.schedulers[name] = scheduler
         route.schedulers.append(scheduler)
+        # Before rows have ended, the shares of the routes are in proportion to their first windows.
         route.recent += controller.window
         why = f"{why}; #queue-req {band.low:,}-{band.high:,} ({band.why})"
         return Decision(scheduler=name, old=0, new=controller.window, state=controller.state, reason=why)
