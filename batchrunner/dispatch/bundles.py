@@ -395,7 +395,8 @@ class BundleSender:
         """Send the unanswered rows of a bundle again; `why` is the reason in words."""
         self._works = self._works or bundle.answers > 0
         unanswered = bundle.unanswered
-        self._refused += bool(unanswered) and not bundle.answers
+        if unanswered and not bundle.answers:
+            self._refused += 1
         if not self._works and self._refused >= MOST_REFUSALS and self.one_by_one is None:
             self.one_by_one = f"the engine refused {self._refused} requests with several rows: {why}"
         self.totals.rows_resent += len(unanswered)
@@ -426,7 +427,9 @@ class BundleSenders:
         self._totals = totals
         self._events = events
         self._passes = passes
-        self._fixed = {"auto": None, "off": 1}[job.bundle] if isinstance(job.bundle, str) else job.bundle
+        self._fixed = job.bundle if isinstance(job.bundle, int) else None
+        if job.bundle == "off":
+            self._fixed = 1
         if info.simulated:  # A simulated engine has no tokenizer process, so bundles save nothing.
             self._fixed = 1
         most_tokens = job.sampling.max_new_tokens

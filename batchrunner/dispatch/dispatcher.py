@@ -247,6 +247,7 @@ class Dispatcher:
             row.attempts -= 1  # A preempted attempt does not count, because the row is not at fault.
             self.load_control.concurrency.count_returned(error.tokens)
         elif fate is Fate.ASK_ANOTHER:
+            # If another route answers the row, this route is at fault, see `_contradict`.
             route.doubt = route.doubt or Doubt(str(error))
         else:
             jitter = random.random()  # noqa: S311 - jitter, not a secret

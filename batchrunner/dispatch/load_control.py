@@ -75,7 +75,7 @@ class LoadControl:
         self._runs.remove(run)
         if self._runs:
             self._apply(())
-        elif self._poll is not None:
+        elif self._poll is not None:  # No run waits for the poll any more.
             self._poll.cancel()
 
     async def run(self, polled: Callable[[Sequence[SchedulerLoad], float], None]) -> None:
@@ -88,7 +88,7 @@ class LoadControl:
         while True:
             if self._poll is None or self._poll.done():
                 usual_s = TIMING.background_poll if self.concurrency.is_background else TIMING.load_poll
-                pause_s = 0.0 if self._poll is None else usual_s
+                pause_s = 0.0 if self._poll is None else usual_s  # The first poll comes at once.
                 self._poll = asyncio.ensure_future(self._sample(pause_s))
             # The shield keeps the poll for the other runs if this run is cancelled.
             polled(*await asyncio.shield(self._poll))

@@ -61,6 +61,7 @@ class Rates:
     def update(self, now: float, counts: tuple[int, ...]) -> list[float]:
         """Add the counts so far; return the rate of each, per second."""
         self._points.append((now, counts))
+        # Keep one point that is at least SPAN_S old, so that the rate covers the whole span.
         while len(self._points) > 2 and self._points[1][0] <= now - SPAN_S:  # noqa: PLR2004
             self._points.popleft()
         then, counts_then = self._points[0]

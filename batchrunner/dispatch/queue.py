@@ -159,6 +159,7 @@ class PoisonRows:
         """Return suspects of which the first may be sent to a route now; None if no suspect may be sent."""
         if not self._waiting:  # The common case comes first, because this method is called for each row.
             return None
+        # The worst suspects come first. A suspect that would be given up at the next death is sent alone.
         for deaths, rows in sorted(self._waiting.items(), reverse=True):
             limit = 1 if deaths >= MOST_DEATHS - 1 else max(1, self._routes.window // FEWER**deaths)
             if rows and self._in_flight[deaths] < limit and self._routes.may_get(route, rows[0].avoided):
@@ -483,7 +484,7 @@ class Backlog:
         if row.request.media:  # free the files, since other rows may refer to this row for long
             row.request = row.request._replace(media=())
             row.answers = None
-        for ref in row.duplicates:
+        for ref in row.duplicates:  # They were never sent.
             await self._results.put(outcome._replace(ref=ref, latency_s=None, attempts=0))
         self._unended -= 1
         if self._unended == 0:

@@ -695,7 +695,9 @@ class Reorderer:
         for group, rows in rows_of.items():
             first = group.first
             assert isinstance(first, OrderedRow)
-            if rows == 1 and first.sent_clock == 0:  # The row is alone in its group: any route will do.
+            # A row that is alone in its group may go to any route. If it was sent already, a later row may
+            # still join the group, so the group stays.
+            if rows == 1 and first.sent_clock == 0:
                 first.group = None
             elif group.home is None:
                 group.to_come += rows

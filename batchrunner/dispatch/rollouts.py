@@ -408,6 +408,7 @@ class Rollouts:
         rollout.last_request = text
         digest = xxh3_128_hexdigest(text.encode())
         rollout.sent_counts[digest] += 1
+        # Equal requests are told apart by their order: the second one gets the second stored answer.
         key = digest, rollout.sent_counts[digest]
         answer = rollout.answers.pop(key, None)
         if answer is None:
@@ -475,6 +476,7 @@ def _request_of(base: Request, prompt: Any, tools: Any, sampling: dict[str, Any]
         kind, content = kind_of_prompt(prompt)
         spec = validated(SamplingSpec, sampling, "generate")
     except (ValueError, JobError) as failure:
+        # Unlike a job file, a call cannot take a value from a column.
         why = str(failure).removeprefix("generate: ").replace(", or should be {column: NAME}", "")
         raise RowRefusedError(f"generate: {why}") from None
     problem = None if tools is None else tool_problem(tools)
@@ -485,6 +487,7 @@ def _request_of(base: Request, prompt: Any, tools: Any, sampling: dict[str, Any]
         problem = "n: must be 1; for several answers, await several calls with asyncio.gather"
     if problem is not None:
         raise RowRefusedError(f"generate: {problem}")
+    # Only parameters that the call gives replace those of the job.
     parameters = spec.model_dump(include={*sampling} - {"n", "lora_path", "tool_choice"}, exclude_none=True)
     if isinstance(parameters.get("json_schema"), dict):
         parameters["json_schema"] = json.dumps(parameters["json_schema"])
@@ -529,6 +532,7 @@ def _outcome_of(rollout: Rollout, rows: list[dict[str, Any]], error: str | None,
     # The result has the text of the last answer, and the sums of the token counts of all answers.
     last = completions[-1] if completions else NO_ANSWER
     completion = last._replace(
+        # A function that returns no rows leaves the row out of the results.
         finish_reasons=last.finish_reasons if rows or error is not None else [LEFT_OUT],
         completion_tokens=[sum(answer.output_tokens for answer in completions)],
         prompt_tokens=sum(answer.prompt_tokens or 0 for answer in completions),

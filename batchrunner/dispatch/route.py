@@ -140,6 +140,7 @@ class Route:
         """Suspend the route; return the length in seconds, or None if it is already suspended."""
         if self.is_suspended and self.cools_until > now:
             return None
+        # After an answer the length is 0 again, so the first suspension follows.
         self._suspension_s = min(self._suspension_s * 2, LONGEST_SUSPENSION_S) or FIRST_SUSPENSION_S
         self.cools_until = now + self._suspension_s
         return self._suspension_s

@@ -251,6 +251,7 @@ class RowTokenizer:
             raise asyncio.CancelledError
         items: list[Request | Outcome] = []
         for request, result in zip(requests, results, strict=True):
+            # A result without an error may still be the text of an error, in place of the prepared files.
             error = result.error if result.error is not None else result.value
             if isinstance(error, str):
                 items.append(
@@ -293,7 +294,7 @@ class RowTokenizer:
 
         Raises CannotTokenizeError if the client must tokenize the prompts but cannot do so.
         """
-        self._encoders[kind] = None
+        self._encoders[kind] = None  # The engine tokenizes, unless an encoder can be made.
         may_help = self._job.tokenize == "auto" and kind != "input_ids" and not self._info.simulated
         if may_help or _field_needing_client(self._job, kind, self._info) is not None:
             try:

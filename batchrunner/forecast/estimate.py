@@ -140,8 +140,8 @@ class Survey(NamedTuple):
 
         `answered` is the fraction of the sent rows that get an answer.
         """
-        sendable = sum(row.row in pending for row in self.rows) / len(self.read & pending)
-        return max(1, round(len(pending) * sendable * answered * (1 - self.equal)))
+        sendable_share = sum(row.row in pending for row in self.rows) / len(self.read & pending)
+        return max(1, round(len(pending) * sendable_share * answered * (1 - self.equal)))
 
 
 @dataclass(frozen=True, slots=True)

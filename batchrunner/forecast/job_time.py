@@ -224,6 +224,8 @@ def _steady_work(simulated: Simulated) -> PassWork:
     """Return the work between ramp-up and drain, at least the work for the middle third of the rows."""
     work_at_ends = simulated.work_at_ends
     third = len(work_at_ends) // 3
+    # The ramp-up ends after DECAY_STEPS passes (work is compared by passes), and the drain begins when no row
+    # waits any more.
     ramp_up_end = min(bisect_right(work_at_ends, PassWork(DECAY_STEPS)), third)
     drain_begin = max(simulated.ended_before_last, 2 * third)
     return _plus(work_at_ends[drain_begin], work_at_ends[ramp_up_end], -1)
@@ -388,6 +390,7 @@ def _deviation_of_costs(spans: Sequence[tuple[PassWork, float]], work: PassWork,
     for fold in range(FOLDS):
         other_spans = [span for number, span in enumerate(spans) if number % FOLDS != fold]
         times.append(cost_of(other_spans).work_s(work) / seconds)
+    # The folds share most of their spans, so a jackknife scales the deviation between them up.
     return stdev(times) * (FOLDS - 1) / math.sqrt(FOLDS)
 
 

@@ -193,12 +193,10 @@ class Adaptation:
     def _gain(self, server: SGLangServer, rates_before: Mapping[SGLangServer, tuple[float, ...]]) -> float:
         """Return the gain of a server's speed relative to the other servers; 0 if the gain is unclear."""
         rates = self._rates()
-        ratios = {
-            each: [
-                rate / rate_before for rate, rate_before in zip(rates[each], rates_before[each], strict=True)
-            ]
-            for each in rates.keys() & rates_before.keys()
-        }
+        ratios: dict[SGLangServer, list[float]] = {}
+        for each in rates.keys() & rates_before.keys():
+            pairs = zip(rates[each], rates_before[each], strict=True)
+            ratios[each] = [rate / rate_before for rate, rate_before in pairs]
         if server not in ratios:
             return 0.0
         return gain_over_others(ratios.pop(server), [*ratios.values()])

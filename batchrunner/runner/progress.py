@@ -76,10 +76,11 @@ def _load_parts(sample: RunSample) -> list[str]:
         low, high = sample.bands[loads[0].scheduler]
         healthy = f" ({low:,}-{high:,}{' each' if len(loads) > 1 else ''})"
     usages = sorted({f"{load.token_usage:.2f}" for load in loads})
+    usage = usages[0] if len(usages) == 1 else f"{usages[0]}-{usages[-1]}"
     parts = [
         f"#running-req {sum(load.running for load in loads):,}",
         f"#queue-req {sum(load.queue for load in loads):,}{healthy}",
-        f"usage {'-'.join(dict.fromkeys((usages[0], usages[-1])))}",
+        f"usage {usage}",
     ]
     # The event log of another version of batchrunner may have states that are not in `Corner`.
     corners = Counter(load.corner for load in loads if load.corner in set(Corner))

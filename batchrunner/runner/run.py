@@ -192,6 +192,7 @@ async def execute(
 def rare_garbage_collection() -> Iterator[None]:
     """Search for garbage cycles rarely during the block. A nested block leaves the setting as it is."""
     threshold = gc.get_threshold()
+    # A program may have switched the search off (0), or made it as rare already.
     if not 0 < threshold[0] < GC_THRESHOLD:
         yield
         return

@@ -298,6 +298,7 @@ class MeasuringEngine(ObservedEngine):
         rate = None if mixes else output_rate(passes)
         return replace(
             result,
+            # Without a rate from the log, use the rate of the answers.
             tokens_per_s=rate or result.tokens_per_s,
             signs=signs,
             facts=replace(facts, ready=facts.ready or limits),

@@ -120,14 +120,14 @@ def summarize(search: Search, machine: Machine, source: str, sample: str, spent_
     queue_note = (
         f"not tuned, because the run sets its length; {waiting:.0f} requests with the job's own flags"
     )
+    # Speeds are those of as many replicas as fit on the GPUs. The job itself may have fewer.
+    own_tokens_per_s = geometric_mean(job_setting.speeds) * machine.replicas / job_setting.replicas
     return TuningSummary(
         job=source,
         sample=sample,
         spent_s=round(spent_s, 1),
         reason=search.reason,
-        own_tokens_per_s=round(
-            geometric_mean(job_setting.speeds) * machine.replicas / job_setting.replicas, 1
-        ),
+        own_tokens_per_s=round(own_tokens_per_s, 1),
         best_tokens_per_s=round(geometric_mean(best.speeds), 1),
         args=arguments_in(changed),
         env=variables_in(changed),
@@ -159,11 +159,11 @@ def _trial_lines(trial: dict[str, Any]) -> list[str]:
     """Return the line of a trial in the table for the terminal, and a second line with its verdict."""
     signs, speeds = trial["signs"], trial["tokens_per_s"]
     speed = "died" if trial["ended"] == "died" else " ".join(f"{value:,.0f}" for value in speeds)
-    limited = f"{signs['running']:.0f}" + (f"/{signs['max_running']}" if signs["max_running"] else "")
+    running = f"{signs['running']:.0f}" + (f"/{signs['max_running']}" if signs["max_running"] else "")
     flags = command_line(trial["args"]) or "the job's own"
     flags += f", {trial['replicas']} replicas" if trial["replicas"] > 1 else ""
     line = (
-        f"{speed:>20} {limited:>8} {signs['usage']:>5.2f} {signs['queue']:>6.0f} "
+        f"{speed:>20} {running:>8} {signs['usage']:>5.2f} {signs['queue']:>6.0f} "
         f"{signs['retractions_per_min']:>6.0f}/min  {flags}{'  <- best' if trial['best'] else ''}"
     )
     return [line, *([f"{'':>54}{trial['verdict']}"] if trial["verdict"] else [])]

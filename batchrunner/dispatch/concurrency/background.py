@@ -113,7 +113,10 @@ class BackgroundController(Controller):
         *,
         may_grow: bool = True,  # noqa: ARG002 - only the users limit the window
     ) -> list[Decision | CornerChange]:
-        """Process a fresh load sample; return the changes of the window."""
+        """Process a fresh load sample; return the changes of the window.
+
+        The law is in the module's docstring. `kept` is set if rows of this run are to be preempted.
+        """
         gap_s = self._learn(now, reading)
         most_users = self._count_users(gap_s, reading)
         slots = reading.max_running or UNKNOWN_ENGINE_WINDOW
@@ -168,6 +171,7 @@ class BackgroundController(Controller):
             self._rounds = 0
             return
         # A server that lets users go first starts a few of them in its next pass, without any preemption.
+        # Each further sample in which users wait doubles the number of preempted rows.
         if self._rounds or waiting_users > ahead or not self._yields:
             self.kept = max(0, reading.in_flight - waiting_users * 2**self._rounds)
         self._rounds = min(self._rounds + 1, MOST_ROUNDS)

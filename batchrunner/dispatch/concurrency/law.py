@@ -199,6 +199,7 @@ class Controller:
         in_use = reading.in_flight >= IN_USE * self.window
         is_calm = now - self._refused_at >= CALM_S
         is_full = self._is_full(now, reading)
+        # The start ends once requests wait at the scheduler, or the pool is full.
         if self.state != "start" or reading.queue >= self.band.low or is_full:
             self.state = "steady" if is_calm else "pressure"
         decisions = self._steer(now, reading, is_full=is_full, may_grow=may_grow and in_use and is_calm)
@@ -267,11 +268,12 @@ class Controller:
         self._running += weight * (reading.running - self._running)
         self._mean_rate += weight * (self._rate - self._mean_rate)
         self._usage += weight * (reading.usage - self._usage)
-        if self._mean_rate > 0:
+        if self._mean_rate > 0:  # Little's law: running time = running rows / rows per second.
             self._life_s = min(self._running / self._mean_rate, LONGEST_LIFE_S)
 
     def _is_full(self, now: float, reading: Reading) -> bool:
         """Tell whether the KV pool is nearly full, or overfull."""
+        # With as many running requests as the scheduler allows, the slots are the limit and not the pool.
         is_at_cap = reaches_cap(max(reading.running, self._running), reading.max_running)
         if reading.usage >= NEAR_USAGE and not is_at_cap:
             self._nearly_full_at = now
@@ -338,7 +340,7 @@ class Controller:
         usage = max(self._usage, NEAR_USAGE / 4)
         self._start_credit += self._mean_rate * GOOD_USAGE / usage * self._period_s
         may_begin, self._start_credit = divmod(self._start_credit, 1)
-        if self.is_overfull:
+        if self.is_overfull:  # No row may wait, and fewer rows may run, so that the pool becomes well used.
             return max(1.0, min(reading.running + may_begin, GOOD_USAGE * self._running / usage))
         return max(1.0, reading.running + min(reading.queue, (1 - DEAD_BAND) * target) + may_begin)
 
