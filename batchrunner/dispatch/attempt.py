@@ -271,6 +271,7 @@ def is_culprit(refusals: Refusals, max_attempts: int) -> bool:
     for record, tally in refusals.by_route.items():
         refused = record.refused - tally.refused
         answered = record.answered - tally.answered
+        # One answer more keeps the rate below 1 for a route that has not answered anything.
         refusal_rate = refused / (answered + refused + 1)
         chance *= refusal_rate**tally.refusals
     return refusals.count >= max_attempts and chance < BY_CHANCE
@@ -328,7 +329,8 @@ class FailureHistory(msgspec.Struct):
             self.deaths += 1
         elif kind in FAILED:
             self.failed_on = self.failed_routes_with(kind, route)
-            self.failures += fate is not Fate.ASK_ANOTHER
+            if fate is not Fate.ASK_ANOTHER:
+                self.failures += 1
         elif fate is Fate.ASK_ANOTHER:
             self.refused_by = self.failed_routes_with(kind, route)
             self.refusal = error

@@ -385,7 +385,8 @@ class BundleSender:
                 bundle.fail(failure)
         except (RequestError, BatchrunError) as failure:
             why = str(failure)
-            self._refused += not bundle.answers
+            if not bundle.answers:
+                self._refused += 1
             bundle.fail(failure)
         except Exception as failure:
             log.debug("a bundle failed", exc_info=failure)

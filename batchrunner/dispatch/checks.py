@@ -149,6 +149,7 @@ class AnswerChecker:
             if answer.thinking_cut:
                 sampling[THINKING] *= 2
             return row.request._replace(sampling=sampling)
+        # Retries with more tokens do not count as tries.
         tries = len(history.rejected) - history.lengthened
         if tries >= self._tries:
             return None
@@ -261,9 +262,11 @@ class AnswerConditions:
         the cause, and `json_error` is only a consequence.
         """
         reason = completion.finish_reasons[number]
+        # If each row may bring its own schema, a row without one has only the checks that apply to all rows.
         has_schema = not self._by_row or request.sampling.get("json_schema") is not None
         is_bad_json = json_error is not None and self._wants_json and (has_schema or self._always_json)
         must_be_whole = self._fails_truncated and (has_schema or not self._only_with_schema)
+        # Whole JSON may also end at the limit. Then it counts as truncated only if the job says so.
         is_truncated = reason == CUT and (is_bad_json or must_be_whole)
         may_be_padded = self._wants_json and (is_bad_json or is_truncated)
         if may_be_padded and _is_padded(request, completion.texts[number], reason):

@@ -130,6 +130,7 @@ class Dispatcher:
             self._in_flight[row] = None
             if self.checker is not None:
                 row.request = self.checker.to_send(row.request)
+            # A retry is sent alone, because the row may be why its last bundle failed.
             is_alone = row.attempts > 1 or (
                 row.group is not None and self.load_control.concurrency.info.prefix_rows_alone
             )
@@ -173,6 +174,7 @@ class Dispatcher:
         """Record an answer: clear the doubt about its route, and update counts and output lengths."""
         route.doubt = None
         if row.failures is not None:
+            # This answer speaks against the routes on which the row failed before.
             for other in {*row.failures.avoided}:
                 self._contradict(other, now)
         self._record_reply(row, route, completion, now)
@@ -268,6 +270,7 @@ class Dispatcher:
             others_in_flight=bool(self._in_flight),
             max_attempts=self.limits.max_attempts,
         )
+        # A run that is stopping sends nothing more.
         if cause is RefusalCause.NEEDS_CONTROL and not self.backlog.is_over:
             await self._send_control(row, route)
         return cause

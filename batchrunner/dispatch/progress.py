@@ -119,6 +119,7 @@ class TimeLeft:
         """Add the rows that ended since the last call to the pace, in which older rows count less."""
         ended = done - self._done
         half_life = max(PACE_ROWS, PACE_ROUNDS * in_flight, PACE_SHARE * self._done)
+        # Each ended row makes all earlier rows count a little less.
         weight = 0.5 ** (ended / half_life)
         self._rows = self._rows * weight + ended
         self._seconds = self._seconds * weight + now - self._ended

@@ -226,7 +226,7 @@ class DispatchQueue:
         """Add a row behind all other rows, or before them if `first` is true."""
         is_later_turn = row.turn is not None and not row.turn.is_first
         rows = self._turns if is_later_turn else self._for_any_route
-        if avoided := row.avoided:
+        if avoided := row.avoided:  # The row failed on these routes.
             rows = self._avoiding[avoided]
         if first:
             rows.appendleft(row)

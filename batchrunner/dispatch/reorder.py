@@ -100,6 +100,7 @@ class _Tree:
             # A node whose prefix is hardly longer than its parent's gets no leader of its own.
             if node_depth - max(depth, self._open[-1][0]) >= LEAST_NODE_BYTES:
                 branches = [self._close(node_depth, branches)]
+        # The row is a branch of the node for the prefix that it shares with the next row.
         if self._open[-1][0] < depth:
             self._open.append((depth, []))
         self._open[-1][1].extend(branches)
@@ -274,7 +275,7 @@ class ReuseDistance:
             # was sent before the last correction.
             return None
         self._followers += 1
-        if cached < expected / 2:
+        if cached < expected / 2:  # Tokens in the cache by chance, such as a common beginning, are no hit.
             self._missed += 1
             # A prefix that was ready before the row was sent, and then was missing, has been evicted.
             self._evicted += leader.prefix_ready_at < row.sent_at
@@ -350,9 +351,11 @@ class FollowerRelease:
         self._distance = distance
         self._leaders: deque[OrderedRow] = deque()
         self._leaders_bytes = 0
-        self._held: list[HeldFollower] = []  # a heap
+        self._held: list[HeldFollower] = []
+        """Heap of the followers that are held back."""
         self._held_bytes = 0
-        self._due: list[DueFollower] = []  # a heap
+        self._due: list[DueFollower] = []
+        """Heap of the followers whose leaders are far enough ahead."""
         self._serial = count()
 
     def __len__(self) -> int:
@@ -396,12 +399,13 @@ class FollowerRelease:
         if self._held:
             self._find_due()
         must_release = self._held and not self._due and self._would_evict()
-        if self._leaders and not must_release and (not self._due or (last and self._is_near_end())):
+        leader_is_next = not must_release and (not self._due or (last and self._is_near_end()))
+        if self._leaders and leader_is_next:
             row = self._leaders.popleft()
             self._leaders_bytes -= row.prompt_bytes
         elif self._due:
             row = heapq.heappop(self._due)[-1]
-        elif self._held and (last or must_release or self._holds_most()):
+        elif self._held and (last or must_release or self._holds_most()):  # A follower goes early.
             row = self._release_held()[-1]
         else:
             return None
@@ -472,7 +476,7 @@ class OutputLengths:
         This is the mean over the answered rows with the same template. Until there are FEWEST_ROWS of them,
         or if the output cannot end early, it is `max_new_tokens`.
         """
-        limit = row.request.sampling["max_new_tokens"]
+        limit: int = row.request.sampling["max_new_tokens"]
         answered_rows, output_tokens = self._sums.get(row.template, (0, 0))
         if row.request.sampling.get("ignore_eos") or answered_rows < FEWEST_ROWS:
             return float(limit)
@@ -582,6 +586,7 @@ class Reorderer:
                     self._add(item)
             if outcomes:
                 yield outcomes
+            # An empty batch means that the next rows may take a while, so no row waits for them.
             if not batch or self._is_full(source.unread, is_shared=source.is_shared):
                 yield from self._ordered(last=not batch)
         yield from self._ordered(last=True)
@@ -651,7 +656,7 @@ class Reorderer:
         while len(rows) < PIECE_ROWS and size < PIECE_BYTES and (row := self._release.take(last=last)):
             rows.append(row)
             size += IDS_BYTES * row.prompt_bytes + sum(file.expected_size for file in row.request.media)
-            if not self._began:
+            if not self._began:  # Only at the start are the prefix caches empty.
                 self._prime_leader_of(row, primes)
         self._began = self._began or bool(rows)
         # Only rows in `_sent` are compared with later rows, so all other rows can drop their prompts.
@@ -680,10 +685,10 @@ class Reorderer:
         for leader in sent_rows:
             self._release.hold_followers(leader)
         if self.caches > 1:
+            # Prefixes that many rows share are computed on every replica.
             limit = max(1, COMMON_SHARE * len(window) / self.caches)
-            self._find_groups(
-                window, {rows[index] for index, place in places.items() if place.group_rows > limit}
-            )
+            common = {rows[index] for index, place in places.items() if place.group_rows > limit}
+            self._find_groups(window, common)
 
     def _find_groups(self, window: list[OrderedRow], common: set[OrderedRow]) -> None:
         """Set the prefix group of each row in the window. All rows of a group go to one replica.

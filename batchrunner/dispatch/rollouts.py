@@ -330,6 +330,7 @@ class Rollouts:
                 except ProcessEndedError as failure:
                     running_number, _ = process.step()
                     is_guilty = running_number == number
+                    # Without doubt the row ended the process, so it fails. Otherwise it is tried again.
                     if has_own_process or (process.kill_reason and is_guilty):
                         return [], f"{self._label}: {failure}"
                     if is_guilty:
@@ -381,7 +382,7 @@ class Rollouts:
                 rollout = process.rollouts.get(number)
                 if rollout is None or rollout.result.done():
                     continue
-                if question is None:
+                if question is None:  # The function has ended, and `value` is its result.
                     rollout.result.set_result(value)
                 elif rollout.sent_counts.total() < self._limits.turns:
                     self._answer_request(process, number, rollout, question=question, text=value)
@@ -432,6 +433,7 @@ class Rollouts:
             return Outcome(ref=ref, completion=None, error=str(refusal), latency_s=None, attempts=0)
         if isinstance(ready, Outcome):  # the prompt cannot be tokenized, or is too long
             return ready
+        # All requests of a rollout are in one prefix group, which the first request creates.
         turn = Turn(asyncio.get_running_loop().create_future(), is_first=rollout.group is None)
         answers = AnswerHistory(ready, unencoded=request)
         row = PendingRow(ready, prompt_bytes=len(text), answers=answers, turn=turn)

@@ -147,6 +147,8 @@ def divide(slots: int, claims: Sequence[Claim]) -> list[int]:
         backlog[claim.account] += claim.in_flight + claim.unsent
     remaining = _slots_of_accounts(slots, wanted)
     limited = [account for account in wanted if remaining[account] < wanted[account]]
+    # An account that needs less than its share falls behind in virtual time. It must not save up this time,
+    # so it is advanced to the earliest of the accounts that need more.
     if limited:
         earliest = min(account.time for account in limited)
         for account in wanted:

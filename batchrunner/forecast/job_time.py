@@ -252,12 +252,14 @@ def _scheduler_spans(attempts: Sequence[Attempt], config: SchedulerConfig) -> li
     """
     ends = sorted(attempt.ended for attempt in attempts)
     ended_before = [bisect_right(ends, attempt.began) for attempt in attempts]
-    simulated = simulate(
-        config,
-        [(attempt.row, attempt.outputs) for attempt in attempts],
-        lambda scheduler, sent, ended: ended_before[sent] <= ended or not scheduler.in_flight,
-    )
-    work = simulated.work_at_ends
+
+    def is_due(scheduler: Scheduler, sent: int, ended: int) -> bool:
+        # An empty scheduler gets a row in any case, so that the simulation goes on.
+        return ended_before[sent] <= ended or not scheduler.in_flight
+
+    rows = [(attempt.row, attempt.outputs) for attempt in attempts]
+    work = simulate(config, rows, is_due).work_at_ends
+    # The time at which 0, 1, 2 … rows had ended.
     times = [*(attempt.began for attempt in attempts[:1]), *ends]
     # The borders between spans, as numbers of ended rows.
     borders = sorted({(len(work) - 1) * span // MOST_SPANS for span in range(MOST_SPANS + 1)})
@@ -346,6 +348,7 @@ def forecast(
     # The uncertainty of the time has two causes. Each is a standard deviation of the time's logarithm.
     small_sample_factor = 1 + FEW / len(attempts)
     output_tokens = fmean(sum(tokens) for _, tokens in drawn)
+    # The mean of the sample is uncertain, and so is the mean of the rows that will be sent.
     output_deviation *= small_sample_factor * math.sqrt(1 + len(attempts) / total) / output_tokens
     # First cause: the output lengths. Simulate outputs that are longer by one standard deviation.
     factor = math.exp(output_deviation)
@@ -359,6 +362,7 @@ def forecast(
         cost_deviation = UNKNOWN_COSTS
     by_cost = math.hypot(cost_deviation, BETWEEN_RUNS)
 
+    # Find the bottleneck: compare the time of the prefill passes alone, and that of the client, with the sum.
     prefill_s = cost._replace(sample_s=0, kv_token_s=0).work_s(work._replace(passes=work.prefills))
     client_total_s = client_s * total
     if client_total_s > seconds:

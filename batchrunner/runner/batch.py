@@ -55,9 +55,9 @@ def _named_by_option() -> Iterator[None]:
     try:
         yield
     except BatchrunError as failure:
-        texts = (str(failure), failure.message, failure.hint)
-        text, failure.message, failure.hint = (part.replace("output.path", "--output") for part in texts)
-        failure.args = (text,)
+        failure.args = (str(failure).replace("output.path", "--output"),)
+        failure.message = failure.message.replace("output.path", "--output")
+        failure.hint = failure.hint.replace("output.path", "--output")
         raise
 
 
@@ -94,8 +94,8 @@ def _check_files(requests: str, written: Sequence[Path], run: Path, *, fresh: bo
     `written` are the files of results and errors. Existing ones may be overwritten with `fresh`, or if the
     run of this batch exists.
     """
-    different_files = {path.resolve() for path in (Path(requests).expanduser(), *written)}
-    if len(different_files) <= len(written):
+    all_files = [Path(requests).expanduser(), *written]
+    if len({path.resolve() for path in all_files}) < len(all_files):
         raise OutputError(
             f"{written[0]}: requests, results and errors need three different files",
             hint="give different files",

@@ -129,8 +129,10 @@ class Reuse:
             new["accept"]["on_length"] = old["accept"]["on_length"]
         pairs = {name: (old[name], new[name]) for name in ("task", "model", "accept")}
         pairs["prompt.truncate"] = old["prompt"].get("truncate"), prepared.job.prompt.truncate
-        weights_before = self._facts["engine"].get("weights")
-        pairs["weight_version"] = weights_before, weights_before and (weights or weights_before)
+        # Versions of the weights are compared only if both are known.
+        old_weights = self._facts["engine"].get("weights")
+        if old_weights and weights:
+            pairs["weight_version"] = old_weights, weights
         # Without a task (such as embedding), these are columns of `parse`, which is called again.
         if prepared.answers.task is not None:
             for name, _ in prepared.answers.parsed:

@@ -107,6 +107,7 @@ class TaskRows(ABC):
                 if self._turns is not None:
                     self._turns.load(lease)
                 for batch in self._read(lease):
+                    # `Reorderer` stores the digests of the requests in this list later.
                     digests: list[bytes | None] = [None] * len(batch.rows)
                     yield self._prepared.renderer.render(batch, self._stopped.is_set, digests)
                     self._to_read -= len(batch.rows)

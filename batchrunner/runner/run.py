@@ -429,9 +429,10 @@ class Run:
         return adaptation_of(self.engine.engine, self.prepared.run_dir, ends_at)
 
     def _corpora(self, load_control: LoadControl) -> CorpusFeeder | None:
-        """Return the corpora for n-gram speculation; None if no server can use it.
+        """Return the corpora for n-gram speculation; None if no server may get one.
 
-        A corpus takes memory and time of a server, so background runs load none.
+        A corpus takes memory and time of a server, so background runs load none. If another run is using the
+        engine, that run may load corpora already.
         """
         job, engine = self.prepared.job, self.engine.engine
         is_background = getattr(job.engine, "background", False)

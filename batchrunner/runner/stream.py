@@ -538,6 +538,7 @@ class StreamCall:
             await stack.enter_async_context(reading(self.data, buffer))
             rows = await asyncio.to_thread(self._read_first, buffer, scratch, stack)
             if rows is not None:
+                # The run has an event loop of its own, so finished rows are handed over from loop to loop.
                 handover = Handover(rows.plan)
                 work = functools.partial(send_stream, rows, handover, self.displays, scratch)
                 if self.open_engine is not None:

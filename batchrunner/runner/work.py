@@ -184,5 +184,6 @@ def plan_failed_rows(job: Job) -> None:
         stack.callback(leave, prepared)
         lock = stack.enter_context(hold_own_task(prepared.run_dir, time.sleep))
         events = EventLog(prepared.run_dir.events)
+        # The plan is on disk once `join` returns. The leases are left to the workers.
         rows, *_ = join(prepared, start, Control(), lock=lock, counts=RowCounts(), events=events)
         rows.give_back()

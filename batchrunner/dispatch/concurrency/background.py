@@ -182,6 +182,7 @@ class BackgroundController(Controller):
         `allowed` is the number of requests, of the users and ours, that leaves all spare slots free. A server
         that lets users go first needs no spare slots.
         """
+        # So many rows that half of the spare slots remain free.
         may_stay = max(0, allowed - self.users + self._spare // 2)
         if self.users and not self._yields and reading.in_flight > may_stay:
             self.kept = may_stay
@@ -195,6 +196,7 @@ class BackgroundController(Controller):
         stuck = min(reading.queue, self._last_queue)
         has_started = reading.running > self._last_running
         self._last_queue, self._last_running = reading.queue, reading.running
+        # Try a higher limit little by little, until requests are stuck again.
         self._admits *= 2 ** (gap_s / TRUST_S)
         # Token usage 0 marks a task without decoding: its rows use no pool, and are in no gauge while they
         # run.

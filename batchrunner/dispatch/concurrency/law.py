@@ -320,6 +320,7 @@ class Controller:
         if max(reading.running + reading.queue, ended) < IN_USE * self.window:
             return []
         self._doubled_at = now
+        # The window grows by no more than half of the longest healthy queue at a time.
         step = min(self.window, max(1, self.band.high // 2))
         reason = f"#queue-req {reading.queue} is under {self.band.low}: the window grows fast"
         return self._move(self.window + step, reason)

@@ -173,7 +173,7 @@ class ConcurrencyLimits:
         decisions = [self._add(load, now) for load in loads]
         without_load = [route for route in self.routes if not route.schedulers]
         decisions += [self._add(self._assumed_load(route), now) for route in without_load]
-        self._share_out(unsent, now)
+        self._share_out(unsent, now)  # Its decisions are left out, because no window was reported before.
         return decisions
 
     def window_of(self, route: RouteLimit) -> int:
@@ -237,6 +237,7 @@ class ConcurrencyLimits:
         for load in loads:
             self.schedulers[load.scheduler].polled_at = now
         self._forget_absent_schedulers(now)
+        # Windows stay as they are if no row remains to be sent, or if the job sets them.
         if not self.is_background and (unsent == 0 or self.fixed is not None):
             for scheduler in self.schedulers.values():
                 scheduler.controller.stop_steering("fixed" if unsent else "tail")
@@ -282,17 +283,18 @@ class ConcurrencyLimits:
     def _assumed_load(self, route: RouteLimit) -> SchedulerLoad:
         """Return an idle load for a route that reports none, with an equal part of the engine's limits."""
         count = len(self.info.routes)
-        running, tokens = (
-            limit and max(1, limit // count) for limit in (self.info.max_running, self.info.max_total_tokens)
-        )
+
+        def part_of(limit: int | None) -> int | None:
+            return limit and max(1, limit // count)
+
         return SchedulerLoad(
             scheduler=route.url,
             source="engine",
             running=0,
             queue=0,
             token_usage=0.0,
-            max_total_tokens=tokens,
-            max_running=running,
+            max_total_tokens=part_of(self.info.max_total_tokens),
+            max_running=part_of(self.info.max_running),
             route=route.url,
         )
 
@@ -375,6 +377,7 @@ class ConcurrencyLimits:
             queue=load.queue,
             in_flight=in_flight,
             ended=route.ended.rows / count,
+            # Rows of a task without decoding do not use the KV pool.
             usage=load.token_usage if self.passes is None else 0.0,
             retractions=self._retractions_of(scheduler),
             max_running=load.max_running,
