@@ -74,10 +74,11 @@ def _shown_plain(scalar: Any) -> Any:
             return _shown(scalar.cast(pa.timestamp(kind.unit, _UTC)))
         # Python could not represent the time even in UTC, so the date is out of range and becomes text.
         return _shown(scalar.cast(pa.timestamp(kind.unit))) + _UTC
-    if pt.is_duration(kind):
+    if pt.is_duration(kind):  # It is too long for a timedelta of Python.
         return f"{scalar.value} {kind.unit}"
     if pt.is_temporal(kind):
         return scalar.cast(pa.string()).as_py().replace(" ", "T")
+    # Only a text with invalid UTF-8 remains.
     return scalar.as_buffer().to_pybytes().decode(errors="replace")
 
 

@@ -154,7 +154,7 @@ def _last_events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _last_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines in the last TAIL_BYTES of a log, newest first."""
+    """Yield the lines in the last TAIL_BYTES of a log, newest first. The oldest may lack its beginning."""
     lines: list[bytes] = []
     with contextlib.suppress(*_NO_LOG), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))

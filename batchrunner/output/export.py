@@ -76,6 +76,7 @@ def _table_writer(
     elif file_format.kind == "Arrow":
         new_writer = pa.ipc.new_stream if file_format.ending == ".arrows" else pa.ipc.new_file
         with new_writer(stream, schema) as arrow:
+            # Readers load a whole record batch, so batches are kept small.
             yield functools.partial(arrow.write_table, max_chunksize=8 * CHUNK_ROWS)
     elif file_format.kind == "JSON Lines":
         yield functools.partial(_write_json_lines, stream)

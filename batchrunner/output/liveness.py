@@ -173,6 +173,7 @@ def holders_of(
     watched = [index for index in unclear if watch and not tasks[index][0].store.uri]
     if watched:
         time.sleep(TIMING.other_heartbeat)
+    # Only a heartbeat during the wait proves that such a process runs.
     for index in unclear:
         is_running[index] = index in watched and monitors[index].poll() is True
     names: list[str | None] = []

@@ -222,7 +222,8 @@ def _bucket_rows(parts: list[Path], columns: list[str] | None, bucket_bytes: int
     once.
     """
     rows = size = 1  # They are not 0, so that the division works even if all part files are empty.
-    for part in parts[:: 1 + len(parts) // SAMPLED_PARTS]:
+    step = 1 + len(parts) // SAMPLED_PARTS
+    for part in parts[::step]:
         table = _read(part, columns)
         rows, size = rows + table.num_rows, size + table.nbytes
     return max(1, min(BUCKET_ROWS, bucket_bytes * rows // size))

@@ -155,6 +155,7 @@ class RunObjects:
         # obstore lists only whole directories, so list that of `prefix` and filter by name below.
         directory = prefix.rpartition("/")[0]
         key = self._key(directory) if directory else self.address.key
+        # A listing has whole keys. Their part after the run's own key is the name.
         begin = len(self.address.key) + 1 if self.address.key else 0
         with self._request(""):
             pages = read_whole(lambda: list(obstore.list(self._bucket, key or None)))

@@ -66,7 +66,10 @@ class Journal:
 
 
 def read_journal(path: Path) -> Iterator[pa.Table]:
-    """Yield the tables of a journal up to its first torn or damaged frame. Raises FileNotFoundError."""
+    """Yield the table of each frame of a journal, up to the first torn or damaged frame.
+
+    Raises FileNotFoundError.
+    """
     with path.open("rb") as file:
         remaining = path.stat().st_size
         while remaining >= _HEADER.size:

@@ -211,6 +211,7 @@ class ObjectStore(Store):
         if journals and last is None:
             holder = parse_holder(self.objects.look(f"tasks/{task}/{OWNER}")[0])
             last = holder.token if holder else None
+        # The name of a journal ends with the token of its holder.
         return [path for path in journals if path.name.endswith(f"-{last}")]
 
     def bring_all(self, pattern: re.Pattern[str]) -> None:

@@ -244,6 +244,8 @@ class FileTaskLock(TaskLock):
 
         Raises TaskLockLostError if `owner` names another process, OSError if it cannot be read.
         """
+        # The `_replace` of a slow process may have renamed our `owner` by mistake. It restores the file at
+        # once, so a few tries are enough.
         for _ in range(3):
             holder = parse_holder(read_bytes(self._owner, strict=True))
             if holder is not None and holder.token == self.token:
@@ -251,7 +253,6 @@ class FileTaskLock(TaskLock):
             # Without the parent directory, the disk is probably not mounted, which says nothing of the lock.
             if not self._directory.parent.exists():
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._owner))
-            # The `_replace` of a slow process may have renamed our `owner` by mistake, and will restore it.
             self._sleep(SHORT_POLL_S)
         self._raise_lost(read_bytes(self._owner))
 
@@ -329,7 +330,7 @@ class StoreTaskLock(TaskLock):
         content, e_tag = self._objects.read(self._name) or (None, None)
         if content != dead_owner:
             return False
-        self._e_tag = e_tag
+        self._e_tag = e_tag  # `_write` replaces `owner` only if it still has this e_tag.
         self._write(self._me)
         self.predecessor = parse_holder(dead_owner)
         return self._e_tag is not None

@@ -116,6 +116,8 @@ class ResultWriter:
         self._bytes += _text_bytes(outcome)
         if self._writing is None:
             self._writing = asyncio.ensure_future(self._write_when_due())
+        # Wake the writing task and wait until it has taken rows out of the buffer. If it has failed, `check`
+        # raises its error.
         while self._is_full():
             self.check()
             self._changed.set()
@@ -204,7 +206,7 @@ class ResultWriter:
         """Take at most `rows` rows out of the buffer, which may hold more if many came during a write."""
         outcomes, self._buffer = self._buffer[:rows], self._buffer[rows:]
         self._bytes = sum(map(_text_bytes, self._buffer))
-        self._oldest_at = time.monotonic()
+        self._oldest_at = time.monotonic()  # The remaining rows came during the last write.
         self._has_room.set()
         return outcomes
 
