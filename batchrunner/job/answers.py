@@ -152,9 +152,10 @@ def _json_rule(job: Job) -> _JsonRule:
         schema_origin = "row"
     elif isinstance(sampling_schema, dict):
         schema_origin, schema = "job", sampling_schema
-    # `accept.json` decides whether answers are checked. If it is unset, they are checked if there is a
-    # schema.
-    is_checked = schema_origin != "none" if accept_json is None else accept_json is not False
+    if accept_json is None:
+        is_checked = schema_origin != "none"
+    else:  # `accept.json` is a schema, true or false.
+        is_checked = accept_json is not False
     return _JsonRule(is_checked=is_checked, schema_origin=schema_origin, schema=schema)
 
 
