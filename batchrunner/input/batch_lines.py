@@ -267,7 +267,7 @@ def checked_requests(records: Iterable[TextRecord], path: str, rules: BatchRules
                 custom_ids.add(record.line, record.values[CUSTOM_ID])
             yield record
     except BatchFileError as failure:
-        errors.append(failure)
+        errors.append(failure)  # Raised below, together with the error about repeated custom_ids.
     if not rules.allows_repeated:
         errors += custom_ids.errors(path)
     _raise_together(errors)

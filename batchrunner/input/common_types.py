@@ -36,6 +36,7 @@ def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
         return other
     if pt.is_dictionary(one) or pt.is_dictionary(other):
         return _common_dictionary(one, other)
+    # Kinds of types for which Arrow's promotion is not good enough.
     for is_of_kind, common_of_kind in _KINDS:
         if is_of_kind(one) and is_of_kind(other):
             return common_of_kind(one, other)
@@ -141,6 +142,7 @@ def _common_exact(one: Any, other: Any) -> pa.DataType | None:
     """
     if pt.is_integer(one) == pt.is_integer(other):
         return _promoted(one, other)
+    # The result keeps the decimal's places after the point, and has room for all digits before the point.
     integer, decimal = (one, other) if pt.is_integer(one) else (other, one)
     digits_before_point = max(decimal.precision - decimal.scale, _DIGITS[integer])
     digits = digits_before_point + decimal.scale

@@ -205,6 +205,7 @@ class Dataset:
             if name not in columns:
                 raise unknown_column(InputError, "input.types", name, columns)
         if not any(file.format.kind == "CSV" for file in text_files):
+            # Only options that the job sets itself; the defaults do no harm.
             for name in {"delimiter", "encoding"} & source.model_fields_set:
                 raise InputError(
                     f"input.{name}: applies to CSV, and the input has no such file", hint="leave it out"
@@ -221,7 +222,7 @@ class Dataset:
                 common = common_type(earlier, field.type)
                 if common is not None:
                     types[field.name] = common
-                elif field.name not in self._conflicts:
+                elif field.name not in self._conflicts:  # Keep the first conflict of each column.
                     self._conflicts[field.name] = (
                         f"{path}: column {field.name!r} is {type_name(field.type)}, "
                         f"but {type_name(earlier)} in {first_path}"

@@ -166,6 +166,7 @@ def _locate(path_or_uri: str, storage: StorageSpec) -> tuple[pafs.FileSystem, st
     """Return the file system of a path or URI of the job, and the path on that file system."""
     if "://" not in path_or_uri:
         return pafs.LocalFileSystem(), path_or_uri
+    # Object stores are read by obstore, and all other schemes by pyarrow.
     address = store_address(path_or_uri)
     if address is not None:
         check_client(address, InputError)
@@ -563,7 +564,7 @@ class SourceFile:
                 )
         except BatchrunError:
             raise
-        except EOFError:
+        except EOFError:  # gzip raises it for a file that is cut off.
             raise self._unreadable(OSError("Truncated compressed data")) from None
         except self.read_errors + DECOMPRESSION_ERRORS as failure:
             raise self._unreadable(failure) from None
@@ -571,7 +572,7 @@ class SourceFile:
     def _unreadable(self, failure: Exception) -> BatchrunError:
         """Return the error for a file that could not be read, with a hint at the likely cause."""
         name, hint = self.path, None
-        if isinstance(getattr(self._fs, "handler", None), pafs.FSSpecHandler):
+        if isinstance(getattr(self._fs, "handler", None), pafs.FSSpecHandler):  # hf://
             name = f"hf://{without_commit(self.path)}"
             hint = "if the dataset's page on the Hub asks for it, request access there, and set HF_TOKEN"
         elif self.format.compression == "zstd" and "too much memory" in str(failure):

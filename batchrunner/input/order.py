@@ -96,6 +96,7 @@ def decide(
     sampled = sum(map(len, sample))
     input_share, sorted_share = shared_fractions(sample, rows)
     input_equal, sorted_equal = equal_fractions(keys, rows) if keys else (0.0, 0.0)
+    # Sorting is worth its time if it saves enough prompt tokens, or lets enough rows share an answer.
     order = "prefix"
     if sorted_share - input_share >= max(LEAST_SAVED, WORTH_IT * (1 - input_share)):
         why = (

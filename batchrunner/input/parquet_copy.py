@@ -132,6 +132,7 @@ class _RecordColumn:
         if not is_json:
             self._counts[values.type] += len(values) - values.null_count
             return
+        # The batch had no common type for the column, so its values are counted one by one.
         for value in _decoded(values):
             if value is not None:
                 kind = _type_of(value)
@@ -220,6 +221,7 @@ class _Records:
     def _note_cause(self, name: str, lines: Sequence[int], values: Sequence[Any]) -> None:
         """Record the first odd value of a column that is text although most values are lists or structs."""
         main_type, _ = self._columns[name].main_type()
+        # If most values are plain, text is the expected type of a mixed column, and needs no note.
         if name in self._text_causes or not pt.is_nested(main_type):
             return
         for line, value in zip(lines, values, strict=True):
@@ -271,6 +273,7 @@ def _difference(name: str, value: Any, kind: pa.DataType) -> str:
         inner_values = [(f"{name}.{field.name}", value[field.name], field.type) for field in fields]
     elif isinstance(value, list) and pt.is_list(kind):
         inner_values = [(f"{name}[{index}]", item, kind.value_type) for index, item in enumerate(value)]
+    # Descend into the first inner value that is odd. If none is, the value itself has the wrong type.
     for inner_name, inner_value, inner_type in inner_values:
         if inner_value is not None and not _is_of(inner_value, inner_type):
             return _difference(inner_name, inner_value, inner_type)
@@ -333,6 +336,7 @@ def common_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
         return schemas[0]
     types: dict[str, pa.DataType] = {}
     for field in chain.from_iterable(schemas):
+        # The null type has a common type with every type, so it stands for a column that is new.
         common = common_type(types.get(field.name, pa.null()), field.type)
         types[field.name] = _TEXT if common is None else common
     return pa.schema(list(types.items()))

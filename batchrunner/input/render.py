@@ -361,6 +361,7 @@ def _from_templates(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
         fields = prompt.fields.columns
         _check_fields(fields, dataset, columns)
         prompt_of = partial(with_fields, prompt_of, fields)
+        # The templates read the variable FIELDS in place of the columns that it shows.
         columns = columns - {FIELDS} | {*fields}
     printed = frozenset(name for _, template in templates for name in template.printed)
     return PromptSource(kind=kind, prompt_of=prompt_of, columns=sorted(columns), printed=printed)
@@ -418,6 +419,7 @@ def _check_type(
     its values are checked row by row.
     """
     kind = dataset.field(name, where=where).type
+    # In a list of nulls, or a list that is always empty, the items have the null type.
     item_kind = kind.value_type if is_list(kind) else kind
     if not (pt.is_null(item_kind) or fits(kind)):
         raise InputError(
@@ -471,6 +473,7 @@ def _tools(prompt: PromptSpec, sampling: SamplingSpec, dataset: ColumnSource) ->
             expected=expected,
         )
         return ByColumn(prompt.tools, partial(tools_in, prompt.tools, choice))
+    # A `tool_choice` without tools is passed on, too.
     has_tools = prompt.tools is not None or choice is not None
     return Tools(prompt.tools, choice) if has_tools else None
 

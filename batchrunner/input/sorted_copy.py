@@ -93,6 +93,7 @@ class SortedCopy:
                 metadata = self._file.metadata.row_group(group)
                 size = batch_rows(metadata.num_rows, metadata.total_byte_size)
                 for data in self._file.iter_batches(size, [group], use_threads=False):
+                    # The last column has the ordinals, which are not passed on as a column.
                     *columns, ordinal_column = data.schema.names
                     ordinals = data.column(ordinal_column).to_pylist()
                     indices = [index for index, row in enumerate(ordinals) if row in rows]

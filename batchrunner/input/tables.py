@@ -135,7 +135,7 @@ def _results_of_query(query: Any) -> Any:
 
 def as_rows(data: Any) -> Iterator[Any]:
     """Return the rows of data for which `as_batches` returns None; raise InputError if there are no rows."""
-    if hasattr(data, "__arrow_c_stream__"):
+    if hasattr(data, "__arrow_c_stream__"):  # A single column, whose values are the rows.
         return chain.from_iterable(chunk.to_pylist() for chunk in pa.chunked_array(data).chunks)
     if hasattr(data, "__arrow_c_array__"):
         return iter(pa.array(data).to_pylist())
@@ -208,7 +208,7 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    is_pillow_image = hasattr(value, "tobitmap")
+    is_pillow_image = hasattr(value, "tobitmap")  # Pillow itself is not imported for this test.
     if not is_pillow_image:
         return value
     stream = io.BytesIO()

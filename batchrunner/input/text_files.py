@@ -157,6 +157,7 @@ def _object_batches(
     `types` has the types of some columns. Raises InputError, with `hint`, if no line has an object;
     `object_name` says what a line should have.
     """
+    # A file without a single good record is refused, because it likely has another format.
     has_good_record = False
     first_bad_record: TextRecord | None = None
     for chunk in in_chunks(records, BATCH_ROWS, lambda record: record.size):
@@ -191,7 +192,7 @@ def _batch_of(
         if kind is None:
             try:
                 columns[name] = pa.array(values)
-            except UNFIT:
+            except UNFIT:  # The values have no common type.
                 columns[f"{AS_JSON}{name}"] = json_array(values)
         else:
             columns[name], misfits = _typed(values, kind)

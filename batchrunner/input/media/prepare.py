@@ -85,6 +85,7 @@ def _contents(file: PromptFile) -> Iterator[bytes]:
 
 def _read(path_or_url: str, rules: MediaRules) -> bytes:
     """Return the bytes at a path or URL; raise BadFileError if `rules` forbid it, or if reading fails."""
+    # A value without a scheme is a path. In a file:// URL, the path is percent-encoded.
     match = _SCHEME.match(path_or_url)
     scheme = match[1].lower() if match else "file"
     if scheme in {"http", "https"}:

@@ -80,6 +80,7 @@ class Encoder:
         A request that fails `can_encode` is returned unchanged.
         """
         items: list[Request | Outcome] = [*requests]
+        # Requests that can be encoded are tokenized in one batch; all others keep their places in `items`.
         indices = [index for index, request in enumerate(requests) if self.can_encode(request)]
         ids_of_requests = self.token_ids([requests[index] for index in indices])
         for index, ids in zip(indices, ids_of_requests, strict=True):
@@ -97,6 +98,7 @@ class Encoder:
         """
         if self._backend is None:
             return [list(request.prompt) for request in requests]
+        # First a text or an error for each request; then token ids take the places of the texts.
         results: list[Any] = [self.prompt_text(request) for request in requests]
         indices = [index for index, text in enumerate(results) if isinstance(text, str)]
         texts = [results[index] for index in indices]

@@ -121,6 +121,7 @@ class Track:
         """Append a sample. The time since the previous sample counts as busy unless it exceeds PAUSE_S."""
         previous_at = self.samples[-1].at if self.samples else None
         gap_s = 0.0 if sample.at is None or previous_at is None else sample.at - previous_at
+        # The time falls by more than PAUSE_S if an older log follows. A smaller fall counts as no time.
         if abs(gap_s) > PAUSE_S:
             self.settle()
         else:
