@@ -152,6 +152,7 @@ def run_on_ray(
                 )
             if retry_failed:
                 plan_failed_rows(loaded)
+            # Ray may restart actors without limit; `Workers` counts the deaths and sets the limit.
             actor_class = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=-1)(JobWorker)
             next_line = 0.0
             with contextlib.closing(Workers(loaded, shared, control)) as group:
@@ -221,6 +222,7 @@ def _shared_path(output: str) -> Iterator[SharedPath]:
     `output` is the job's output path. Raises OutputError if the mark file cannot be written, and JobError if
     Ray would delete the results together with its copy of the working directory.
     """
+    # With a `working_dir`, each node works in its own copy of the directory, which Ray deletes at the end.
     is_copy = bool(ray.get_runtime_context().runtime_env.get("working_dir"))
     directory = None if is_copy else str(Path.cwd())
     if store_address(output) is not None:

@@ -247,6 +247,7 @@ class Batches:
             for number, request, problem in self._lines(batch)
             if problem is None and request[URL] != endpoint
         )
+        # Reading ends at the last fault that is reported, because the batch is refused in any case.
         faults = [*islice(other_urls, MOST_FAULTS)]
         if faults:
             raise BatchFileError(faults[0].problem, faults)
@@ -271,6 +272,7 @@ class Batches:
         """
         names = {kind: f"{batch['id'].replace('batch_', 'file-')}-{kind}" for kind in ("output", "error")}
         output, error = (self._state.path_of(FILES, name) for name in names.values())
+        # The lines of a batch that ended early, each with the error that it gets if it has no answer.
         unanswered = None
         if reason is not None:
             lines = self._lines(batch)

@@ -215,7 +215,7 @@ class Owners:
                 429,
                 f"You used all of your {owner.max_tokens_per_day} tokens of this day (UTC).",
                 code=QUOTA,
-                retry_after_s=DAY_S - int(time.time()) % DAY_S,
+                retry_after_s=DAY_S - int(time.time()) % DAY_S,  # seconds until midnight (UTC)
             )
         limits = (
             (owner.max_batches, len(batches), "unfinished batches"),

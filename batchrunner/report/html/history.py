@@ -292,7 +292,7 @@ def make_timeline(histories: Sequence[WorkerHistory]) -> Timeline:
     lines: dict[Key, Line] = {key: [grid[number].get(key) for number in numbers] for key in keys}
     return Timeline(
         axis=axis,
-        places=[axis.place((number + 0.5) * width_s) for number in numbers],
+        places=[axis.place((number + 0.5) * width_s) for number in numbers],  # the middles of the cells
         breaks=_breaks(numbers, width_s, axis),
         lines=lines,
         retractions=sum(attempt.retractions for attempt in attempts),

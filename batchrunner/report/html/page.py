@@ -196,6 +196,7 @@ def _decisions(
     With several workers, the decision of the last worker is shown.
     """
     decisions = []
+    # The histories are in the order of the workers; the last worker with an event decides.
     if order := next((history.order for history in reversed(histories) if history.order), None):
         decisions.append(("Order of the rows", f"{order.get('order')}: {order.get('why')}"))
     if tokenize := next((history.tokenize for history in reversed(histories) if history.tokenize), None):
@@ -219,6 +220,7 @@ def _load(run_dir: RunDir) -> list[tuple[str, str]]:
         in_band, empty = load["in_band_share"], load["empty_queue_share"]
         queue = f"in the healthy range for {in_band:.0%} of the steady time, empty for {empty:.0%}"
         facts.append(("Queue", queue))
+    # A report of another version may name states of the load that this version does not know.
     corner_shares = (load.get("corner_shares") or {}).items()
     shares = [
         f"{share:.0%} {Corner(name).words}" for name, share in corner_shares if share and name in set(Corner)
