@@ -176,8 +176,8 @@ class TwoOfAName:
         ([{}, {}], "2 rows without any column, starting at row 0"),
         ("x" * 5000, "give prompts as a list of texts"),
         (Path("/no/such.parquet"), "no such file"),
-        (pa.table({"id": [1]}), "0 text columns and not 1 (columns: id (int64))"),
-        ([{"a": "x", "b": "y"}], "2 text columns and not 1 (columns: a (string), b (string))"),
+        (pa.table({"id": [1]}), "these have 0 text columns (columns: id (int64))"),
+        ([{"a": "x", "b": "y"}], "these have 2 text columns (columns: a (string), b (string))"),
     ],
 )
 def test_wrong_rows_are_explained(rows: Any, told: str) -> None:
