@@ -61,7 +61,7 @@ class AnswerComparison:
     failed_in_both: int = 0
     """Number of rows that failed in both runs."""
     examples: list[dict[str, Any]] = field(default_factory=list)
-    """Examples of rows with different outputs, each with `row` and the shortened outputs `first` and
+    """Some rows with different outputs, each with `row` and the shortened outputs `first` and
     `second`.
     """
 
