@@ -182,7 +182,8 @@ def _request_in(text: bytes) -> _RequestLine:
 
     The error is a _WrongCustomIdError if the line has a `url`, but no usable custom_id.
     """
-    text.decode()  # raise for bytes that are not UTF-8, because msgspec accepts them inside a raw body
+    # This raises for bytes that are not UTF-8, which msgspec would accept inside a raw body.
+    text.decode()
     try:
         return _read_request.decode(text)
     except msgspec.ValidationError:
@@ -198,7 +199,8 @@ def _check_custom_id(text: bytes) -> None:
     """
     try:
         _read_url.decode(text)
-    except msgspec.ValidationError:  # The object has no `url`.
+    except msgspec.ValidationError:
+        # The object has no `url`.
         return
     try:
         _read_name.decode(text)
@@ -267,7 +269,8 @@ def checked_requests(records: Iterable[TextRecord], path: str, rules: BatchRules
                 custom_ids.add(record.line, record.values[CUSTOM_ID])
             yield record
     except BatchFileError as failure:
-        errors.append(failure)  # Raised below, together with the error about repeated custom_ids.
+        # The error is raised below, together with the error about repeated custom_ids.
+        errors.append(failure)
     if not rules.allows_repeated:
         errors += custom_ids.errors(path)
     _raise_together(errors)

@@ -127,7 +127,8 @@ def _common_timestamp(one: pa.TimestampType, other: pa.TimestampType) -> pa.Data
     if (one.tz is None) != (other.tz is None):
         return None
     zone = one.tz
-    both_mean_utc = {one.tz, other.tz} <= _UTC  # The zone then keeps its first name, such as "Etc/UTC".
+    # If both names mean UTC, the first one is kept, such as "Etc/UTC".
+    both_mean_utc = {one.tz, other.tz} <= _UTC
     if one.tz != other.tz and not both_mean_utc:
         zone = "UTC"
     finer_type = _promoted(pa.timestamp(one.unit), pa.timestamp(other.unit))

@@ -97,7 +97,8 @@ def _decoded_records(lines: _CsvLines, path: str, spec: InputSpec, usual_delimit
             else:
                 encoding_fits = True
                 yield line, cells, problem
-    except UnicodeError:  # UTF-16 decoding may fail although `surrogateescape` is set
+    except UnicodeError:
+        # UTF-16 decoding may fail although `surrogateescape` is set.
         first_undecoded_line, encoding_fits = lines.begin_record(), False
     if first_undecoded_line and not encoding_fits:
         raise InputError(f"{path}: line {first_undecoded_line} {not_decoded}")
@@ -124,7 +125,8 @@ def _records(lines: _CsvLines, path: str, delimiter: str) -> Iterator[_Cells]:
         else:
             if cells is None:
                 return
-            if cells:  # skip an empty line, which is not a record
+            if cells:
+                # An empty line has no cells, and is not a record.
                 yield line, cells, None
 
 
@@ -218,8 +220,10 @@ class _CsvLines:
         If the quotes are not closed, the lines below cannot be divided into records.
         """
         if self._has_paired_quotes():
-            return True  # The record ends with the line that was too long.
-        while True:  # Each further line begins inside a quoted value.
+            # The record ends with the line that was too long.
+            return True
+        while True:
+            # Each further line begins inside a quoted value.
             self._record.clear()
             line: str | None
             try:
@@ -227,7 +231,8 @@ class _CsvLines:
             except StopIteration:
                 return False
             except _TooLongError:
-                line = None  # too long to check whether the line is valid CSV
+                # The line is too long to check whether it is valid CSV.
+                line = None
             # Inside a value, quotes come in pairs. An odd number of quotes means that the value has ended.
             ends_value = not self._has_paired_quotes()
             if ends_value:

@@ -222,7 +222,8 @@ class Dataset:
                 common = common_type(earlier, field.type)
                 if common is not None:
                     types[field.name] = common
-                elif field.name not in self._conflicts:  # Keep the first conflict of each column.
+                elif field.name not in self._conflicts:
+                    # Only the first conflict of each column is kept.
                     self._conflicts[field.name] = (
                         f"{path}: column {field.name!r} is {type_name(field.type)}, "
                         f"but {type_name(earlier)} in {first_path}"
@@ -426,12 +427,14 @@ class DatasetReader:
             assert self._data is not None
             end = self._start + self._data.num_rows
             rows_in_batch = list(rows & BitMap64(range(self._start, end)))
-            if len(rows_in_batch) == self._data.num_rows:  # all rows are wanted, so no copy is needed
+            if len(rows_in_batch) == self._data.num_rows:
+                # All rows of the batch are wanted, so no copy is needed.
                 yield RowBatch(rows_in_batch, self._data)
             elif rows_in_batch:
                 indices = arrow_array([row - self._start for row in rows_in_batch], pa.int64())
                 yield RowBatch(rows_in_batch, self._data.take(indices))
-            if rows.max() < end:  # keep the batch, because the next rows may be in it too
+            if rows.max() < end:
+                # The batch is kept, because the next rows may be in it too.
                 return
             self._start, self._data = end, self._next_batch(file, end)
 
@@ -499,7 +502,8 @@ def rows_of(batch: RowBatch, names: Sequence[str]) -> list[Row | str]:
         for index, problem in unreadable.items():
             problems.setdefault(index, f"column {name!r}: {problem}")
     rows: list[Row | str] = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
-    if not names:  # zip() yields no row if there is no column
+    if not names:
+        # zip() yields no row if there is no column.
         rows = [{} for _ in batch.rows]
     for index, problem in problems.items():
         rows[index] = problem
@@ -525,7 +529,8 @@ def values_of(column: pa.Array) -> tuple[list[Any], dict[int, str]]:
         except UNREADABLE as failure:
             values.append(None)
             reason = str(failure)
-            if "zoneinfo" in reason:  # Arrow's error says only that the module zoneinfo lacks data
+            if "zoneinfo" in reason:
+                # Arrow's error says only that the module zoneinfo lacks data.
                 reason = f"the time zone is unknown on this machine ({column.type})"
             unreadable[index] = f"unreadable value: {reason}"
     return values, unreadable

@@ -34,7 +34,8 @@ def decide_fields(dataset: Dataset, columns: Sequence[str]) -> list[str]:
                     for name in columns:
                         line = field_line(name, row[name])
                         values[name].append(hash(line))
-                        lengths[name] += len(line) + 1  # with its line break
+                        # A line counts with its line break.
+                        lengths[name] += len(line) + 1
     return choose_order(values, lengths)
 
 

@@ -78,7 +78,8 @@ def at_commit(fs: pafs.FileSystem, path: str) -> str:
 
     hub = fs.handler.fs
     resolved = hub.resolve_path(path)
-    if not getattr(resolved, "revision", None):  # a bucket of the Hub has no commits, unlike a repository
+    if not getattr(resolved, "revision", None):
+        # A bucket of the Hub has no commits, unlike a repository.
         return path
     api = HfApi(endpoint=hub.endpoint, token=hub.token)
     commit = api.repo_info(resolved.repo_id, repo_type=resolved.repo_type, revision=resolved.revision).sha
@@ -125,10 +126,12 @@ def find_files(
             files = _of_one_kind(name, files)
         if not files:
             raise InputError(f"{name}: found no Parquet, CSV, JSON Lines or Arrow file")
-        files_by_path = files | files_by_path  # a file that several paths name keeps its first name
+        # A file that several paths name keeps its first name.
+        files_by_path = files | files_by_path
     for file in files_by_path.values():
         try:
-            file.encode()  # Arrow and run.json need valid UTF-8
+            # Arrow and run.json need valid UTF-8.
+            file.encode()
         except UnicodeEncodeError:
             raise InputError(
                 f"{os.fsencode(file)!r}: the name of the file is not valid UTF-8", hint="rename the file"
@@ -250,7 +253,8 @@ def _remote_files(fs: pafs.FileSystem, path: str) -> tuple[dict[str, str], bool]
     elif kind == pafs.FileType.Directory:
         below = _files_below(fs, path)
         files = [file for file in below if not _hidden(PurePosixPath(file.removeprefix(path)))]
-    elif "*" in path:  # `?` and `[` are no wildcards here, because `?` begins the query of a URI.
+    elif "*" in path:
+        # `?` and `[` are no wildcards here, because `?` begins the query of a URI.
         # `**/` matches any number of directories, and `*` any text without a slash.
         pattern = re.escape(path).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*")
         top = path.partition("*")[0].rpartition("/")[0]
@@ -543,7 +547,8 @@ class SourceFile:
         with writing(copy):
             make_directory(copy.parent)
         with one_process_at_a_time(copy.with_suffix(".lock"), unfinished=f".{copy.name}*"):
-            if not copy.exists():  # Another process may have written the copy while this one waited.
+            if not copy.exists():
+                # Another process may have written the copy while this one waited.
                 # If an earlier copy was read, the digest has been computed already.
                 self.digest = self.digest or self._digest_of(self._size)
                 with writing(copy), whole_file(copy, secrets.token_hex(4)) as temporary:
@@ -564,7 +569,8 @@ class SourceFile:
                 )
         except BatchrunError:
             raise
-        except EOFError:  # gzip raises it for a file that is cut off.
+        except EOFError:
+            # gzip raises EOFError for a truncated file.
             raise self._unreadable(OSError("Truncated compressed data")) from None
         except self.read_errors + DECOMPRESSION_ERRORS as failure:
             raise self._unreadable(failure) from None

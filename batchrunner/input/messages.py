@@ -45,7 +45,8 @@ def messages_in(column: str, row: Mapping[str, Any], *, continues: bool) -> list
     label, value = f"prompt: column {column!r}", row[column]
     if value is None:
         raise RowRefusedError(f"{label} is null")
-    if isinstance(value, str) and value.strip():  # A blank text counts as empty below.
+    if isinstance(value, str) and value.strip():
+        # A blank text counts as empty below.
         value = _parsed(label, value)
         if not isinstance(value, list):
             raise RowRefusedError(f"{label}: the JSON is not a list of messages")
@@ -104,7 +105,8 @@ def _joined(content: Any) -> Any:
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
     if not all(isinstance(part, Mapping) and isinstance(part.get("type"), str) for part in parts):
         raise ValueError("a part without a type")
-    if not all(part["type"] in _TEXT_PARTS for part in parts):  # The message has media.
+    if not all(part["type"] in _TEXT_PARTS for part in parts):
+        # The message has parts with media, which cannot be joined.
         return [*map(_without_null_fields, parts)]
     texts: list[Any] = [part.get("text") for part in parts]
     if not all(isinstance(text, str) for text in texts):

@@ -202,7 +202,8 @@ class _Records:
                 is_odd = value is not None and not _is_of(value, kind)
                 if is_odd:
                     values[index] = None
-                    if not problems[index]:  # keep the first problem of each record
+                    if not problems[index]:
+                        # A record keeps its first problem.
                         problems[index] = self._odd_value(lines[index], name, value, kind)
             columns[name] = pa.array(values, kind)
         self._count_failed(problems)
@@ -311,7 +312,8 @@ def _normalized_type(kind: pa.DataType, nulls: pa.DataType = _TEXT) -> pa.DataTy
     if pt.is_fixed_size_list(kind):
         return pa.list_(_normalized_field(kind.value_field, nulls), kind.list_size)
     if pt.is_map(kind):
-        key = _normalized_field(kind.key_field, nulls).with_nullable(False)  # Arrow forbids null keys
+        # Arrow forbids null keys in a map.
+        key = _normalized_field(kind.key_field, nulls).with_nullable(False)
         return pa.map_(key, _normalized_field(kind.item_field, nulls), kind.keys_sorted)
     if pt.is_struct(kind):
         return pa.struct([_normalized_field(field, nulls) for field in kind])
@@ -391,7 +393,8 @@ def fitted_values(column: pa.Array, kind: pa.DataType) -> tuple[pa.Array, dict[i
     try:
         return _as_type(column, kind), {}
     except UNFIT:
-        pass  # Convert each value alone, to find those that do not fit.
+        # Convert each value alone, to find those that do not fit.
+        pass
     values: list[pa.Array] = []
     misfits: dict[int, str] = {}
     for index in range(len(column)):

@@ -237,7 +237,8 @@ def _parameter_in(name: str, value: Any) -> Any:
     is_integer_parameter = name in _INTEGER_PARAMETERS
     fits_into_64_bits = abs(value) < 1 << 63
     if is_integer_parameter and value.is_integer() and fits_into_64_bits:
-        return int(value)  # pandas turns a column of integers with a null into floats
+        # pandas turns a column of integers with a null into floats.
+        return int(value)
     if is_integer_parameter or not math.isfinite(value):
         raise RowRefusedError(f"sampling.{name}: {value} is not a valid value")
     return value
@@ -535,11 +536,13 @@ def _split_sampling(sampling: SamplingSpec, dataset: ColumnSource) -> tuple[dict
             fits, expected = _COLUMN_TYPES.get(name, (_is_number, "numbers"))
             with faults.collect():
                 _check_type(dataset, value.column, where=f"sampling.{name}", fits=fits, expected=expected)
-        if name in {"lora_path", "tool_choice"}:  # these are fields of a request, not sampling parameters
+        if name in {"lora_path", "tool_choice"}:
+            # These are fields of a request, not sampling parameters.
             continue
         if isinstance(value, FromColumn):
             columns[name] = value.column
-            value = field.default  # for rows with a null in the column
+            # Rows with a null in the column get the default.
+            value = field.default
         if value is not None:
             shared[name] = value
     faults.raise_all()

@@ -187,7 +187,8 @@ class Predicate(_ColumnCode):
         """
         try:
             context = self._template.new_context(dict(self._variables(row)))
-            for _ in self._template.root_render_func(context):  # an assignment, which yields no text
+            for _ in self._template.root_render_func(context):
+                # The template is an assignment, so it yields no text.
                 pass
             return bool(context.vars[_RESULT])
         except Exception as failure:  # noqa: BLE001 - expressions may apply any operator to user data
@@ -321,7 +322,8 @@ def _environment(code: type[CodeGenerator] = _Code) -> _Environment:
     for name in FILTERS_TO_TEXT:
         filters[name] = _guarded(filters[name], as_text)
     filters["join"] = _guarded(filters["join"], lambda values: [*map(as_text, values)])
-    filters["tojson"] = _tojson  # jinja2's own filter escapes < > & ' for HTML
+    # jinja2's own `tojson` escapes < > & ' for HTML.
+    filters["tojson"] = _tojson
     filters["fromjson"] = _guarded(_fromjson, as_text)
     return environment
 
@@ -463,7 +465,8 @@ def unknown_column(
     template must write it.
     """
     similar = difflib.get_close_matches(name, available, n=1, cutoff=0.5)
-    if not similar:  # `name` may be a part of a longer name, such as `title` of "title en".
+    if not similar:
+        # `name` may be a part of a longer name, such as `title` of "title en".
         similar = [column for column in available if name in column.split() or column.startswith(name)]
     hint = None
     if similar:

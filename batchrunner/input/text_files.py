@@ -125,7 +125,8 @@ def _json_records(lines: Iterable[bytes | None]) -> Iterator[TextRecord]:
 def _json_object(text: bytes) -> dict[str, Any]:
     """Return the object in a JSON text; raise ValueError or RecursionError if the text has no object."""
     try:
-        value = msgspec.json.decode(text)  # msgspec keeps integers of any size
+        # msgspec keeps integers of any size.
+        value = msgspec.json.decode(text)
     except ValueError as failure:
         problem = str(failure)
         if no_number := _NO_NUMBER.search(text):
@@ -192,7 +193,8 @@ def _batch_of(
         if kind is None:
             try:
                 columns[name] = pa.array(values)
-            except UNFIT:  # The values have no common type.
+            except UNFIT:
+                # The values have no common type.
                 columns[f"{AS_JSON}{name}"] = json_array(values)
         else:
             columns[name], misfits = _typed(values, kind)

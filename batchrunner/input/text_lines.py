@@ -32,7 +32,8 @@ def read_lines(source: io.BufferedReader) -> Iterator[bytes | None]:
         if len(line) < LONGEST_LINE_BYTES:
             yield line
             continue
-        while line and not line.endswith(b"\n"):  # skip the rest of the line
+        while line and not line.endswith(b"\n"):
+            # Skip the rest of a line that is too long.
             line = source.readline(LONGEST_LINE_BYTES)
         yield None
 

@@ -190,7 +190,8 @@ class Batches:
             finally:
                 turns.release()
         except BatchrunError:
-            if control.reason is None:  # Otherwise the error only says that `control` stopped the batch.
+            if control.reason is None:
+                # Otherwise the error only says that `control` stopped the batch.
                 raise
 
     async def _execute(self, batch: Record, control: Control) -> None:

@@ -34,7 +34,8 @@ _SPELLINGS = (
     ("ep-size", "expert-parallel-size", "ep"),
 )
 """The spellings of each renamed flag, newest first."""
-_OPTION = re.compile(r"^  (?:-\w,? .*)?--.*", re.MULTILINE)  # argparse puts an option's names on one line
+# argparse puts all names of an option on one line.
+_OPTION = re.compile(r"^  (?:-\w,? .*)?--.*", re.MULTILINE)
 _NAME = re.compile(r"--([a-z0-9][\w-]*)(?: \{([^}]*)\})?")
 _VERSION = "import importlib.metadata as m; print(m.version('sglang'))"
 

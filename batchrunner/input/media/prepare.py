@@ -107,5 +107,6 @@ def _read(path_or_url: str, rules: MediaRules) -> bytes:
         if path.stat().st_size > MOST_FILE_BYTES:
             raise BadFileError(f"has more than {MOST_FILE_BYTES >> 20} MiB")
         return path.read_bytes()
-    except (OSError, ValueError, RuntimeError) as failure:  # for example a null byte, or a circle of links
+    except (OSError, ValueError, RuntimeError) as failure:
+        # For example, the path has a null byte, or leads into a circle of links.
         raise BadFileError(f"cannot be read: {getattr(failure, 'strerror', None) or failure}") from None

@@ -166,7 +166,8 @@ def _over_time(timeline: Timeline, histories: Sequence[WorkerHistory]) -> dict[s
         "readout": {
             # Positions on the time axis, in seconds, at which the charts have values.
             "places": [round(place, 2) for place in timeline.places],
-            "length_s": timeline.axis.length_s or 1.0,  # at least 1, because page.js divides by the length
+            # The length must not be 0, because page.js divides by it.
+            "length_s": timeline.axis.length_s or 1.0,
             "charts": {chart.key: [line.values for line in chart.strokes] for chart in charts},
         },
     }

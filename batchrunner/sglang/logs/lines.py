@@ -242,7 +242,8 @@ _REQUESTS = ("Receive: obj=", "Finish: obj=", '"request.received"', '"request.fi
 """Texts in the lines of `--log-requests`. These lines quote prompts and answers, which may look like
 messages."""
 _PHASES: dict[Phase, re.Pattern[str]] = {
-    "prefill": re.compile("in forward_extend|in _execute_extend"),  # the second name is that of 0.5.23
+    # Of the two function names, the second is that of SGLang 0.5.23.
+    "prefill": re.compile("in forward_extend|in _execute_extend"),
     "decode": re.compile("in forward_decode|in _execute_decode"),
     "graph": re.compile("apture cuda graph begin|CUDA graph begin"),
     "general": re.compile("apture cuda graph end|CUDA graph end|KV Cache is allocated"),
@@ -279,7 +280,8 @@ def record_in(line: str) -> Record | None:
 def _record(line: str) -> Record | None:
     """Parse a log line into a record, without a check that the line only quotes a request."""
     # Each regular expression is tried only if a fixed word is in the line, because that test is fast.
-    if _ACCESS in line:  # These are nine of ten lines in a large log.
+    if _ACCESS in line:
+        # Nine of ten lines in a large log are of this kind.
         return None
     if " batch" in line and (record := _batch(line)):
         return record
@@ -365,7 +367,8 @@ def _ready(line: str) -> ServerReady:
 
 def _rare(line: str) -> Record | None:
     """Return the record of a line that is logged at the start of a server or at its end."""
-    if failure := _failure(line):  # First, because an error line may also match a pattern below.
+    if failure := _failure(line):
+        # This test comes first, because an error line may also match a pattern below.
         return failure
     if weights := _WEIGHTS.search(line):
         used = _USED.search(line)
@@ -428,7 +431,8 @@ def _arguments(text: str) -> Arguments:
     """
     if isinstance(values := _literal(text), dict):
         return Arguments({str(name): value for name, value in values.items()})
-    text = re.sub(r"'(\w+)': ", r"\1=", text)  # a truncated dict: rewrite its items as name=value
+    # A truncated dict cannot be parsed as a whole, so its items are rewritten as name=value.
+    text = re.sub(r"'(\w+)': ", r"\1=", text)
     return Arguments({name: _literal(value) for name, value in _ARGUMENT.findall(text)})
 
 
@@ -447,7 +451,8 @@ def _value(expression: ast.expr) -> Any:
     return ast.literal_eval(expression)
 
 
-@lru_cache(maxsize=64)  # a cache helps, because successive lines often have the same time
+# A cache helps, because successive lines often have the same time.
+@lru_cache(maxsize=64)
 def _seconds(time: str) -> float | None:
     """Return a time stamp in seconds, as if its time zone were UTC; None for a damaged time stamp."""
     try:

@@ -121,7 +121,8 @@ class Facts:
             return None
         if pool.gb and pool.kv_gb:
             return pool.gb / (pool.gb + pool.kv_gb)
-        if self.sizes_states:  # The number of slots is fixed, so the ratio has no effect.
+        if self.sizes_states:
+            # The number of slots is fixed, so the ratio has no effect.
             return None
         ratio = self.number("mamba_full_memory_ratio") or STATE_RATIO
         return ratio / (1 + ratio)
@@ -413,7 +414,8 @@ class LogReader:
         self._old_death = self.facts.died
         self._memory_caps_running = False
         self.facts.states = None
-        self._speakers.clear()  # a restart may have changed the names of the ranks
+        # A restart may have changed the names of the ranks.
+        self._speakers.clear()
         self.facts.arguments = record.values
         self._phase = "load"
 

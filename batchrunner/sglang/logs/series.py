@@ -135,7 +135,8 @@ class Track:
         that the client sends too few requests at a time.
         """
         samples = self.samples
-        drain_begin = len(samples)  # where the final samples with an empty queue begin
+        # Find the index at which the final samples with an empty queue begin.
+        drain_begin = len(samples)
         while drain_begin and not samples[drain_begin - 1].queue and samples[drain_begin - 1].unsent is None:
             drain_begin -= 1
         had_queue_before = drain_begin > 0 and samples[drain_begin - 1].queue > 0
