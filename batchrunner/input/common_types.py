@@ -36,7 +36,7 @@ def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
         return other
     if pt.is_dictionary(one) or pt.is_dictionary(other):
         return _common_dictionary(one, other)
-    # Kinds of types for which Arrow's promotion is not good enough.
+    # Arrow's promotion does not handle these kinds of types well.
     for is_of_kind, common_of_kind in _KINDS:
         if is_of_kind(one) and is_of_kind(other):
             return common_of_kind(one, other)

@@ -59,7 +59,9 @@ def csv_table(
 
 
 _Cells = tuple[int, list[str], str | None]
-"""Number of a record's first line, its values, and the reason why it cannot be read; None if it can."""
+"""Number of a record's first line, its values, and the reason why the record cannot be read (None if it can
+be read).
+"""
 
 
 def _named_records(records: Iterator[_Cells], names: list[str]) -> Iterator[TextRecord]:
@@ -88,7 +90,7 @@ def _decoded_records(lines: _CsvLines, path: str, spec: InputSpec, usual_delimit
         delimiter = spec.delimiter or excel_delimiter or usual_delimiter
         for line, cells, problem in _records(lines, path, delimiter):
             text = "".join(cells)
-            # ASCII text can be decoded in nearly every encoding, so it does not confirm the encoding
+            # ASCII text can be decoded in nearly every encoding, so it does not confirm the encoding.
             if text.isascii():
                 yield line, cells, problem
             elif _UNDECODED.search(text):
@@ -181,7 +183,7 @@ class _CsvLines:
         return self
 
     def __next__(self) -> str:
-        """Return the next line; skip a line that is too long, and raise _TooLongError."""
+        """Return the next line. Raises _TooLongError for a line that is too long, after skipping it."""
         line = self._requeued.popleft() if self._requeued else self._text.readline(LONGEST_LINE_BYTES)
         if not line:
             raise StopIteration

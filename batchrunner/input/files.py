@@ -188,10 +188,10 @@ def _locate(path_or_uri: str, storage: StorageSpec) -> tuple[pafs.FileSystem, st
 
 
 def _local_files(pattern: str, path: Path) -> tuple[dict[str, str], bool]:
-    """Return the files of a local path or glob by their real paths, and whether the path is a directory.
+    """Find the files of a local path or glob; also tell whether the path is a directory.
 
-    The keys are real paths, with symbolic links resolved in the directory. So a file to which several paths
-    lead is read once.
+    Each file is keyed by its real path, with symbolic links resolved in the directory. So a file to which
+    several paths lead is read once.
     """
     is_directory = path.is_dir()
     if is_directory:
@@ -273,7 +273,10 @@ def _hidden(path: PurePath) -> bool:
 
 
 def hive_partitions(path: str) -> dict[str, str | None]:
-    """Return the values of Hive partition columns in a path with directories `name=value`; None is null."""
+    """Return the values of Hive partition columns in a path with directories `name=value`.
+
+    None stands for null.
+    """
     partitions: dict[str, str | None] = {}
     for directory in Path(path).parts[:-1]:
         key, separator, value = directory.partition("=")
@@ -368,7 +371,7 @@ class SourceFile:
         self.has_grown = False
         """Whether rows have been appended since the file was opened."""
         self.partitions = hive_partitions(path)
-        """Values of the Hive partition columns in the file's path (`year=2024/`); None is null."""
+        """Values of the Hive partition columns in the file's path (`year=2024/`). None stands for null."""
         self.starts: list[int] = []
         """Ordinal of the first row of each row group, and the ordinal after the last row."""
 
@@ -408,7 +411,8 @@ class SourceFile:
         if not self._may_grow or self._digest_of(size) != digest:
             return False
         with Path(self.path).open("rb") as file:
-            # The line break is either the last of these bytes, or the first byte that was appended.
+            # The last line break is either the last byte before the appended bytes, or the first appended
+            # byte.
             file.seek(size - 1)
             return any(byte in b"\r\n" for byte in file.read(2))
 

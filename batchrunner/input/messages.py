@@ -25,7 +25,7 @@ ROLES = {
 }
 """Roles of the chat endpoint, by the names of roles in OpenAI's and ShareGPT's forms."""
 _TEXT_PARTS = {"text", "input_text"}
-"""Types of the parts of a message's content that are texts."""
+"""Types of message parts that are text."""
 
 
 def holds_messages(kind: pa.DataType) -> bool:

@@ -91,7 +91,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
     def _objects_below(self, directory: str, most_pages: int | None = None) -> Iterator[Any]:
         """Yield the objects below a directory; raise OSError.
 
-        With `most_pages`, no more pages of the store's listing are read.
+        At most `most_pages` pages of the store's listing are read, if it is given.
         """
         bucket, key = _bucket_and_key(directory)
         prefix = f"{key.rstrip('/')}/" if key else None

@@ -160,7 +160,8 @@ class _RecordColumn:
     def type(self) -> pa.DataType:
         """Return the type of the column: the main type, or text if too many values are odd.
 
-        A column of lists or structs may have a share of odd values up to MOST_ODD, any other column none.
+        A column of lists or structs may have a share of odd values up to MOST_ODD; any other column may have
+        none.
         """
         main_type, odd_share = self.main_type()
         most_odd = MOST_ODD if pt.is_nested(main_type) else 0.0
@@ -445,7 +446,7 @@ def in_chunks(
 
 
 def array_of(values: Sequence[Any]) -> pa.Array:
-    """Return an array of values with the type that Arrow infers; of JSON texts if there is no common type."""
+    """Return an array of values with the type that Arrow infers; without a common type, of JSON texts."""
     try:
         return pa.array(values)
     except UNFIT:

@@ -201,7 +201,7 @@ def as_mapping(row: object, number: int) -> Mapping[str, Any]:
 def _is_list(value: object) -> bool:
     """Tell whether a value is a list whose items may need a conversion.
 
-    A list that begins with a number is taken for a list of numbers, which may be long and needs none.
+    A list that begins with a number counts as a list of numbers. It may be long, and needs no conversion.
     """
     return isinstance(value, (list, tuple)) and bool(value) and not isinstance(value[0], (int, float))
 
@@ -238,7 +238,10 @@ def rows_of_like_types(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mappi
 
 
 def _types_of(row: Mapping[str, Any]) -> list[tuple[Any, pa.DataType | None]]:
-    """Return the columns of a row with the types that Arrow infers; None for a value it cannot hold."""
+    """Return the columns of a row with the types that Arrow infers.
+
+    A type of None marks a value that Arrow cannot hold.
+    """
     types = []
     for name, value in row.items():
         kind = _SCALARS.get(type(value))

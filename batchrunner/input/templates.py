@@ -41,7 +41,7 @@ PRINTING = frozenset({*FILTERS_TO_TEXT, "default", "d", "safe", "tojson"})
 ROW = "row"
 """Variable for the mapping of all columns in a template, as in `row["name"]`."""
 _RESERVED = {ROW, "self", "true", "false", "none", "not", "and", "or", "in", "is", "if", "else"}
-"""Words that cannot name a column in a template, because jinja2 or this package gives them a meaning."""
+"""Range of the positions of all rows, from 0."""
 _METHODS = {"items", "keys", "values", "get"}
 """Methods of a mapping by which a template may read any column of `row`."""
 _ABOUT_NULL = re.compile(r"\bNone(Type)?\b")
@@ -288,7 +288,7 @@ class _Code(CodeGenerator):
 
 
 class _NamingCode(_Code):
-    """Code generator for slower templates, whose errors name the expression that failed."""
+    """Code generator whose templates are slower, but whose errors name the expression that failed."""
 
     def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
         self.write(f"environment.named({_shown(node)!r}, lambda: ")
@@ -424,7 +424,7 @@ def _field_of_row(node: nodes.Node) -> str | None:
 
 
 def _printed(tree: nodes.Template) -> Iterator[str | None]:
-    """Yield, for each printed expression, the column that it prints; None if it is more than a column.
+    """Yield, for each printed expression, the column that it prints; None if it is more than a mere column.
 
     Filters that only change how a value is printed are ignored.
     """

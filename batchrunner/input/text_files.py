@@ -211,7 +211,7 @@ def _batch_of(
 
 
 def _typed(values: Sequence[Any], kind: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
-    """Convert values to a column of type `kind`; also return the complaints of `fitted_values`.
+    """Convert values to a column of type `kind`; also return a complaint about each value that does not fit.
 
     An empty text becomes null, except in a column of texts.
     """
@@ -224,7 +224,7 @@ def _typed(values: Sequence[Any], kind: pa.DataType) -> tuple[pa.Array, dict[int
 
 def _arrow_batches(source: io.BufferedReader) -> Iterator[pa.RecordBatch]:
     """Yield the rows of an Arrow IPC file or stream. The first batch is empty, and tells the schema."""
-    # After its first bytes, a file has the form of a stream, and a footer that is not needed.
+    # After these first bytes, an Arrow file continues like a stream. The footer at its end is not needed.
     if source.peek(ARROW_HEAD_BYTES).startswith(ARROW_MAGIC):
         source.read(ARROW_HEAD_BYTES)
     with pa.ipc.open_stream(source) as stream:

@@ -47,7 +47,7 @@ class LineNumbers:
     first: list[int] = field(default_factory=list)
     """Line numbers of the first lines, at most ITEMS_NAMED."""
     reason: str = ""
-    """Complaint about the first bad line."""
+    """What is wrong with the first bad line."""
 
     def add(self, number: int, reason: str = "") -> None:
         """Add the line with this number. `reason` says what is wrong with the line; "" if nothing is."""

@@ -134,7 +134,7 @@ def check_on_hub(spec: ServerEngine) -> None:
     server's variables or arguments may lead it to another place, or if the Hub's answer is unexpected.
     """
     model, revision = spec.model, spec.args.get("revision")
-    # `OWNER/NAME`, without the quantization (`:Q4_K_M`) or the file that may follow.
+    # A quantization (`:Q4_K_M`) or a file may follow `OWNER/NAME`, and is cut off here.
     repository = "/".join(model.partition(":")[0].split("/")[:2])
     is_here = _local(model) or model_directory(repository, revision).exists()
     if is_here or _looks_elsewhere(spec) or not find_spec("huggingface_hub"):

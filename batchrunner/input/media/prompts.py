@@ -28,7 +28,7 @@ _USER = "user"
 
 
 class Marks(list[str]):
-    """Marks for the files of a column while a template is rendered: texts that files replace afterwards.
+    """Marks for the files of a column: texts in a rendered template, in whose places the files are put later.
 
     A template can loop over the marks, or print all of them at once.
     """

@@ -32,7 +32,7 @@ class LoggedBatch(NamedTuple):
     tokens: int | None = None
     """Number of tokens in the KV pool, `#token`."""
     graph: bool | None = None
-    """Whether a CUDA graph ran; None if the line does not say it, as on a CPU."""
+    """Whether a CUDA graph ran; None if the line does not say so, as on a CPU."""
     throughput: float | None = None
     """Tokens per second: generated tokens in a decode line, prompt tokens in a prefill line."""
     new_seqs: int = 0
@@ -112,15 +112,18 @@ class OutOfMemory(NamedTuple):
     text: str
     """The log line."""
     running: int = 0
-    """Number of requests that ran just before, `#running-req`. LogReader fills it in from earlier lines."""
+    """Number of requests that were running just before, `#running-req`. LogReader fills it in from earlier
+    lines.
+    """
 
 
 class Died(NamedTuple):
     """A process of the server ended unexpectedly."""
 
     killed: bool
-    """Whether SIGKILL ended the process. The kernel sends SIGKILL when memory runs out, and a person by
-    `kill -9`."""
+    """Whether SIGKILL ended the process. The kernel sends SIGKILL when memory runs out; `kill -9` sends it,
+    too.
+    """
     text: str
     """The log line."""
 
@@ -213,7 +216,7 @@ _USED = re.compile(rf"mem usage=(-?{_NUMBER}) ?GB")
 _ARGUMENT = re.compile(r"\b(\w+)=('(?:[^'\\]|\\.)*'|\[[^\]]{0,4096}\]|[^,()\s]+)")
 _RAISED = re.compile(_LABEL + r"(?:\[[^\]]*\]:? *)?(?:[A-Z]+:? +)?(?P<error>[\w.]*(?:Error|Exception)\b: .*)")
 _KILLED = re.compile(
-    # 9: the raw status of waitpid for SIGKILL
+    # Some releases log 9, the raw status of waitpid, instead of the exit code -9.
     r"exit ?code[:=]? ?-9\b|unexpectedly failed with (?:an )?exit ?code[ =]9\b|"
     r"Out of memory: Killed process|killed by the OOM killer|\bKilled(?:$| {4})"
 )
@@ -281,7 +284,7 @@ def _record(line: str) -> Record | None:
     """Parse a log line into a record, without a check that the line only quotes a request."""
     # Each regular expression is tried only if a fixed word is in the line, because that test is fast.
     if _ACCESS in line:
-        # Nine of ten lines in a large log are of this kind.
+        # These lines of uvicorn are nine of ten lines in a large log.
         return None
     if " batch" in line and (record := _batch(line)):
         return record
@@ -322,7 +325,7 @@ def clean(line: str) -> str:
 def _batch(line: str) -> LoggedBatch | None:
     """Return the record of a batch line; None for any other line.
 
-    None, too, if the batch line is damaged before the end of `#queue-req`.
+    A line that is damaged before the end of `#queue-req` has no record either.
     """
     # Names are searched from the beginning of the message, because a prefix of the line could contain them.
     start = line.find("Decode batch")

@@ -180,7 +180,7 @@ class Series:
 
     @property
     def retractions_per_min(self) -> float:
-        """Mean number of retractions per scheduler and minute. Less than a minute counts as one."""
+        """Mean number of retractions per scheduler and minute. A shorter time counts as one minute."""
         return self.retractions / max(1, len(self.tracks)) / max(1.0, self.busy_s / 60)
 
     @property
