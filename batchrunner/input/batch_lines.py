@@ -30,7 +30,7 @@ MOST_REPEATED = 100_000
 """Maximum number of custom_ids that are kept because they may be repeated.
 
 They are the custom_ids whose digest has the same low half as an earlier digest. Among ten million different
-custom_ids, about 12,000 have one by chance.
+custom_ids, about 12,000 share a low half by chance.
 """
 MOST_FAULTS = 50
 """Maximum number of faulty lines of one kind that an error lists one by one."""
@@ -112,7 +112,7 @@ class _LineFaults:
             self._faults.append(LineFault(line, self._code, problem))
 
     def errors(self, path: str) -> list[BatchFileError]:
-        """Return one error for all faults; nothing if there are none."""
+        """Return one error for all faults; [] if there are none."""
         if not self._numbers.count:
             return []
         message = f"{path}: {self._numbers}: {self._numbers.reason}"
@@ -182,7 +182,8 @@ def _request_in(text: bytes) -> _RequestLine:
 
     The error is a _WrongCustomIdError if the line has a `url`, but no usable custom_id.
     """
-    text.decode()  # raise for bytes that are not UTF-8, because msgspec accepts them inside a raw body
+    # This raises for bytes that are not UTF-8, which msgspec would accept inside a raw body.
+    text.decode()
     try:
         return _read_request.decode(text)
     except msgspec.ValidationError:
@@ -198,7 +199,8 @@ def _check_custom_id(text: bytes) -> None:
     """
     try:
         _read_url.decode(text)
-    except msgspec.ValidationError:  # The object has no `url`.
+    except msgspec.ValidationError:
+        # The object has no `url`.
         return
     try:
         _read_name.decode(text)
@@ -267,6 +269,7 @@ def checked_requests(records: Iterable[TextRecord], path: str, rules: BatchRules
                 custom_ids.add(record.line, record.values[CUSTOM_ID])
             yield record
     except BatchFileError as failure:
+        # The error is raised below, together with the error about repeated custom_ids.
         errors.append(failure)
     if not rules.allows_repeated:
         errors += custom_ids.errors(path)
@@ -276,10 +279,7 @@ def checked_requests(records: Iterable[TextRecord], path: str, rules: BatchRules
 
 
 class _CustomIds:
-    """Custom_ids of a batch file, among which repeated ones are found.
-
-    They take about 10 bytes of memory per line.
-    """
+    """Finds repeated custom_ids in a batch file. It takes about 10 bytes of memory per line."""
 
     def __init__(self) -> None:
         self._digests = array("Q")
@@ -306,7 +306,7 @@ class _CustomIds:
             self._candidates.setdefault(digest, custom_id[:ID_CHARACTERS])
 
     def errors(self, path: str) -> list[BatchFileError]:
-        """Return one error that names repeated custom_ids with their lines; nothing if there are none."""
+        """Return one error that names repeated custom_ids with their lines; [] if there are none."""
         repeated = self.repeated()
         if not repeated:
             return []

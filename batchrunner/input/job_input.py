@@ -117,7 +117,7 @@ class JobInput:
 def lease_rows(rows: int) -> int:
     """Return the approximate number of rows in a lease of a run of `rows` rows.
 
-    In a Slurm array, it depends on the number of tasks (`SLURM_ARRAY_TASK_COUNT`).
+    In a Slurm array, the number also depends on the number of tasks (`SLURM_ARRAY_TASK_COUNT`).
     """
     array_tasks = os.environ.get("SLURM_ARRAY_TASK_COUNT", "")
     workers = int(array_tasks) if array_tasks.isdecimal() else 1
@@ -138,7 +138,7 @@ def cut_into_leases(rows: BitMap64, end: int) -> list[int]:
     size = max(lease_rows(len(rows)), rows_for_most_leases)
     cuts = [0]
     rows_before, next_rank = 0, size
-    # To select a row by its rank takes time that grows with the input, so ranks are counted block by block.
+    # Selecting a row by its rank takes time that grows with the input, so ranks are counted block by block.
     block_size = max(1, -(-end // MOST_LEASES))
     for start in range(0, end, block_size):
         stop = min(end, start + block_size)

@@ -81,7 +81,8 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
             try:
                 return self._record(path, obstore.head(self._bucket(bucket), key))
             except FileNotFoundError:
-                pass  # there is no such object, but the path may be a directory
+                # There is no such object, but the path may be a directory.
+                pass
             except STORE_ERRORS as failure:
                 raise as_os_error(failure, path) from None
         is_directory = any(self._objects_below(path, most_pages=1))
@@ -90,13 +91,14 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
     def _objects_below(self, directory: str, most_pages: int | None = None) -> Iterator[Any]:
         """Yield the objects below a directory; raise OSError.
 
-        With `most_pages`, no more pages of the store's listing are read.
+        At most `most_pages` pages of the store's listing are read, if it is given.
         """
         bucket, key = _bucket_and_key(directory)
         prefix = f"{key.rstrip('/')}/" if key else None
 
         def list_pages() -> list[Any]:
-            pages = obstore.list(self._bucket(bucket), prefix)  # an iterator, which lists page by page
+            # obstore.list() returns an iterator, which lists page by page.
+            pages = obstore.list(self._bucket(bucket), prefix)
             return list(islice(pages, most_pages))
 
         try:

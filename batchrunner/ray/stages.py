@@ -46,7 +46,8 @@ def gpus_required(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
         return 0
     largest_node = int(max(on_nodes, default=0))
     if engine.device == "cpu" or (engine.device == "auto" and not largest_node):
-        return 0  # The engine runs on the CPU.
+        # The engine runs on the CPU.
+        return 0
     if engine.replicas == "auto":
         raise JobError(
             "engine.replicas: auto does not work on Ray: an actor gets its GPUs before replicas are counted",
@@ -85,7 +86,8 @@ class StageCall:
         `directory` is used for temporary files.
         """
         call = self.call
-        if call.parse is not None:  # The function of `parse` may take the row, so the row must be carried.
+        if call.parse is not None:
+            # The function of `parse` may take the row, so the row must be carried.
             call = replace(call, columns=columns.names if self.columns is None else self.columns)
         return call.job(columns, [str(directory)], directory)
 
@@ -134,7 +136,8 @@ class BlockOutlet:
     """Receives the outcomes of a stream, and collects them by block. `open_block` is thread-safe."""
 
     def __init__(self) -> None:
-        self._blocks: deque[PendingBlock] = deque()  # pending blocks, in the order of their rows
+        # Pending blocks are kept in the order of their rows.
+        self._blocks: deque[PendingBlock] = deque()
         self._lock = threading.Lock()
         self._rows = 0
         """Number of rows in all blocks so far."""
@@ -275,7 +278,8 @@ class EngineWorker:
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
         """Return the rows of a batch with their answers; raises BatchrunError."""
-        async with self._opening:  # The first call starts the stream for all calls.
+        async with self._opening:
+            # The first call starts the stream for all calls.
             stream = self._stream
             if stream is None:
                 stream = self._stream = await asyncio.to_thread(
@@ -372,5 +376,6 @@ def generate(
         compute=compute,
         num_cpus=num_cpus,
         num_gpus=gpus_required(call.engine, resource_of_nodes("GPU")),
-        udf_modifying_row_count=is_rollout,  # A rollout may return several results for a row.
+        # A rollout may return several results for a row.
+        udf_modifying_row_count=is_rollout,
     )

@@ -299,14 +299,16 @@ def report_of_all(run: str | Path | RunDir) -> Report:
     spans = [span for worker in workers for span in attempt_spans(worker.events)]
     wall_s = union_s(spans)
     done = done_by_all(run_dir)
-    counts = replace(done.counts, ok=len(done.answered))  # A row that is in two result files counts once.
+    # A row that is in two result files counts once.
+    counts = replace(done.counts, ok=len(done.answered))
     report = make_report(run_dir, DoneRows(), facts["rows_total"], counts)
     end = RunEnd(
         rows_total=report.rows_total,
         rows_failed=report.rows_failed,
         max_failed_rows=max_failed_rows_of(facts),
         rows_left=report.rows_left,
-        stop=RunVerdict(EXIT_STOPPED, "not finished"),  # This counts only if rows remain.
+        # The stop counts only if rows remain.
+        stop=RunVerdict(EXIT_STOPPED, "not finished"),
     )
     exit_code, reason = verdict_of(end)
     report = replace(

@@ -190,7 +190,8 @@ class Batches:
             finally:
                 turns.release()
         except BatchrunError:
-            if control.reason is None:  # Otherwise the error only says that `control` stopped the batch.
+            if control.reason is None:
+                # Otherwise the error only says that `control` stopped the batch.
                 raise
 
     async def _execute(self, batch: Record, control: Control) -> None:
@@ -247,6 +248,7 @@ class Batches:
             for number, request, problem in self._lines(batch)
             if problem is None and request[URL] != endpoint
         )
+        # Reading ends at the last fault that is reported, because the batch is refused in any case.
         faults = [*islice(other_urls, MOST_FAULTS)]
         if faults:
             raise BatchFileError(faults[0].problem, faults)
@@ -271,6 +273,7 @@ class Batches:
         """
         names = {kind: f"{batch['id'].replace('batch_', 'file-')}-{kind}" for kind in ("output", "error")}
         output, error = (self._state.path_of(FILES, name) for name in names.values())
+        # The lines of a batch that ended early, each with the error that it gets if it has no answer.
         unanswered = None
         if reason is not None:
             lines = self._lines(batch)

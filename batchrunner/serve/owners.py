@@ -215,6 +215,7 @@ class Owners:
                 429,
                 f"You used all of your {owner.max_tokens_per_day} tokens of this day (UTC).",
                 code=QUOTA,
+                # The number of tokens is reset at midnight (UTC).
                 retry_after_s=DAY_S - int(time.time()) % DAY_S,
             )
         limits = (

@@ -126,7 +126,8 @@ class Api:
         if not self._owners.need_key:
             try:
                 host = (request.url.host or "").lower()
-            except ValueError:  # the header Host is malformed, for example its port is beyond 65535
+            except ValueError:
+                # The header Host is malformed, for example its port is beyond 65535.
                 host = ""
             if host not in LOCAL_HOSTS or "Origin" in request.headers:
                 raise ApiError(403, f"Only programs on this machine may call. Set {API_KEY_VARIABLE}.")
@@ -236,7 +237,8 @@ async def serve(
         batches = Batches(state=state, engine=shared, options=options, server=control, owners=owners)
         stack.push_async_callback(batches.drain)
         endpoints = [*TASK_OF_ENDPOINT]
-        if not shared.info.simulated:  # The simulated engine answers requests of every task.
+        if not shared.info.simulated:
+            # The simulated engine answers requests of every task.
             endpoints = [path for path in endpoints if TASK_OF_ENDPOINT[path] == task]
         api = Api(
             state=state,
@@ -251,7 +253,8 @@ async def serve(
         await runner.setup()
         with using_run(address):
             await web.TCPSite(runner, host, port).start()
-        for batch in state.unfinished_batches():  # batches that an earlier start of the server did not finish
+        for batch in state.unfinished_batches():
+            # An earlier start of the server did not finish these batches.
             batches.start(batch)
         show([str(URL.build(scheme="http", host=host, port=runner.addresses[0][1], path="/v1"))])
         await _sweep_until(stop_event, state, owners)

@@ -75,7 +75,7 @@ class ChatTemplate:
         A chat passes without a test if its prompt depends on more than this template and the body.
         """
         arguments = dict(body.get("chat_template_kwargs") or {})
-        # SGLang does not pass this argument to the template
+        # SGLang does not pass this argument to the template.
         arguments.pop("spaces_between_special_tokens", None)
         if body.get("reasoning_effort") is not None:
             arguments.setdefault("reasoning_effort", body["reasoning_effort"])
@@ -92,7 +92,10 @@ class ChatTemplate:
 
 
 def _messages_for_template(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the messages of a chat as SGLang passes them to a template; None if a content has parts."""
+    """Return the messages of a chat as SGLang passes them to a template.
+
+    Return None if the content of a message has parts.
+    """
     messages: list[dict[str, Any]] = []
     for message in body["messages"]:
         fields = {name: value for name, value in message.items() if value is not None}

@@ -93,7 +93,8 @@ def _register(connection: duckdb.DuckDBPyConnection, parts: Sequence[Path]) -> N
     schema = pq.read_schema(parts[0])
     names = ["attempts", "latency_s", "prompt_tokens"]
     if not has_texts(schema):
-        tokens = "[]::INTEGER[]"  # A task without decoding, such as an embedding, has no output tokens.
+        # A task without decoding, such as an embedding, has no output tokens.
+        tokens = "[]::INTEGER[]"
     else:
         names.append("completion_tokens")
         has_several = pa.types.is_list(schema.field("completion_tokens").type)
