@@ -105,7 +105,8 @@ class Feeder:
         """Yield the URL of a server for each prefix cache that needs the prefix."""
         group = task.row.group
         if task.on_every_replica or group is None:
-            # A server with several caches gets a request for each of them, and spreads these itself.
+            # A server with several caches gets a request for each of them, and distributes the requests
+            # itself.
             for copy in range(max(self.reorderer.caches, len(self.urls))):
                 yield self.urls[copy % len(self.urls)]
             return

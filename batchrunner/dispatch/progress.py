@@ -55,7 +55,7 @@ class Rates:
     """Rates of several counts over the last 30 s."""
 
     def __init__(self, now: float, counts: int) -> None:
-        """Start at time `now` with this number of `counts`, which are all 0."""
+        """Start at time `now`; `counts` is the number of counts, which all begin at 0."""
         self._points: deque[tuple[float, tuple[int, ...]]] = deque([(now, (0,) * counts)])
 
     def update(self, now: float, counts: tuple[int, ...]) -> list[float]:

@@ -210,7 +210,7 @@ def whole_work(setting: Setting, drawn: Drawn, count: float) -> tuple[PassWork, 
 
     simulated = simulate(setting.config, drawn, is_due)
     work = simulated.work_at_ends[-1]
-    # The other rows add only to the steady state, in which a pass has more rows than at the begin and the
+    # The other rows add only to the steady state, in which a pass has more rows than at the beginning and the
     # end.
     steady = _steady_work(simulated)
     # The same work as that of the simulated rows, but in fewer passes, because each pass is as full as one of
@@ -362,7 +362,7 @@ def forecast(
         cost_deviation = UNKNOWN_COSTS
     by_cost = math.hypot(cost_deviation, BETWEEN_RUNS)
 
-    # Find the bottleneck: compare the time of the prefill passes alone, and that of the client, with the sum.
+    # Find the bottleneck: compare the times of the prefill passes and of the client with that of all passes.
     prefill_s = cost._replace(sample_s=0, kv_token_s=0).work_s(work._replace(passes=work.prefills))
     client_total_s = client_s * total
     if client_total_s > seconds:

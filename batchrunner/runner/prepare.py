@@ -265,7 +265,7 @@ def _is_held(tasks: list[RunDir]) -> bool:
 
 
 def _open_dataset(job: Job, run_dir: RunDir, run: Path, copies: Path | None) -> Dataset:
-    """Open the input. Raises OutputError if it contains results of the run `run`, which would grow it."""
+    """Open the input. Raises OutputError if the input contains results of this run, whose path is `run`."""
     paths = with_merged_results(job.input.path, run=run, storage=job.storage)
     prompt = job.prompt
     batch_rules = BatchRules(prompt.allows_repeated) if isinstance(prompt, BatchPrompts) else None

@@ -133,7 +133,8 @@ class Reuse:
         old_weights = self._facts["engine"].get("weights")
         if old_weights and weights:
             pairs["weight_version"] = old_weights, weights
-        # Without a task (such as embedding), these are columns of `parse`, which is called again.
+        # The columns of a task such as embedding are stored, so their types must be the same. For a generate
+        # job, these are the columns of `parse`, which is called again.
         if prepared.answers.task is not None:
             for name, _ in prepared.answers.parsed:
                 pairs[name] = old["columns"].get(name), new["columns"].get(name)
@@ -217,7 +218,8 @@ class Reuse:
             computed_names |= {name for name, _ in prepared.answers.parsed}
         names = {*schema.names} - computed_names
         stored_names = {name for stored_schema in stored_schemas for name in stored_schema.names}
-        if not stored_names.issuperset(names):  # the other run is of an earlier version, without some columns
+        # The other run was made by an earlier version, whose part files lack some columns.
+        if not stored_names.issuperset(names):
             return
         # The metadata names the model that made the answers.
         schema = schema.with_metadata(stored_schemas[0].metadata)

@@ -182,7 +182,7 @@ class BackgroundController(Controller):
         `allowed` is the number of requests, of the users and ours, that leaves all spare slots free. A server
         that lets users go first needs no spare slots.
         """
-        # So many rows that half of the spare slots remain free.
+        # With this many rows, half of the spare slots remain free.
         may_stay = max(0, allowed - self.users + self._spare // 2)
         if self.users and not self._yields and reading.in_flight > may_stay:
             self.kept = may_stay
@@ -216,7 +216,7 @@ class BackgroundController(Controller):
     def _allowed_by_pool(self, now: float, reading: Reading) -> float:
         """Return the number of requests, of the users and ours, that the KV pool allows."""
         fits = float(self._fits)
-        # By now the means cover the whole running time of rows.
+        # Use the means only once they cover the whole running time of a row.
         if self._usage and now - self._began > self._life_s:
             fits = self._running / self._usage
         room = self._full * min(fits, self._admits)
