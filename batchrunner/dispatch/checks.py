@@ -353,13 +353,13 @@ def _may_follow(pattern: str, request: Request, completion: Completion, number: 
         return True
     text = completion.texts[number]
     is_whole = completion.finish_reasons[number] == "stop" and _STOPS.isdisjoint(request.sampling)
-    attempts = product((text, f" {text}"), (regex.DOTALL, regex.DOTALL | regex.ASCII))
+    variants = product((text, f" {text}"), (regex.DOTALL, regex.DOTALL | regex.ASCII))
     try:
         return any(
             regex.fullmatch(
                 pattern, answer, flags, partial=not is_whole, timeout=LONGEST_SEARCH_S, concurrent=True
             )
-            for answer, flags in attempts
+            for answer, flags in variants
         )
     except (regex.error, TimeoutError):
         return True

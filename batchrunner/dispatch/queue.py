@@ -355,6 +355,8 @@ def _relieve(busiest: Route, route: Route) -> PendingRow:
             remaining.appendleft(row)
     busiest.kept = remaining
     busiest.promised -= len(moved)
+
+    # Sort the moved rows by their number within the group, so that the groups alternate.
     turns = Counter[PrefixGroup | None]()
 
     def turn_of(row: PendingRow) -> int:

@@ -109,6 +109,11 @@ class Rollout:
     result: asyncio.Future[Result] = field(init=False)
     """Future of the function's result, created when the function starts."""
 
+    @property
+    def has_all_answers(self) -> bool:
+        """Whether no request of the rollout is pending."""
+        return all(answer.done() for answer in self.answers.values())
+
 
 class RolloutProcess(HookProcess):
     """A process that runs rollouts."""
@@ -228,15 +233,11 @@ class Rollouts:
     def state(self) -> dict[str, int]:
         """Return the numbers of open rows, of rows that wait for tools or a blocked process, and of turns."""
         # A rollout without a pending request waits for a tool, or for a rollout that blocks its process.
-        idle = {
-            rollout for rollout in self._open if all(answer.done() for answer in rollout.answers.values())
-        }
-        in_blocked = {
-            rollout
-            for process in self._processes
-            if process.is_blocked
-            for rollout in process.rollouts.values()
-        }
+        idle = {rollout for rollout in self._open if rollout.has_all_answers}
+        in_blocked = set[Rollout]()
+        for process in self._processes:
+            if process.is_blocked:
+                in_blocked.update(process.rollouts.values())
         return {
             "open": len(self._open),
             "waiting_for_tools": len(idle - in_blocked),

@@ -352,7 +352,9 @@ def forecast(
     output_deviation *= small_sample_factor * math.sqrt(1 + len(attempts) / total) / output_tokens
     # First cause: the output lengths. Simulate outputs that are longer by one standard deviation.
     factor = math.exp(output_deviation)
-    longer_outputs = [(row, [math.ceil(factor * tokens) for tokens in lengths]) for row, lengths in drawn]
+    longer_outputs = []
+    for row, lengths in drawn:
+        longer_outputs.append((row, [math.ceil(factor * tokens) for tokens in lengths]))
     longer_work, _ = whole_work(setting, longer_outputs, rows_of_scheduler)
     by_outputs = math.log(max(cost.work_s(longer_work) / seconds, 1.0))
     # The second cause of uncertainty is the costs of a forward pass, which also vary from run to run.

@@ -122,13 +122,14 @@ class BackgroundController(Controller):
         slots = reading.max_running or UNKNOWN_ENGINE_WINDOW
         ahead = math.ceil(self._rate * PASS_S) + 1
         self.kept = self._kept_without_stuck(gap_s, reading, slots, ahead)
+        # Our rows get what the slots and the KV pool allow, less all requests that may be the users'.
         allowed = min(self._allowed_by_slots(slots, ahead), self._allowed_by_pool(now, reading))
         room = int(allowed - most_users)
-        # Requests of users may wait in the queue, so our rows must not take the slots that those need.
+        # Requests of users may wait in the queue, so our rows must not take the slots that these users need.
         if most_users and reading.queue:
             room = min(room, reading.in_flight - min(reading.queue, most_users))
         self.state = "background"
-        if now - self._refused_at < CALM_S:
+        if now - self._refused_at < CALM_S:  # After a refusal the window does not grow for a while.
             self.state = "pressure"
             room = min(room, self.window)
         reason = (

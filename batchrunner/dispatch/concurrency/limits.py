@@ -266,11 +266,10 @@ class ConcurrencyLimits:
         """Narrow the windows of a route that refused a request or let it wait too long."""
         if self.fixed is not None:
             return []
-        return [
-            decision
-            for scheduler in self._route_to(url).schedulers
-            for decision in scheduler.controller.backpressure(now, why)
-        ]
+        decisions: list[Decision] = []
+        for scheduler in self._route_to(url).schedulers:
+            decisions += scheduler.controller.backpressure(now, why)
+        return decisions
 
     def _route_to(self, url: str) -> RouteLimit:
         """Return the route to a server; create it if there is none."""
