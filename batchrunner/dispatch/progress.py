@@ -294,7 +294,7 @@ class AttemptProgress:
         total, done = self.rows.total, len(self.done) + counts.done
         stopping, in_flight = self.backlog.is_stopping, self.routes.in_flight
         left_s = self._time_left.update(now, counts.own, in_flight, total - done)
-        earlier = self.done.counts_of_failed, self.done.counts_of_answered
+        earlier_counts = self.done.counts_of_failed, self.done.counts_of_answered
         background = self.load.background
         bands = {}
         if not background:
@@ -303,8 +303,8 @@ class AttemptProgress:
         return RunSample(
             rows_total=total,
             rows_done=done,
-            rows_failed=sum(part.failed for part in earlier) + counts.failed,
-            rows_reused=sum(part.reused for part in earlier) + counts.reused,
+            rows_failed=sum(earlier.failed for earlier in earlier_counts) + counts.failed,
+            rows_reused=sum(earlier.reused for earlier in earlier_counts) + counts.reused,
             rows_per_s=round(rows_s, 2),
             time_left_s=left_s if total and not stopping else None,
             stopping=stopping,

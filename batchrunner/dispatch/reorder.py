@@ -312,8 +312,8 @@ class ReuseDistance:
             return None
         if 2 * evicted > missed or self._tokens >= self._first:
             self._factor = NEARER
-        # The last correction made the misses more frequent, so its direction is reversed.
         elif miss_share > last_miss_share > MISS_SHARE:
+            # The last correction made the misses more frequent, so its direction is reversed.
             self._factor = NEARER if self._factor == WIDER else WIDER
         old = self.tokens
         self._tokens = max(self._least, min(self._most, self._tokens * self._factor))
@@ -406,8 +406,8 @@ class FollowerRelease:
             self._leaders_bytes -= row.prompt_bytes
         elif self._due:
             row = heapq.heappop(self._due)[-1]
-        # The follower is released before its leader is far enough ahead.
         elif self._held and (last or must_release or self._holds_most()):
+            # The follower is released before its leader is far enough ahead.
             row = self._release_held()[-1]
         else:
             return None
@@ -729,9 +729,8 @@ class Reorderer:
         leader, distance = row.leader, self._distance
         if not leader or not distance or not distance.is_first_pass(row):
             return
-        if (
-            leader.request.kind == "body"
-        ):  # A request body is sent unchanged, so its output cannot be limited.
+        # A request body is sent unchanged, so its output cannot be limited to one token.
+        if leader.request.kind == "body":
             return
         task = primes.get(leader)
         if task is None:

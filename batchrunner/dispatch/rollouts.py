@@ -336,8 +336,9 @@ class Rollouts:
                         return [], f"{self._label}: {failure}"
                     if is_guilty:
                         suspicion += OWN_PROCESS_SUSPICION
-                    # No row's code was running when the process ended, so any of its rows may have ended it.
                     elif not running_number:
+                        # No row's code was running when the process ended, so any of its rows may have ended
+                        # it.
                         suspicion += 1
                     continue
                 finally:

@@ -305,8 +305,8 @@ class LeasedRows(TaskRows):
                 for lease, rows in unfinished:
                     self._leases.end(lease, rows)
                 self._others.remove(task)
-        # Another worker has taken over from the dead worker, or is about to.
         except (TaskHeldError, TaskLockLostError):
+            # Another worker has taken over from the dead worker, or is about to.
             return
         dead.store.discard_copy(task)
         if unfinished:

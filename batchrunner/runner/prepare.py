@@ -159,8 +159,9 @@ def prepare(
         before = None if fresh else _fingerprint_of(run_dir)
         if before is not None:  # Files to which rows were appended are recognized as those of the run.
             dataset.recognize(before["files"])
-        # The answers of the other run can be reused only if the fields of the prompts have the same order.
         elif job.output.reuse is not None:
+            # The answers of the other run can be reused only if the fields of the prompts have the same
+            # order.
             before = _fingerprint_of(look_at_run(job.output.reuse, job.storage))
         job, renderer = _with_field_order(job, renderer, dataset, answers, before=before)
     except BaseException:  # A job that is refused leaves no copies and no processes behind.

@@ -210,6 +210,7 @@ class BackgroundController(Controller):
         """Return the number of requests, of the users and ours, that the slots allow."""
         if self._yields and not self.users:
             return slots + ahead
+        # `spare` of the law in the module's docstring.
         spare = self._rise if self._yields else max(1, LEAST_SPARE * slots, 2 * self._rise)
         self._spare = math.ceil(min(spare, MOST_SPARE * slots))
         return max(1, slots - self._spare)
