@@ -70,7 +70,7 @@ def read_run(run: Path | RunDir) -> Situation:
     server = log.facts
     server.version = facts["engine"].get("version")
     server.card = server.card or facts["engine"].get("card")
-    # the run did not start the server, so its log is not here
+    # The run did not start the server, so the server's log is not here.
     if server.ready is None and facts["engine"].get("memory_caps_running"):
         server.ready = ServerReady(memory_caps_running=True)
     gpus = facts["engine"].get("gpus")

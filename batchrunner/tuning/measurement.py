@@ -175,6 +175,7 @@ class TrialWatch:
             return None
         self._readings += signals
         if any(signal.queue for signal in signals):
+            # The measured span may extend to here. After the last waiting request, the drain begins.
             self._busy = progress
             self._busy_readings = len(self._readings)
         return self._behind(at_s, self._warm) or self._measured(at_s, self._warm)

@@ -99,6 +99,7 @@ class Rule:
         if finding is None:
             return None
         if finding.fine:
+            # Nothing has to change.
             return Advice(self.name, finding.sign, certainty="high", evidence=finding.evidence)
         args = finding.args or {}
         # The finding has no change of its own, so the next value of the rule's flag is advised.

@@ -316,6 +316,7 @@ class Search:
     ) -> tuple[bool, str] | None:
         """Return whether a challenger is better, and why; None as long as that is undecided."""
         newest, best = setting.newest, self.best.newest
+        # The first cases are clear without a comparison of speeds.
         if newest.ended == "died":
             return False, f"unsafe: {newest.why}"
         if newest.ended == "behind" or not newest.tokens_per_s:
