@@ -152,10 +152,9 @@ def _json_rule(job: Job) -> _JsonRule:
         schema_origin = "row"
     elif isinstance(sampling_schema, dict):
         schema_origin, schema = "job", sampling_schema
-    if accept_json is None:
+    is_checked = accept_json is not False
+    if accept_json is None:  # Without `accept.json`, only a schema of the row or of the job is checked.
         is_checked = schema_origin != "none"
-    else:  # `accept.json` is a schema, true or false.
-        is_checked = accept_json is not False
     return _JsonRule(is_checked=is_checked, schema_origin=schema_origin, schema=schema)
 
 

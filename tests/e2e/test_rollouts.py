@@ -212,7 +212,7 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
         6: f"{name}: took more than 15 s (limits.rollout)",
         7: f"{name}: sent more than 5 requests (limits.turns)",
         8: f"{name}: returned a str: return a dict",
-        9: f"{name}: a result has a column 'rollout' already: rename yours",
+        9: f"{name}: results have a column 'rollout' of their own: rename yours",
         10: f"{place}:17: batchrunner.GenerateError: generate: a list is not a prompt: give messages, "
         "a text or token ids",
         11: f"{place}:18: batchrunner.GenerateError: generate: temperature: should be greater than or "
