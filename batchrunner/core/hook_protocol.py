@@ -149,7 +149,7 @@ def failure_text(place: str, failure: BaseException, limit_s: float = 0.0) -> st
     for frame_summary in frames:  # The last frame in the user's code shows the line to correct.
         if not frame_summary.filename.startswith(_OTHERS_CODE):
             file, line = frame_summary.filename, frame_summary.lineno
-    if isinstance(failure, SyntaxError):
+    if isinstance(failure, SyntaxError):  # It names the position of the wrong code, which no frame shows.
         file, line = failure.filename or "", failure.lineno
     prefix = f"{place}: {Path(file).name}:{line}: " if file else f"{place}: "
     if isinstance(failure, CallTooLongError):

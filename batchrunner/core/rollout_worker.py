@@ -212,7 +212,7 @@ class _Rollout:
             result: RolloutAnswer | str = await answer
         finally:
             del self.unanswered[number]
-        if isinstance(result, str):
+        if isinstance(result, str):  # A text is the reason why there is no accepted answer.
             raise GenerateError(result)
         return result
 
@@ -248,6 +248,7 @@ async def _serve(rollout_function: Callable[..., Coroutine[Any, Any, Any]], desc
             context.run(_CURRENT.set, number)  # `_Loop` finds the rollout of a step in the task's context.
             task = asyncio.create_task(rollout.run(rollout_function, value), context=context)
             running[number] = rollout, task
+            # The callback passes the task as the default value of `pop`.
             task.add_done_callback(partial(running.pop, number))
         elif number in running:  # A frame for a rollout that has just ended is ignored.
             rollout, task = running[number]

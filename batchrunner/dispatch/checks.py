@@ -45,7 +45,7 @@ PADDED = (
     "the answer was padded with blanks: JSON allows any number of blanks between values; "
     f"start the server with --{MAX_BLANKS_FLAG} {MOST_BLANKS}"
 )
-"""Complaint about an answer of JSON that consists of blanks from some place on."""
+"""Complaint about an answer of JSON that is nothing but blanks from some point on."""
 _STOPS = {"stop", "stop_token_ids", "stop_regex"}
 """Sampling parameters that may end an answer before it is a whole match of its regular expression."""
 LONGEST_COMPLAINT = 300
@@ -200,7 +200,8 @@ class AnswerConditions:
         self._fails_cut_thinking = job.on_length in {"fail", "longer"}
         self._fails_repetition = plan.on_repetition == "fail"
         self._only_with_schema = job.on_length is None
-        """Whether only an answer with a schema fails when it is truncated: the job sets no `on_length`."""
+        """Whether a truncated answer fails only if its request has a schema, because the job sets no
+        `on_length`."""
         self._wants_json = plan.checks_json
         self._adds_parsed = PARSED in plan.columns
         self._expression = None if accept.expression is None else AnswerExpression(accept.expression, columns)
@@ -352,13 +353,13 @@ def _may_follow(pattern: str, request: Request, completion: Completion, number: 
         return True
     text = completion.texts[number]
     is_whole = completion.finish_reasons[number] == "stop" and _STOPS.isdisjoint(request.sampling)
-    attempts = product((text, f" {text}"), (regex.DOTALL, regex.DOTALL | regex.ASCII))
+    variants = product((text, f" {text}"), (regex.DOTALL, regex.DOTALL | regex.ASCII))
     try:
         return any(
             regex.fullmatch(
                 pattern, answer, flags, partial=not is_whole, timeout=LONGEST_SEARCH_S, concurrent=True
             )
-            for answer, flags in attempts
+            for answer, flags in variants
         )
     except (regex.error, TimeoutError):
         return True
@@ -376,7 +377,8 @@ def _validator(schema: dict[str, Any], field: str) -> Any:
     except ValueError as failure:
         error: Any = failure
         while branches := getattr(getattr(error, "kind", None), "context", None):
-            # No alternative fits: report the one whose error lies deepest, which was probably meant.
+            # None of the schema's alternatives fits. Report the one whose error lies deepest, because it was
+            # probably meant.
             error = max(chain(*branches), key=lambda branch_error: len(branch_error.instance_path))
         problem = f"not a JSON Schema that answers can be checked against: {_with_path(error)}"
         raise JobError(f"{field}: {problem}") from None

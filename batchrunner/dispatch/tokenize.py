@@ -233,11 +233,10 @@ class RowTokenizer:
         """
         if self._functions is None:
             return await self._tokenize(requests)
-        unread = [
-            index
-            for index, request in enumerate(requests)
-            if any(file.ready is None for file in request.media)
-        ]
+        unread: list[int] = []
+        for index, request in enumerate(requests):
+            if any(file.ready is None for file in request.media):
+                unread.append(index)
         items = await _replaced(requests, unread, self._with_files)
         readable = [index for index, item in enumerate(items) if isinstance(item, Request)]
         return await _replaced(items, readable, self._tokenize)

@@ -210,7 +210,7 @@ def whole_work(setting: Setting, drawn: Drawn, count: float) -> tuple[PassWork, 
 
     simulated = simulate(setting.config, drawn, is_due)
     work = simulated.work_at_ends[-1]
-    # The other rows add only to the steady state, in which a pass has more rows than at the begin and the
+    # The other rows add only to the steady state, in which a pass has more rows than at the beginning and the
     # end.
     steady = _steady_work(simulated)
     # The same work as that of the simulated rows, but in fewer passes, because each pass is as full as one of
@@ -352,7 +352,9 @@ def forecast(
     output_deviation *= small_sample_factor * math.sqrt(1 + len(attempts) / total) / output_tokens
     # First cause: the output lengths. Simulate outputs that are longer by one standard deviation.
     factor = math.exp(output_deviation)
-    longer_outputs = [(row, [math.ceil(factor * tokens) for tokens in lengths]) for row, lengths in drawn]
+    longer_outputs = []
+    for row, lengths in drawn:
+        longer_outputs.append((row, [math.ceil(factor * tokens) for tokens in lengths]))
     longer_work, _ = whole_work(setting, longer_outputs, rows_of_scheduler)
     by_outputs = math.log(max(cost.work_s(longer_work) / seconds, 1.0))
     # The second cause of uncertainty is the costs of a forward pass, which also vary from run to run.
@@ -362,7 +364,7 @@ def forecast(
         cost_deviation = UNKNOWN_COSTS
     by_cost = math.hypot(cost_deviation, BETWEEN_RUNS)
 
-    # Find the bottleneck: compare the time of the prefill passes alone, and that of the client, with the sum.
+    # Find the bottleneck: compare the times of the prefill passes and of the client with that of all passes.
     prefill_s = cost._replace(sample_s=0, kv_token_s=0).work_s(work._replace(passes=work.prefills))
     client_total_s = client_s * total
     if client_total_s > seconds:

@@ -122,6 +122,7 @@ def default_prompt(schema: pa.Schema) -> str:
             hint=f"only rows with exactly 1 text column need none, but these have {len(names)} text columns "
             f"(columns: {columns or 'none'})",
         )
+    # The template has the form `{{ row["NAME"] }}`, because a name may not be a valid variable in Jinja2.
     return f"{{{{ row[{json.dumps(names[0], ensure_ascii=False)}] }}}}"
 
 

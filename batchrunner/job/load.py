@@ -156,6 +156,7 @@ def parse(text: str, where: str) -> Any:
         mark = getattr(failure, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
         problem = getattr(failure, "problem", None) or first_line(failure)
+        # Quotes do not help if a key is repeated.
         hint = _YAML_HINT if mark and "given twice" not in problem else None
         if r"\t" in problem:
             hint = _TAB_HINT
@@ -225,9 +226,10 @@ def _value_of(text: str, where: str) -> Any:
         return text
     if isinstance(value, str):
         is_changed = value != text.strip()
-        return text if is_changed and not text.lstrip().startswith(_YAML_MARKS) else value
-    if value is None:  # YAML also reads a mere comment as null, but the user means a text such as `# 1`.
-        return value if text.strip().lower() in {"", "~", "null"} else text
+        is_meant_as_yaml = text.lstrip().startswith(_YAML_MARKS)
+        return text if is_changed and not is_meant_as_yaml else value
+    if value is None and text.strip().lower() not in {"", "~", "null"}:
+        return text  # YAML reads `# 1` as a comment and so as null, but the user means the text.
     return value
 
 
@@ -386,7 +388,7 @@ def _nearest(path: Sequence[str], kind: Any) -> str:
     """Return the hint for an unknown key at `path`, in a job or in a section of the class `kind`."""
     *section, key = path
     keys = _keys(kind, section)
-    if key in keys:
+    if key in keys:  # One class of the union has the key, but not the class that the user chose.
         return "this key belongs to another kind of engine: leave it out, or change `kind`"
     hint = _near(key, sorted(keys))
     return f"{hint} (arguments of SGLang go into engine.args)" if section == ["engine"] else hint
@@ -422,6 +424,6 @@ def _keys(kind: Any, path: Sequence[str]) -> set[str]:
     if not path:
         return set(fields)
     key, *steps = path
-    # An index of a list is no step, because `_keys` looks into the type of a list anyway.
+    # Indices of lists are left out, because all items of a list have the same type.
     keys_below = [step for step in steps if not step.isdigit()]
     return _keys(fields.get(key), keys_below)

@@ -219,25 +219,28 @@ class PromptSpec(Spec):
                 f"give exactly one of {', '.join(kinds)} (got {', '.join(kinds_in_job) or 'none'})"
             )
         (kind,) = kinds_in_job
+        has_templates = kind in {"user", "text"} or isinstance(self.messages, list)
         # Whether each optional field has an effect on prompts of the job's kind.
         has_effect = {
-            "fields": kind in {"user", "text"} or isinstance(self.messages, list),
+            "fields": has_templates,
             "system": kind == "user",
             "continue_": isinstance(self.messages, str),
             "tools": self.is_chat,
             "chat_template_kwargs": self.is_chat,
             "pdf": kind in {"user", "messages"},
+            # The server tokenizes prompts with tools or files, so that batchrunner cannot truncate them.
             "truncate": self.tools is None and not self.media,
         }
         for name in KIND_OF_FIELD:
             has_effect.setdefault(name, kind in {"user", "messages", "text"})
-        useless = []
-        for name, fits in has_effect.items():
-            if getattr(self, name) is not None and not fits:
-                useless.append(name.rstrip("_"))
-        beside = ", ".join(f"`{key}`" for key in self.model_dump(exclude_none=True) if key not in useless)
-        faults = [f"`{name}` has no effect together with {beside}: leave it out" for name in useless]
-        if isinstance(self.messages, list) and all(m.role == "assistant" for m in self.messages):
+        useless_keys = []
+        for name, affects_prompts in has_effect.items():
+            if getattr(self, name) is not None and not affects_prompts:
+                useless_keys.append(name.rstrip("_"))
+        useful_keys = [key for key in self.model_dump(exclude_none=True) if key not in useless_keys]
+        others = ", ".join(f"`{key}`" for key in useful_keys)
+        faults = [f"`{key}` has no effect together with {others}: leave it out" for key in useless_keys]
+        if isinstance(self.messages, list) and all(item.role == "assistant" for item in self.messages):
             faults.append("`messages` has only assistant messages: add a message for the assistant to answer")
         refuse(faults)
         return self

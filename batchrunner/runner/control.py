@@ -108,7 +108,8 @@ class Control:
 
     def check(self) -> None:
         """Raise BatchrunError if the run must stop before the first row is sent."""
-        if self._stopped.is_set():  # A call of `sleep` for each row would be slow.
+        # `sleep` would be slow for each row, so it is called only after a request to stop.
+        if self._stopped.is_set():
             self.sleep(0)
 
     async def run(self, work: Callable[[], T]) -> T:

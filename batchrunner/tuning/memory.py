@@ -166,6 +166,7 @@ class FlagMemory:
                 steps.append(_read_step.decode(content))
         latest: dict[str, TriedStep] = {}
         for step in [*steps, *self._steps]:
-            latest.pop(step.name, None)  # a new insertion moves the step to the end of the order
+            # A step that is inserted again moves to the end of the order.
+            latest.pop(step.name, None)
             latest[step.name] = step
         return [*latest.values()]

@@ -1,6 +1,6 @@
-"""The table of all rules: signs and advice of SGLang's tuning guides, each with its source. Pure.
+"""The table of all rules: signs and advice of SGLang's tuning guides, each with its source.
 
-Advice is given in this order: deaths first, then what usually gains most.
+Deaths come first, then the advice that usually gains most. The module does no I/O.
 """
 
 from collections.abc import Callable
@@ -133,7 +133,7 @@ _LOAD_RULES = (
     "pool-small",
     "pages-large",
 )
-"""Rules whose advice depends on the load or divides memory anew. Their advice is void if memory ran out."""
+"""Rules whose advice depends on the load or divides memory differently. It is void if memory ran out."""
 _CARD_RULES = (*_LOAD_RULES, "tensor-parallel", "torch-compile", "answers-repeat")
 """Rules whose advice is void if the memory of a GPU ran out."""
 SILENCES: dict[str, tuple[str, ...]] = {

@@ -68,7 +68,8 @@ def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> M
     # The GPUs that the job's environment allows, or all GPUs of the machine.
     gpu_count = 0 if cpu else len(gpus(engine.env)) or len(gpu_cards)
     if isinstance(replicas, int) and replicas > 1:
-        gpu_count = replicas * gpus_a_replica  # the job cannot use more GPUs
+        # The job cannot use more GPUs than these, even if the machine has more.
+        gpu_count = replicas * gpus_a_replica
     prompt = job.prompt.model_dump()
     return Machine(
         flags=installed(engine.python, engine.env),
@@ -109,6 +110,7 @@ def server_of(result: TrialResult, machine: Machine) -> Server:
     )
     return Server(
         facts,
+        # The table of flags takes the mean of one scheduler.
         running=signs.running / signs.schedulers,
         usage=signs.usage,
         output_tokens=signs.output_tokens,
