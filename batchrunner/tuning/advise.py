@@ -14,7 +14,7 @@ from batchrunner.tuning.signals import GUIDES, has_enough, share, span_in_words
 from batchrunner.tuning.situation import Situation
 
 READING_SIGNS = ("empty", "in_band", "deep", "conservative", "full", "no_graph")
-"""Signs of the load whose shares of the samples `--json` shows."""
+"""Load signs for which `--json` shows the share of the samples."""
 
 
 @dataclass(frozen=True, slots=True)

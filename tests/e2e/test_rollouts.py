@@ -219,8 +219,8 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
         "equal to 0 (got -1)",
         13: f"{name}: took more than 15 s (limits.rollout)",
         14: f"{name}: ended its process (exit code 4)",
-        15: f"{place}:25: batchrunner.GenerateError: generate was awaited in another event loop than the one "
-        "of the rollout",
+        15: f"{place}:25: batchrunner.GenerateError: generate must be awaited in the event loop of the "
+        "rollout",
         16: f"{name}: ended its process (exit code 1)",
         17: f"{name}: ended its process (exit code 5)",
         18: "prompt.rollout: RecursionError: maximum recursion depth exceeded while pickling an object",
@@ -669,7 +669,7 @@ REFUSED = [
     (
         TURNS,
         {"sampling": {"n": 2}},
-        "prompt.rollout does not go with sampling.n, parse and output.reuse",
+        "prompt.rollout cannot be combined with sampling.n, parse or output.reuse",
     ),
     (
         TYPED + "async def solve(r, g) -> list[A]: pass",
