@@ -126,6 +126,7 @@ class Batches:
         """
         for control, _ in self._running.values():
             control.drain(_SHUTDOWN)
+        # An error of a batch must not end the wait for the other batches.
         ends = asyncio.gather(*(task for _, task in self._running.values()), return_exceptions=True)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ends, TERM_DRAIN_S)
@@ -210,6 +211,7 @@ class Batches:
             control=control,
             account=self._owners.account_of(_owner_of(batch)),
         )
+        # The counts in the report are exact; those of the last progress may be a second old.
         batch["request_counts"] = request_counts(
             total=report.rows_total, completed=report.rows_ok, failed=report.rows_failed
         )
@@ -258,6 +260,7 @@ class Batches:
         """Yield each line of a batch's file: its number, its request, and its fault (None if it has none)."""
         path = self._state.path_of(FILES, batch["input_file_id"])
         with pa.OSFile(str(path)) as file:
+            # The content was stored without its ending, so only its first bytes show the compression.
             codec = codec_of(file.read(HEAD_BYTES), None)
             file.seek(0)
             source = decompressed(file, codec)
@@ -316,6 +319,7 @@ def _errors_of(failure: InputError, path: Path) -> list[Record]:
     if isinstance(failure, BatchFileError):
         return [_error(code, problem, line=line) for line, code, problem in failure.line_faults]
     code = RATE_LIMIT if isinstance(failure, TooManyRequestsError) else "invalid_file"
+    # Other errors name the line only in their text.
     line = _LINE_NUMBER.search(failure.message)
     return [_error(code, failure.message.replace(str(path), path.name), line=line and int(line[1]))]
 

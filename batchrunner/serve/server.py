@@ -99,6 +99,7 @@ class Api:
     async def _reply(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Authorize a call, handle it, and turn each error into an error object of OpenAI's API."""
         try:
+            # Health checks of load balancers and orchestrators have no API key.
             if request.path != "/health":
                 owner = request[OWNER_OF_CALL] = self._owner_of(request)
                 self._owners.count_call(owner)
