@@ -53,7 +53,8 @@ class Server:
     longest_output: int | None = None
     """99th percentile of the output lengths, in tokens; None if unknown."""
     shared: float | None = None
-    """Fraction of the prompt tokens that come from the prefix cache, or could; None if unknown."""
+    """Fraction of the prompt tokens that come from the prefix cache, or could come from it; None if
+    unknown."""
     repeated: float = 1.0
     """Mean number of tokens that a decode step would yield with n-gram speculation from earlier outputs."""
     speculates_exactly: bool = True
@@ -602,7 +603,7 @@ def _interval(s: Server) -> list[int]:
 
 
 def _set(flag: str, value: Any) -> NextValues:
-    """Return the only possible change of a flag that is either set to `value` or not."""
+    """Return the only move for a flag: to `value`, unless the flag has this value already."""
     return lambda s: [] if s.facts.arguments.get(flag.replace("-", "_")) == value else [value]
 
 
@@ -612,7 +613,7 @@ def _at_least(flag: str, least: int) -> NextValues:
 
 
 def _for_media(flag: str, least: int) -> NextValues:
-    """Return the change of `_at_least` for a job whose prompts have media."""
+    """Return the move of `_at_least`, but only for a job whose prompts have images, sounds or videos."""
     return lambda s: _at_least(flag, least)(s) if s.media else []
 
 

@@ -323,7 +323,7 @@ def _replay(run_dir: RunDir, situation: Situation) -> None:
 
 
 def some_answers(run_dir: RunDir) -> list[str]:
-    """Return the beginnings of up to MOST_ANSWERS answers: the first ones of the newest part with texts."""
+    """Return the beginnings of up to MOST_ANSWERS answers from the newest result file that has texts."""
     for path in reversed(run_dir.all_parts()[-MOST_PARTS:]):
         # A part file may be damaged, or removed after the listing. Then the next one is read.
         damaged = contextlib.suppress(pa.ArrowException, OSError, KeyError)

@@ -115,7 +115,7 @@ class Incumbent:
 
 
 class TrialProgress(NamedTuple):
-    """Progress of a trial at one time."""
+    """Counts of a trial at one point in time."""
 
     at_s: float
     tokens: int

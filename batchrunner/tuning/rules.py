@@ -1,6 +1,6 @@
 """The table of all rules: signs and advice of SGLang's tuning guides, each with its source.
 
-Deaths come first, then the advice that usually gains most. The module does no I/O.
+Rules on deaths come first, then the rules whose advice usually gains most. The module does no I/O.
 """
 
 from collections.abc import Callable

@@ -282,7 +282,7 @@ class Search:
     def _race(
         self, setting: FlagSetting, change: FlagChange, tuned_flag: Flag
     ) -> Generator[TrialRequest, TrialResult, bool]:
-        """Try a setting, then the best and this setting in turn; return whether the setting is faster."""
+        """Try a setting, then the best setting and this one in turn; return whether this one is faster."""
         # The comparison begins with the best setting's last trial, so that it need not run again.
         before = len(self.best.speeds) - 1
         yield from self._try(setting, change.why, self._incumbent(setting))

@@ -104,7 +104,7 @@ ASTRAY = (
     "overload protection avoids a worker with waiting requests (start the gateway with "
     "--disable-worker-overload-protection)"
 )
-"""Warning about a row that another worker answered than the worker of its routing key."""
+"""Warning that a row was answered by another worker than the worker of its routing key."""
 _NO_TEXTS = "the gateway's workers speak gRPC, for which the gateway returns tokens without their texts"
 GRPC_UNSUPPORTED: Mapping[str, str] = {
     "sampling.lora_path": "the gateway's workers speak gRPC, for which the gateway drops the adapter's name",
