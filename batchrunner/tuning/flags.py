@@ -608,7 +608,7 @@ def _set(flag: str, value: Any) -> NextValues:
 
 
 def _at_least(flag: str, least: int) -> NextValues:
-    """Return a function for a number of threads or processes: it returns `least`, or nothing if not fewer."""
+    """Return the only move for a number of threads or processes: to `least`, unless it is as high already."""
     return lambda s: [least] if (s.now(flag) or 0) < least else []
 
 
@@ -703,7 +703,7 @@ class Move(NamedTuple):
     values: NextValues
     """Returns the values to take, in order; empty if no value remains or too little is known."""
     rule: str
-    """The change in words."""
+    """The move in words, for the docs: direction and new values."""
     source: str
     """Source of the rule: SGLang itself, or one of its tuning guides. G1 is the newest guide, G2 SGLang's own
     of 2025, G3 the oldest, and G4 is in Chinese."""

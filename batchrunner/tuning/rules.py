@@ -28,7 +28,7 @@ class Advice:
     args: dict[str, Any] = field(default_factory=dict)
     """The change as `engine.args`; null removes a flag."""
     effect: str = ""
-    """The expected gain."""
+    """Expected gain of the advice, in words."""
     tradeoff: str = ""
     """The cost of the change."""
     certainty: Certainty = "medium"

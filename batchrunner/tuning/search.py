@@ -176,7 +176,7 @@ class Search:
         self.notes: dict[str, str] = {}
         """Result of each flag, or the reason why it was not tried."""
         self.reason = ""
-        """Why the search ended."""
+        """Reason why the search ended, in words."""
         self._machine = machine
         self._tuned_flags = tuned_flags
         self._changed: set[str] = set()
