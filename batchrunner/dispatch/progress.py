@@ -297,6 +297,7 @@ class AttemptProgress:
             output_tokens=counts.output_tokens,
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=counts.cached_tokens,
+            tokens=sum(part.prompt_tokens + part.output_tokens for part in (*earlier, counts)),
             window=self.routes.window,
             in_flight=in_flight,
             resting=self.backlog.waiting,
