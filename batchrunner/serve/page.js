@@ -50,6 +50,7 @@
     if (hours < 1) return `${minutes} min`;
     return hours < 24 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
   };
+  const ago = (seconds) => `${duration(seconds < 60 ? seconds : seconds - (seconds % 60))} ago`;
   const setText = (element, text) => {
     if (element.textContent !== text) element.textContent = text; // A selection of unchanged text stays.
   };
@@ -225,7 +226,7 @@
       if (ended && batch.in_progress_at) figures.push(`took ${duration(ended - batch.in_progress_at)}`);
       if (batch.usage) figures.push(`${short(batch.usage.total_tokens)} tokens`);
     }
-    figures.push(`created ${duration(view.activity.time - batch.created_at)} ago`);
+    figures.push(`created ${ago(view.activity.time - batch.created_at)}`);
     if (parent.childElementCount !== figures.length) parent.replaceChildren(...figures.map((text) => make("span", text)));
     figures.forEach((text, index) => setText(parent.children[index], text));
   };
@@ -387,7 +388,7 @@
     const places = load.time.map((time) => (time - began) / length);
     const distances = places.map((place) => Math.abs(place - at));
     const index = at === null ? places.length - 1 : distances.indexOf(Math.min(...distances));
-    setText(hint, at === null ? "Gaps: no batch ran." : `${duration(now - load.time[index])} ago`);
+    setText(hint, at === null ? "Gaps: no batch ran." : ago(now - load.time[index]));
     CHARTS.forEach((chart, number) => showChart(parent.children[number], chart, {places, index, length, at}));
   };
   const showChart = (figure, {lines, top = 0}, {places, index, length, at}) => {
@@ -409,7 +410,7 @@
     });
     const [ys, xs] = [one(".ys", figure), one(".xs", figure)];
     [end, end / 2, 0].forEach((value, number) => setText(ys.children[number], short(value)));
-    [`${duration(length)} ago`, "", "now"].forEach((text, number) => setText(xs.children[number], text));
+    [ago(length), "", "now"].forEach((text, number) => setText(xs.children[number], text));
     const cursor = one(".cursor", figure);
     cursor.hidden = at === null;
     cursor.style.left = `${100 * places[index]}%`;
