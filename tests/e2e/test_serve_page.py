@@ -323,7 +323,7 @@ async def test_the_server_restarts(tmp_path: Path) -> None:
 
 @pytest.mark.browser
 async def test_waiting_and_paused_batches(tmp_path: Path) -> None:
-    """The page says which batches wait for their turn, and which pause because the day's tokens are used up."""
+    """The page says which batches wait for their turn, and which pause because all tokens are used up."""
     keys = write_keys(tmp_path / "keys.yaml", anna={"max_tokens_per_day": 300})
     with serving(tmp_path / "state", "--keys", keys, *SLOW) as server:
         anna = client_of(server, "anna")
