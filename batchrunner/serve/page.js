@@ -22,7 +22,8 @@
     {title: "Requests in the engine", lines: {running: "running", queue: "waiting"}},
     {title: "Token usage", lines: {token_usage: "of the KV pool"}, top: 1},
   ];
-  const BODIES = {
+  const BODIES = { // Of an example request for the first endpoint of a server.
+    "/v1/chat/completions": {messages: [{role: "user", content: "Name a town."}]},
     "/v1/embeddings": {input: "a text"},
     "/v1/classify": {input: "a text"},
     "/v1/rerank": {query: "a question", documents: ["one text", "another text"]},
@@ -104,7 +105,8 @@
         forget(key ? "This key is not valid." : "");
         return;
       }
-      setText(notice, failure.status ? failure.message : "The server does not answer. This page tries again by itself.");
+      const away = "The server does not answer. This page tries again by itself.";
+      setText(notice, failure.status ? failure.message : away);
     } finally {
       mine.isPolling = false;
     }
@@ -179,18 +181,18 @@
   };
   const newRow = () => {
     const element = one("#batch").content.firstElementChild.cloneNode(true);
-    const row = {element, batch: null, run: null, asks: false, problem: "", file: null, errorLines: null};
+    const row = {element, batch: null, run: null, asks: false, problem: "", input: null, errorLines: null};
     one(".cancel", element).addEventListener("click", () => cancel(row));
-    one("details", element).addEventListener("toggle", () => openDetails(row));
+    one("details", element).addEventListener("toggle", () => showRow(row));
     return row;
   };
   const showRow = (row) => {
     const {element, batch, run} = row;
     const {total, completed, failed} = batch.request_counts;
     const metadata = Object.entries(batch.metadata ?? {}).map(([name, value]) => `${name}: ${value}`);
-    const state = one(".state", element), kind = run && batch.status === "in_progress" ? "live" : STATES[batch.status];
+    const state = one(".state", element), isRunning = run && batch.status === "in_progress";
     setText(state, batch.status.replace("_", " "));
-    state.className = `state ${kind ?? ""}`;
+    state.className = `state ${isRunning ? "live" : STATES[batch.status]}`;
     setText(one(".name", element), clipped(metadata.join(", ") || batch.id));
     setText(one(".owner", element), batch.owner ?? "");
     one(".ok", element).style.width = `${total ? (100 * completed) / total : 0}%`;
@@ -206,7 +208,10 @@
     button.hidden = !["validating", "in_progress"].includes(batch.status);
     button.classList.toggle("asked", row.asks);
     setText(button, row.asks ? "Cancel this batch?" : "Cancel");
-    if (one("details", element).open) showDetails(row);
+    if (one("details", element).open) {
+      showDetails(row);
+      readFiles(row);
+    }
   };
   const showFigures = (parent, {batch, run}) => {
     const {total, completed, failed} = batch.request_counts;
@@ -227,8 +232,13 @@
       if (batch.usage) figures.push(`${short(batch.usage.total_tokens)} tokens`);
     }
     figures.push(`created ${ago(view.activity.time - batch.created_at)}`);
-    if (parent.childElementCount !== figures.length) parent.replaceChildren(...figures.map((text) => make("span", text)));
-    figures.forEach((text, index) => setText(parent.children[index], text));
+    showTexts(parent, figures, () => "span");
+  };
+  const showTexts = (parent, texts, tagOf) => {
+    if (parent.childElementCount !== texts.length) {
+      parent.replaceChildren(...texts.map((text, index) => make(tagOf(index), text)));
+    }
+    texts.forEach((text, index) => setText(parent.children[index], text));
   };
   const cancel = async (row) => {
     row.problem = "";
@@ -256,13 +266,18 @@
 
   // Details
 
-  const openDetails = async (row) => {
-    if (!one("details", row.element).open) return;
-    showDetails(row);
-    const mine = view, {input_file_id: input, error_file_id: errors} = row.batch;
-    row.file ??= await read(`v1/files/${input}`).then((file) => file.filename, () => "deleted");
-    if (errors) row.errorLines ??= await readErrors(errors).catch((failure) => [["Failed", failure.message]]);
-    if (mine === view) showDetails(row);
+  // Reads what the list of batches lacks, each file once.
+  const readFiles = async (row) => {
+    const {input_file_id: input, error_file_id: errors} = row.batch;
+    if (row.input === null) {
+      row.input = input;
+      row.input = await read(`v1/files/${input}`).then(({filename}) => `${filename} (${input})`, () => input);
+    }
+    if (errors && row.errorLines === null) {
+      row.errorLines = [];
+      row.errorLines = await readErrors(errors).catch(({message}) => [["Failed", message]]);
+    }
+    if (row.element.isConnected) showDetails(row);
   };
   const readErrors = async (name) => {
     const response = await call(`v1/files/${name}/content`, {headers: {Range: `bytes=0-${HEAD_BYTES - 1}`}});
@@ -272,33 +287,33 @@
       error.message,
     ]);
   };
-  const showDetails = ({element, batch, file, errorLines}) => {
+  const showDetails = ({element, batch, input, errorLines}) => {
     const facts = [
       ["Batch", batch.id],
       ["Created", moment(batch.created_at)],
       ["Expires", moment(batch.expires_at)],
       ["Endpoint", batch.endpoint],
       ["Model", batch.model],
-      ["Input", file === null ? batch.input_file_id : `${file} (${batch.input_file_id})`],
+      ["Input", input ?? batch.input_file_id],
     ];
     if (batch.output_file_id) facts.push(["Output", batch.output_file_id]);
     if (batch.error_file_id) facts.push(["Failed lines", batch.error_file_id]);
     if (batch.usage) {
-      const {input_tokens: input, input_tokens_details: {cached_tokens: cached}, output_tokens: output} = batch.usage;
-      facts.push(["Tokens", `${number(input)} input (${number(cached)} from the prefix cache), ${number(output)} output`]);
+      const {input_tokens: prompt, input_tokens_details: {cached_tokens: cached}, output_tokens: output} = batch.usage;
+      const input = `${number(prompt)} input (${number(cached)} from the prefix cache)`;
+      facts.push(["Tokens", `${input}, ${number(output)} output`]);
     }
     for (const [name, value] of Object.entries(batch.metadata ?? {})) facts.push([name, value]);
-    for (const {line, message} of batch.errors?.data ?? []) facts.push([line === null ? "Error" : `Line ${line}`, message]);
+    for (const {line, message} of batch.errors?.data ?? []) {
+      facts.push([line === null ? "Error" : `Line ${line}`, message]);
+    }
     facts.push(...(errorLines ?? []));
     const texts = facts.flat().map((text) => clipped(String(text)));
-    const parent = one(".facts", element);
-    if (parent.childElementCount !== texts.length)
-      parent.replaceChildren(...texts.map((text, index) => make(index % 2 ? "dd" : "dt", text)));
-    texts.forEach((text, index) => setText(parent.children[index], text));
+    showTexts(one(".facts", element), texts, (index) => (index % 2 ? "dd" : "dt"));
   };
   const example = () => {
     const {model, endpoints} = view.activity;
-    const endpoint = endpoints[0], body = {model, ...(BODIES[endpoint] ?? {messages: [{role: "user", content: "Name a town."}]})};
+    const endpoint = endpoints[0], body = {model, ...BODIES[endpoint]};
     const line = JSON.stringify({custom_id: "1", method: "POST", url: endpoint, body});
     const address = new URL("v1", location.href).href;
     return [
@@ -322,7 +337,11 @@
     const tiles = [
       ["Batches", `${number(running.length)} running`, waiting ? `${number(waiting)} waiting` : "none waiting"],
       ["Speed of all batches", `${short(speed)} tok/s`, "input and output"],
-      ["Requests in the engine", engine === null ? "–" : `${short(engine)} running`, queue === null ? "" : `${short(queue)} waiting`],
+      [
+        "Requests in the engine",
+        engine === null ? "–" : `${short(engine)} running`,
+        queue === null ? "" : `${short(queue)} waiting`,
+      ],
       ["Token usage", usage === null ? "–" : usage.toFixed(2), "of the KV pool"],
     ];
     one("#tiles").replaceChildren(...tiles.map(([name, value, note]) => {
@@ -389,32 +408,34 @@
     const distances = places.map((place) => Math.abs(place - at));
     const index = at === null ? places.length - 1 : distances.indexOf(Math.min(...distances));
     setText(hint, at === null ? "Gaps: no batch ran." : ago(now - load.time[index]));
-    CHARTS.forEach((chart, number) => showChart(parent.children[number], chart, {places, index, length, at}));
+    CHARTS.forEach((chart, nth) => showChart(parent.children[nth], chart, {places, index, length, at}));
   };
   const showChart = (figure, {lines, top = 0}, {places, index, length, at}) => {
     const {load} = view;
     const values = Object.keys(lines).map((name) => load[name]);
     const highest = Math.max(top, ...values.flat().filter((value) => value !== null));
     const end = highest > 0 ? roundTop(highest) : 1;
-    values.forEach((line, number) => {
+    values.forEach((line, nth) => {
       let path = "", isConnected = false;
       line.forEach((value, place) => {
         isConnected &&= load.time[place] - load.time[place - 1] < GAP_S;
-        const point = value === null ? "" : `${(1000 * places[place]).toFixed(1)} ${(100 - (100 * value) / end).toFixed(1)}`;
-        if (point) path += isConnected ? `L${point}` : `M${point}h.01`;
+        if (value !== null) {
+          const point = `${(1000 * places[place]).toFixed(1)} ${(100 - (100 * value) / end).toFixed(1)}`;
+          path += isConnected ? `L${point}` : `M${point}h.01`; // A point alone is a dot.
+        }
         isConnected = value !== null;
       });
-      figure.querySelectorAll(".line")[number].setAttribute("d", path);
+      figure.querySelectorAll(".line")[nth].setAttribute("d", path);
       const value = line[index];
-      setText(figure.querySelectorAll("output")[number], value === null ? "–" : short(value));
+      setText(figure.querySelectorAll("output")[nth], value === null ? "–" : short(value));
     });
     const [ys, xs] = [one(".ys", figure), one(".xs", figure)];
-    [end, end / 2, 0].forEach((value, number) => setText(ys.children[number], short(value)));
-    [ago(length), "", "now"].forEach((text, number) => setText(xs.children[number], text));
+    [end, end / 2, 0].forEach((value, nth) => setText(ys.children[nth], short(value)));
+    [ago(length), "", "now"].forEach((text, nth) => setText(xs.children[nth], text));
     const cursor = one(".cursor", figure);
     cursor.hidden = at === null;
     cursor.style.left = `${100 * places[index]}%`;
-    const newest = values.map((line, number) => `${Object.values(lines)[number]} ${line.at(-1) ?? "unknown"}`);
+    const newest = values.map((line, nth) => `${Object.values(lines)[nth]} ${line.at(-1) ?? "unknown"}`);
     one("svg", figure).setAttribute("aria-label", `${one("h3", figure).textContent}, now: ${newest.join(", ")}`);
   };
 
@@ -438,9 +459,9 @@
     poll();
   });
   one("#copy").addEventListener("click", async () => {
-    const text = one("#empty pre");
+    const text = one("#empty pre"), copy = one("#copy");
     getSelection().selectAllChildren(text); // Without HTTPS the browser lets no page write the clipboard.
-    await navigator.clipboard?.writeText(text.textContent).catch(() => {});
+    await navigator.clipboard?.writeText(text.textContent).then(() => setText(copy, "Copied"), () => {});
   });
   document.addEventListener("visibilitychange", () => {
     clearTimeout(timer);
