@@ -43,7 +43,8 @@ API_KEY_VARIABLE = "BATCHRUN_API_KEY"
 LOCAL_HOSTS = {"localhost", "127.0.0.1", "::1"}
 """Addresses at which the server needs no API key."""
 OPEN_PATHS = {"/", "/health"}
-"""Paths that need no API key: the page, which has no data itself, and the server's health."""
+"""Paths that need no API key: the page, which has no data itself, and the health, because health checks of
+load balancers and orchestrators have no key."""
 USAGE = "usage.json"
 """File in the server's directory with the tokens that each owner has used on this day."""
 SWEEP_S = 60.0
@@ -132,7 +133,8 @@ class Api:
         if not self._owners.need_key:
             try:
                 host, own_origin = (request.url.host or "").lower(), str(request.url.origin())
-            except ValueError:  # the header Host is malformed, for example its port is beyond 65535
+            except ValueError:
+                # The header Host is malformed, for example its port is beyond 65535.
                 host = own_origin = ""
             if host not in LOCAL_HOSTS or request.headers.get("Origin", own_origin) != own_origin:
                 raise ApiError(403, f"Only programs on this machine may call. Set {API_KEY_VARIABLE}.")
@@ -242,7 +244,8 @@ async def serve(
         batches = Batches(state=state, engine=shared, options=options, server=control, owners=owners)
         stack.push_async_callback(batches.drain)
         endpoints = [*TASK_OF_ENDPOINT]
-        if not shared.info.simulated:  # The simulated engine answers requests of every task.
+        if not shared.info.simulated:
+            # The simulated engine answers requests of every task.
             endpoints = [path for path in endpoints if TASK_OF_ENDPOINT[path] == task]
         api = Api(
             state=state,
@@ -257,7 +260,8 @@ async def serve(
         await runner.setup()
         with using_run(address):
             await web.TCPSite(runner, host, port).start()
-        for batch in state.unfinished_batches():  # batches that an earlier start of the server did not finish
+        for batch in state.unfinished_batches():
+            # An earlier start of the server did not finish these batches.
             batches.start(batch)
         show([str(URL.build(scheme="http", host=host, port=runner.addresses[0][1], path="/v1"))])
         await _sweep_until(stop_event, state, owners)
