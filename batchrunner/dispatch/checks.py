@@ -105,6 +105,8 @@ class AnswerChecker:
         If the verdict has a next request, that request is ready to be sent.
         """
         history = row.answers = row.answers or AnswerHistory(row.request)
+
+        # The job's conditions come first, and then its Python function.
         if self._thread is None:
             answer, complaint = self._conditions.check(row.request, completion)
         else:
@@ -115,6 +117,7 @@ class AnswerChecker:
         history.last = answer
         if complaint is None and self._functions is not None:
             complaint = await _python_complaint(self._functions, row.request, answer)
+
         if complaint is None:
             return Verdict(_with_history(history, is_good=True))
         history.rejected.append(Rejected(complaint, answer.output_tokens))
@@ -197,16 +200,22 @@ class AnswerConditions:
         """Compile the conditions for rows with these columns; raises JobError."""
         accept = job.accept
         self._fails_truncated = plan.on_length != "keep"
+        """Whether a truncated answer may fail."""
         self._fails_cut_thinking = job.on_length in {"fail", "longer"}
+        """Whether an answer fails if its thinking was truncated."""
         self._fails_repetition = plan.on_repetition == "fail"
+        """Whether an answer that repeats itself without end fails."""
         self._only_with_schema = job.on_length is None
         """Whether a truncated answer fails only if its request has a schema, because the job sets no
         `on_length`."""
         self._wants_json = plan.checks_json
+        """Whether answers must be JSON."""
         self._adds_parsed = PARSED in plan.columns
+        """Whether the results have the column `parsed`."""
         self._expression = None if accept.expression is None else AnswerExpression(accept.expression, columns)
         reads_parsed = self._expression is not None and self._expression.reads(PARSED)
         self._parses = self._wants_json or self._adds_parsed or reads_parsed
+        """Whether answers are parsed as JSON, for a check or for the column `parsed`."""
         self._by_row = plan.schema_by_row
         """Whether each row may bring its own schema."""
         self._always_json = accept.json_ is True
@@ -228,6 +237,7 @@ class AnswerConditions:
         """
         first_complaint: str | None = None
         parsed_values: list[Any] = []
+        # All completions are parsed for the column `parsed`, but none is checked after the first complaint.
         for number, text in enumerate(completion.texts):
             value, column_value, json_error = None, None, None
             if self._parses:

@@ -165,7 +165,10 @@ class LoadSummary:
         self._sums: defaultdict[str, float] = defaultdict(float)
 
     def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
-        """Add a load sample, weighted by the seconds since the last sample."""
+        """Add a load sample, weighted by the seconds since the last sample.
+
+        A background run has no steady time. Its time is divided between the users and the run.
+        """
         span_s = 0.0 if self._last is None else now - self._last
         self._last = now
         schedulers = self._concurrency.schedulers

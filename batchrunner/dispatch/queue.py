@@ -449,7 +449,11 @@ class Backlog:
         return self._queue.has_for(route) or self._poison.next(route) is not None
 
     def take(self, route: Route) -> PendingRow | None:
-        """Take the next row for a route; suspects of engine deaths come first."""
+        """Take the next row for a route; suspects of engine deaths come first.
+
+        Return None if no row may be sent now: the run stops, the media files in flight take too much memory,
+        or no row is ready for the route.
+        """
         if self.is_stopping or self._media_bytes >= MOST_MEDIA_BYTES:
             return None
         while True:

@@ -256,6 +256,8 @@ def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: Bit
         # Without the tokenizer, `_row_of` estimates the numbers of tokens.
         with contextlib.suppress(CannotTokenizeError):
             encoder = make_encoder(job, info, prepared.renderer.kind)
+
+    # The shares of cached tokens and of equal rows depend on the order in which the rows are sent.
     # `decide_order` looks for common prefixes only if the job's `order` is "auto".
     with_auto_order = replace(prepared, job=job.model_copy(update={"order": "auto"}))
     decision = decide_order(with_auto_order, todo)
@@ -266,6 +268,7 @@ def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: Bit
         cached_share, equal_share = decision.input_share, decision.input_equal
     if cached_share is None or not info.caches_prefixes:
         cached_share = 0.0
+
     sendable: list[JobRow] = []
     not_sendable = 0
     began = time.monotonic()

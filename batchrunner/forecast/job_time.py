@@ -364,17 +364,11 @@ def forecast(
         cost_deviation = UNKNOWN_COSTS
     by_cost = math.hypot(cost_deviation, BETWEEN_RUNS)
 
-    # Find the bottleneck: compare the times of the prefill passes and of the client with that of all passes.
     prefill_s = cost._replace(sample_s=0, kv_token_s=0).work_s(work._replace(passes=work.prefills))
     client_total_s = client_s * total
-    if client_total_s > seconds:
-        limited_by = "client"
-    elif prefill_s > seconds / 2:
-        limited_by = "prefill"
-    elif waiting_share > 1 / 2:
-        limited_by = "pool"
-    else:
-        limited_by = "decode"
+    limited_by = _bottleneck(
+        seconds=seconds, prefill_s=prefill_s, client_s=client_total_s, waiting_share=waiting_share
+    )
     seconds = max(seconds, client_total_s)
     causes = sorted([(by_outputs, "output lengths"), (by_cost, "pass times")], reverse=True)
     return Forecast(
@@ -405,6 +399,21 @@ def _cause(name: str, share: float) -> str:
     if share <= 1:
         return f"{name}: ±{100 * share:.0f} %"
     return f"{name}: too few sampled rows to estimate the error"
+
+
+def _bottleneck(*, seconds: float, prefill_s: float, client_s: float, waiting_share: float) -> str:
+    """Return the bottleneck of a run, as in `Estimate.limited_by`.
+
+    `seconds` is the time of all passes, `prefill_s` that of the prefill passes alone, and `client_s` the CPU
+    time of the client. In `waiting_share` of the decode passes, rows wait for the KV pool.
+    """
+    if client_s > seconds:
+        return "client"
+    if prefill_s > seconds / 2:
+        return "prefill"
+    if waiting_share > 1 / 2:
+        return "pool"
+    return "decode"
 
 
 def _around(median: float, deviation: float) -> Interval:

@@ -162,7 +162,10 @@ class RunSignals:
     """Timers that stop the run or end the process."""
 
     def came(self, number: signal.Signals) -> None:
-        """Handle a signal, in the thread of `SignalWatch`."""
+        """Handle a signal, in the thread of `SignalWatch`.
+
+        A signal drains the run. If it has a grace period (`_grace_s`), the run stops at once after that.
+        """
         if number not in SIGNALS:
             return
         reason, exit_code = SIGNALS[number]

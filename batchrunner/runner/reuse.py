@@ -305,6 +305,7 @@ class Reuse:
         for items in self._prepared.batches(selected, self._control.check):
             for item in items:
                 row, _, position, digests_of_batch = item.ref
+                # An item that cannot be sent has no request, and gets no stored answer.
                 if isinstance(item, Request) and digests_of_batch:
                     digests.write(item, prompt_bytes(item))
                     shares = is_repeatable(item) and self._prepared.dedupes

@@ -766,8 +766,8 @@ FLAGS: Mapping[str, Flag] = {
                     rule="halved or doubled, with replicas to match",
                     source="computed; not tried on a GPU",
                     cost=(
-                        "with fewer GPUs per replica, its KV pool has less room; with more, GPUs wait for "
-                        "each other"
+                        "fewer GPUs per replica: its KV pool has less room; more GPUs per replica: they wait "
+                        "for each other"
                     ),
                 )
             },
@@ -815,7 +815,7 @@ FLAGS: Mapping[str, Flag] = {
                 "oom": Move(_half_pool, rule="down: halved", source="SGLang", cost="a smaller KV pool"),
             },
             needs="a CPU",
-            memory="the KV cache of the tokens",
+            memory="the KV cache of the additional tokens",
             schedules=True,
         ),
         Flag(
@@ -823,19 +823,19 @@ FLAGS: Mapping[str, Flag] = {
             moves={
                 "full": Move(
                     _higher_fraction,
-                    rule="up: so that 6.5 GB stay free, then by 0.01",
+                    rule="up: so that 6.5 GB of GPU memory stay free, then by 0.01",
                     source="G1, G2, G4",
                     cost="memory may run out",
                 ),
                 "memory-left": Move(
                     _good_fraction,
-                    rule="up: so that 6.5 GB stay free",
+                    rule="up: so that 6.5 GB of GPU memory stay free",
                     source="G1, G2, G4",
                     cost="memory may run out; if it does, lower the flag by 0.01",
                 ),
                 "memory-tight": Move(
                     _good_fraction,
-                    rule="down: so that 6.5 GB stay free",
+                    rule="down: so that 6.5 GB of GPU memory stay free",
                     source="G1, G2, G4",
                     cost="a smaller KV pool",
                 ),
@@ -910,7 +910,7 @@ FLAGS: Mapping[str, Flag] = {
                     _smaller_graphs,
                     rule="down: halved",
                     source="G1, SGLang",
-                    cost="larger batches run without graphs",
+                    cost="larger batches run without CUDA graphs",
                 ),
             },
             needs="a GPU",
@@ -922,7 +922,7 @@ FLAGS: Mapping[str, Flag] = {
             moves={
                 "graph-off": Move(
                     lambda s: ["full"] if s.facts.graph_disabled else [],
-                    rule="set: full, if decode graphs are disabled",
+                    rule="set: full, if CUDA graphs for decoding are disabled",
                     source="G1",
                     cost="about 2 MB of GPU memory per request, and a start that takes seconds longer",
                 ),
@@ -940,7 +940,7 @@ FLAGS: Mapping[str, Flag] = {
             moves={
                 "chunk-full": Move(
                     lambda s: ["breakable"] if prefill_graph_off(s.facts.arguments) else [],
-                    rule="set: breakable, if prefill graphs are disabled",
+                    rule="set: breakable, if CUDA graphs for prefill are disabled",
                     source="G1",
                     cost="some GPU memory, and a start that takes seconds longer",
                 ),

@@ -102,7 +102,7 @@ def _slow_component(client: ClientActivity, target: str) -> tuple[str, str]:
         return change, "rows wait for a retry"
     return (
         "give the runner more cores for rendering and tokenizing, or read the input from a faster disk",
-        "the window is not full: rows are not read, rendered or tokenized fast enough",
+        "the job's window is not full, because rows are not read, rendered or tokenized fast enough",
     )
 
 
@@ -280,7 +280,7 @@ def running_low(s: Situation, flags: Flags) -> Finding | None:
         return None
     return Finding(
         f"{s.load.median('running'):.0f} of at most {s.max_running} requests run, others wait and "
-        f"memory is left {s.often('far_below')}: full prefill passes admit requests only as fast as others "
+        f"memory is free {s.often('far_below')}: full prefill passes admit requests only as fast as others "
         "end",
         args=with_memory("chunk-full", "chunked-prefill-size", s.server, flags),
         evidence=s.evidence("far_below"),

@@ -218,4 +218,8 @@ def _with_others(flag: Flag, value: Any, server: Server, flags: Flags) -> list[A
 def together(changes: Collection[FlagChange]) -> FlagChange | None:
     """Combine all changes into one; None if there are fewer than two."""
     args = {name: value for change in changes for name, value in change.args.items()}
-    return FlagChange(args, "all changes that the signs of the best call for") if len(changes) > 1 else None
+    return (
+        FlagChange(args, "all changes that the signs of the best trial call for")
+        if len(changes) > 1
+        else None
+    )

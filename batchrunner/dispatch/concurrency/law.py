@@ -355,7 +355,8 @@ class Controller:
     def _watch(self, now: float, gap_s: float, reading: Reading, *, in_use: bool) -> list[CornerChange]:
         """Update the load state that users see; return the change if the event log lacks it.
 
-        A state must last for a while, so that it does not flicker. `held` is an average over minutes already.
+        A state must last for SHOWN_AFTER_S, so that it does not flicker. Only `held` is shown at once,
+        because it is an average over minutes already.
         """
         corner = self._find_corner(gap_s, reading, in_use=in_use)
         if corner is not self._newest_corner:

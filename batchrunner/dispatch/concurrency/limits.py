@@ -314,6 +314,7 @@ class ConcurrencyLimits:
                 BackgroundController as Background,
             )
 
+            # A background run starts with window 0. Its law needs the number of rows that fit the KV pool.
             fits = window
             if self.passes is None and load.max_total_tokens is not None:
                 fits = max(1, load.max_total_tokens // self.tokens_a_row)

@@ -176,7 +176,7 @@ class HttpEngine(Engine):
         self._model_names = frozenset(str(name) for name in names if name)
         notes = [f"connections limited by {limited_by}", *info.notes]
         if not self._reports_load:
-            notes.append("the server reports no load (no /v1/loads)")
+            notes.append("the server reports no load (no path /v1/loads)")
         # Servers that the run starts pool the vectors as the model's authors do.
         if self._task == EMBED and not self.starts_servers and (note := pooling_note(models[0])):
             notes.append(note)

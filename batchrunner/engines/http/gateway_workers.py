@@ -336,7 +336,7 @@ class GatewayQuestions:
             raise EngineDownError(
                 f"{self.url}: refuses the API key ({status}){by_proxy(self.url)}: see engine.api_key_env"
             )
-        raise EngineDownError(f"{self.url}: is not SGLang's Model Gateway (no {WORKERS})")
+        raise EngineDownError(f"{self.url}: is not SGLang's Model Gateway (no path {WORKERS})")
 
     async def _workers_in_loads(self, timeout_s: float) -> list[GatewayWorker]:
         """Return the workers that `/loads` names; empty if there is no readable answer."""
