@@ -106,7 +106,7 @@ class HookPool:
             processes = [*self._processes]
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in processes:
-            process.kill()  # This ends the wait of the pool's thread for an answer of the process.
+            process.kill()  # Its end also ends the wait of the pool's thread for an answer.
         self._threads.shutdown()
         for process in processes:
             process.close()

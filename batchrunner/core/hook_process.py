@@ -49,9 +49,9 @@ class HookProcess:
         self.is_fit = True
         """Whether the process can take rows. A process that died, timed out or ran out of memory cannot."""
         our_end, its_end = socket.socketpair()
-        # Absolute paths, because `sys.path` has "" for the directory that is the current one now.
+        # The paths are made absolute, because `sys.path` may have "" for the current directory.
         paths = [*setup.directories, *map(os.path.abspath, sys.path)]
-        # No .pyc files are written beside the user's modules.
+        # `dont_write_bytecode` keeps .pyc files away from the user's modules.
         code = (
             f"import sys; sys.dont_write_bytecode = True; sys.path[:] = {paths!r}; "
             f"from batchrunner.core.hook_worker import main; main({its_end.fileno()}, {step_descriptor})"
@@ -83,7 +83,7 @@ class HookProcess:
             (reply,) = self._request(self._setup, limit_s=TIMING.hook_import)
         except ProcessEndedError as failure:
             raise HookLostError(f"{self._setup.names}: cannot be imported: the import {failure}") from None
-        if isinstance(reply, str):  # A text is the reason why a function cannot be loaded.
+        if isinstance(reply, str):  # A reply that is a text says why a function cannot be loaded.
             self.is_fit = False
             raise HookLostError(reply)
         facts: Sequence[HookFacts] = reply

@@ -81,7 +81,7 @@ class LoopWork(Generic[T]):
         await asyncio.gather(asyncio.wrap_future(self.result), return_exceptions=True)
 
     def _begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
-        """Start the coroutine. Runs on the loop."""
+        """Start the coroutine. This method runs in the thread of the loop."""
 
         # `work` is called within the task, so that its exceptions also reach `result`.
         async def run() -> T:

@@ -58,7 +58,7 @@ class SignalWatch:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         signal.set_wakeup_fd(self._previous_pipe, warn_on_full_buffer=False)
-        os.close(self._write_end)  # The thread then reads the end of the pipe, and ends.
+        os.close(self._write_end)  # The end of the pipe makes `_read` return, which ends the thread.
         self._thread.join()
         os.close(self._read_end)
 

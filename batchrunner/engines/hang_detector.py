@@ -73,7 +73,9 @@ class SilenceTimer:
         if self._silent_s <= max(least_s, TIMES_LONGEST * self._longest_s):
             return None
         history = (
-            f"at most {self._longest_s:.3g} s before" if self._worked_s else "no progress since its start"
+            f"never before for more than {self._longest_s:.3g} s"
+            if self._worked_s
+            else "no progress since its start"
         )
         return Hang(self._silent_s, f"did nothing for {self._silent_s:.3g} s with rows in flight ({history})")
 

@@ -123,6 +123,7 @@ def _raise_together(errors: Sequence[BatchFileError]) -> None:
     """Raise the errors, if any. Several errors are combined into one, whose text has a line for each."""
     if len(errors) > 1:
         faults = sorted(fault for error in errors for fault in error.line_faults)
+        # An error that already combines several faults has a text for each of them.
         texts = [text for error in errors for text in (error.faults or [str(error)])]
         combined = BatchFileError("\n".join(texts), faults)
         combined.faults = texts
@@ -231,7 +232,8 @@ def _same_model(body: msgspec.Raw, model: str | None) -> str | None:
     another model.
     """
     body_model = _read_model.decode(body).model
-    if None not in {body_model, model} and body_model != model:
+    both_name_a_model = body_model is not None and model is not None
+    if both_name_a_model and body_model != model:
         raise ValueError(
             f"the request names the model {body_model!r}, but an earlier line names {model!r}: "
             "split the file by model"
@@ -246,6 +248,7 @@ def _custom_id_in(text: bytes) -> dict[str, str]:
     """
     try:
         custom_id = bytes(_read_custom_id.decode(text).custom_id)
+        # `custom_id` is the raw JSON of any value. Only a string is decoded.
         is_string = custom_id.startswith(b'"')
         value = msgspec.json.decode(custom_id) if is_string else custom_id.decode()
     except (ValueError, RecursionError):
@@ -312,6 +315,7 @@ class _CustomIds:
             return []
         shown = "; ".join(f"{name!r} on {lines}" for name, lines in repeated[:ITEMS_NAMED])
         more = f"; and {len(repeated) - ITEMS_NAMED:,} more" if len(repeated) > ITEMS_NAMED else ""
+        # The first line with a custom_id is not at fault, but all later ones are.
         faults = [
             LineFault(line, "duplicate_custom_id", f"custom_id {name!r} is also on line {lines.first[0]}")
             for name, lines in repeated

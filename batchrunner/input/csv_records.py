@@ -43,6 +43,7 @@ def csv_table(
     a bad header. The call and the iterator also raise InputError for a quoted value that is never closed, and
     if no record with non-ASCII characters can be decoded.
     """
+    # Line ends are not translated, because a quoted value may have any of them.
     text = io.TextIOWrapper(source, spec.encoding, "surrogateescape", newline="\n")
     records = _decoded_records(_CsvLines(text), path, spec, usual_delimiter)
     no_header: _Cells = (1, [], "is missing")
@@ -213,6 +214,7 @@ class _CsvLines:
         if delimiter is not None:
             self._number += 1
         elif line:
+            # The line is the header, so it is read again as a record.
             self._requeued.append(line)
         return delimiter
 

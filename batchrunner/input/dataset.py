@@ -374,6 +374,7 @@ class DatasetReader:
             except BatchrunError:
                 raise
             except file.read_errors as failure:
+                # If the file was changed, this raises an error that says so.
                 file.check_unchanged()
                 raise InputError(f"{file.path}: cannot be read: {first_line(failure)}") from None
 
@@ -440,9 +441,8 @@ class DatasetReader:
     def _next_batch(self, file: SourceFile, start: int) -> pa.RecordBatch:
         """Return the next batch of the row group, converted to the schema.
 
-        Its first row has the ordinal `start`.
-
-        Raises InputChangedError if the file was replaced before the batch was read.
+        Its first row has the ordinal `start`. Raises InputChangedError if the file was replaced before the
+        batch was read.
         """
         for data in self._batches:
             file.check_after_reading()

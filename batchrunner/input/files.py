@@ -356,6 +356,7 @@ class SourceFile:
         except self.read_errors as failure:
             raise self._unreadable(failure) from None
         if self.format.kind != "Parquet":
+            # The digest and the notes were stored in the Parquet copy when it was made.
             self.digest = schema.metadata[_DIGEST].decode()
             self.notes = _read_notes.decode(footer.metadata[NOTES])
         self.has_problems = PROBLEM in schema.names

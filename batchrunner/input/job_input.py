@@ -122,8 +122,9 @@ def lease_rows(rows: int) -> int:
     array_tasks = os.environ.get("SLURM_ARRAY_TASK_COUNT", "")
     workers = int(array_tasks) if array_tasks.isdecimal() else 1
     leases = max(MANY_LEASES, LEASES_OF_A_WORKER * workers)
-    rows_for_fewest_leases = -(-rows // FEWEST_LEASES)  # rounded up
-    # A small run has less than LEAST_LEASE_ROWS rows in a lease, so that it has FEWEST_LEASES leases.
+    # A small run has less than LEAST_LEASE_ROWS rows in a lease, so that it has FEWEST_LEASES leases. The
+    # quotient is rounded up.
+    rows_for_fewest_leases = -(-rows // FEWEST_LEASES)
     least = min(LEAST_LEASE_ROWS, rows_for_fewest_leases)
     size = min(max(rows // leases, least), MOST_LEASE_ROWS)
     return max(1, size)
@@ -134,7 +135,8 @@ def cut_into_leases(rows: BitMap64, end: int) -> list[int]:
 
     Return the ordinals at which leases begin, and `end` as the last element.
     """
-    rows_for_most_leases = -(-len(rows) // MOST_LEASES)  # rounded up
+    # The quotient is rounded up, so that there are at most MOST_LEASES leases.
+    rows_for_most_leases = -(-len(rows) // MOST_LEASES)
     size = max(lease_rows(len(rows)), rows_for_most_leases)
     cuts = [0]
     rows_before, next_rank = 0, size

@@ -65,6 +65,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
     def open_input_file(self, path: str) -> pa.NativeFile:
         """Open an object for reading from any position; raise OSError."""
         bucket, key = _bucket_and_key(path)
+        # Looking up the object also fills in its size and ETag, which are used below.
         if path not in self._sizes and self._info(path).type != pafs.FileType.File:
             raise FileNotFoundError(path)
         file = _ObjectFile(
@@ -150,6 +151,7 @@ class _ObjectFile(io.RawIOBase):
         end = self._size if size < 0 else min(self._position + size, self._size)
         if self._position >= end:
             return b""
+        # With the condition, the store refuses the request if the object has another ETag.
         options: obstore.GetOptions = {**self._condition, "range": (self._position, end)}
         try:
             data = bytes(read_whole(lambda: obstore.get(self._bucket, self._key, options=options).bytes()))

@@ -164,6 +164,7 @@ def shared_fractions(sample: Sequence[Sequence[bytes]], rows: int) -> tuple[floa
     bytes_in_stretches = sum(in_stretch for in_stretch, _ in shared_with_earlier)
     is_whole_input = len(ordered) == rows
     if is_whole_input:
+        # Sorted, a prompt shares its longest prefix with an earlier prompt of any stretch.
         sorted_bytes = float(sum(map(max, shared_with_earlier)))
     else:
         gains = _gains_of_sorting(ordered, shared_with_earlier)

@@ -19,6 +19,7 @@ def columns_given(facts: HookFacts, source: ColumnSource) -> list[str]:
     """
     if facts.reads is None:
         return [*usable_columns(source)]
+    # `field` raises for a column that is missing or unusable.
     for name in facts.reads:
         source.field(name, where=f"{facts.where}: {facts.name}")
     return [*facts.reads]

@@ -190,6 +190,7 @@ def insert(
     db: DuckDBPyConnection, table: str, kinds: Mapping[str, pa.DataType], rows: Iterator[tuple[Any, ...]]
 ) -> None:
     """Create a table in DuckDB with the columns `kinds`, and insert `rows`, CHUNK_ROWS at a time."""
+    # The table is created without rows first, so that it exists even if there are no rows.
     no_rows = pa.Table.from_batches([], pa.schema(kinds.items()))
     db.from_arrow(no_rows).create(table)
     while chunk := list(islice(rows, CHUNK_ROWS)):
@@ -218,6 +219,7 @@ def _write_copy(
         writer = None
         for table in tables:
             rows = table.drop_columns(_POSITION).replace_schema_metadata({_ABOUT: orjson.dumps(about)})
+            # The schema of the file is known from the first table on.
             writer = writer or stack.enter_context(pq.ParquetWriter(path, rows.schema, compression="zstd"))
             start = 0
             while start < rows.num_rows:

@@ -222,6 +222,7 @@ class AnswerExpression:
         try:
             is_good = self._predicate(values)
         except RowRefusedError as failure:
+            # The errors of a Predicate begin with "filter: ", because most predicates are filters.
             return f"accept.expression fails: {str(failure).removeprefix('filter: ')}"
         return None if is_good else f"accept.expression is not true: {self._source}"
 

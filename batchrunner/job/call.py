@@ -127,7 +127,7 @@ def default_prompt(schema: pa.Schema) -> str:
 
 
 def _anywhere(name: str, value: Any) -> Any:
-    """Return the value of a key of `prompt`. If it is for files, they may lie in any folder by default."""
+    """Return the value of a key of `prompt`. For a key such as `images`, allow all folders by default."""
     expanded = media_part(name, value) if name in KIND_OF_FIELD else None
     return {"folder": "/", **expanded} if isinstance(expanded, Mapping) else value
 

@@ -102,7 +102,7 @@ def _engine_tree(source: Any) -> Any:
     if isinstance(source, (list, tuple)):
         return {"kind": "attach", "urls": list(source)}
     is_shared_engine = isinstance(source, (str, Path)) and str(source).endswith(".json")
-    if is_shared_engine:  # `open_engine(…, share=…)` writes such a file.
+    if is_shared_engine:  # `open_engine(…, share=…)` writes a JSON file for other processes.
         if not _job_path(source).exists():
             raise JobError(
                 f"engine: {source}: no such file", hint="the program that shares the engine must be running"
@@ -288,7 +288,7 @@ def _explain(failure: ValidationError, kind: Any, tree: object) -> Iterator[tupl
     errors_by_path: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for location, error in _in_intended_branches(problems):
         errors_by_path.setdefault(location.path, []).append(error)
-    misspelled_paths = set()  # They have the keys that the user probably meant by unknown keys.
+    misspelled_paths = set()  # For each unknown key, the path of the key that the user probably meant.
     for path, errors in errors_by_path.items():
         if errors[0]["type"] == "extra_forbidden":
             intended_key = _closest(path[-1], _keys(kind, path[:-1]))
@@ -368,7 +368,7 @@ def _location_of(tree: object, problem: ErrorDetails) -> _Location:
     path: tuple[str, ...] = ()
     branches: dict[tuple[str, ...], str] = {}
     is_missing = problem["type"] == "missing"
-    # The last step to a missing key is not in the job, but is no branch of a union. It is added below.
+    # The last step to a missing key is not in the job, but is no branch of a union. The key is added below.
     for step in problem["loc"][:-1] if is_missing else problem["loc"]:
         if isinstance(tree, Mapping) and step in tree:
             path = (*path, str(step))
@@ -377,7 +377,7 @@ def _location_of(tree: object, problem: ErrorDetails) -> _Location:
             path = (*path, str(step))
             tree = tree[step] if step < len(tree) else None
         elif not (isinstance(tree, Mapping) and step == tree.get("kind")):
-            # Not recorded is the branch of an engine that the user chose by `kind`, because it is certain.
+            # The branch of an engine that the user chose by `kind` is not recorded, because it is certain.
             branches.setdefault(path, str(step))
     if is_missing:
         path = (*path, str(problem["loc"][-1]))

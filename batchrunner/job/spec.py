@@ -91,7 +91,7 @@ def task_faults(task: TaskName, fields: Collection[str]) -> Iterator[str]:
     if task == RerankTask.name and DOCUMENTS not in fields:
         yield f"task: rerank: {DOCUMENTS} is missing: name the column with documents of each query"
     has_labels, has_choices = "labels" in fields, CHOICES in fields
-    if task == ScoreTask.name and has_labels == has_choices:  # Both are set, or neither.
+    if task == ScoreTask.name and has_labels == has_choices:  # Labels and choices are both set or both unset.
         yield f"task: score: needs either labels, which are single tokens, or {CHOICES}"
 
 

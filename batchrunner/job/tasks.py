@@ -596,7 +596,7 @@ class VectorLength:
         """Create an instance that has seen no vector yet."""
         self._length: int | None = None
         self._rows_by_length: defaultdict[int, set[int]] = defaultdict(set)
-        """The rows whose vectors have each length. Rows are added until the expected length is final."""
+        """Rows by the length of their vectors. Rows are added until the expected length is final."""
 
     def refuse_other_lengths(
         self, requests: Sequence[Request], results: Sequence[Completion | RequestError]

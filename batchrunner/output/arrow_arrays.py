@@ -48,7 +48,7 @@ def _shown(scalar: Any) -> Any:
     try:
         return scalar.as_py()
     except UNREADABLE:
-        if pt.is_dictionary(kind):  # This is a value of a dictionary-encoded column, not a dict.
+        if pt.is_dictionary(kind):  # The value is from a dictionary-encoded column; it is no dict.
             return _shown(scalar.value)
         return _shown_nested(scalar) if pt.is_nested(kind) else _shown_plain(scalar)
 
@@ -74,11 +74,11 @@ def _shown_plain(scalar: Any) -> Any:
             return _shown(scalar.cast(pa.timestamp(kind.unit, _UTC)))
         # Python could not represent the time even in UTC, so the date is out of range and becomes text.
         return _shown(scalar.cast(pa.timestamp(kind.unit))) + _UTC
-    if pt.is_duration(kind):  # It is too long for a timedelta of Python.
+    if pt.is_duration(kind):  # The duration is too long for Python's timedelta.
         return f"{scalar.value} {kind.unit}"
     if pt.is_temporal(kind):
         return scalar.cast(pa.string()).as_py().replace(" ", "T")
-    # Only a text with invalid UTF-8 remains.
+    # The only remaining case is a text with invalid UTF-8.
     return scalar.as_buffer().to_pybytes().decode(errors="replace")
 
 

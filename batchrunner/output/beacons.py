@@ -98,7 +98,7 @@ class BeaconWatch:
     """
 
     def __init__(self, run_dir: RunDir) -> None:
-        """`run_dir` is the run as this worker sees it."""
+        """Watch the other workers of a run. `run_dir` is the RunDir of this worker."""
         self._run_dir = run_dir
         self._me: LockHolder = this_process()
         self._fresh_s = FRESH_S if run_dir.store.objects is None else STORE_FRESH_S

@@ -124,7 +124,7 @@ def rows_made(outcome: Outcome) -> list[Outcome]:
             **completion.columns,
             RETURNED: [msgspec.json.encode(values).decode()],
             "rollout": [number],
-            # Last, so that a value of the function replaces a column of the same name.
+            # The function's values come last, so that they replace columns of the same names.
             **{name: [value] for name, value in values.items()},
         }
         rows.append(outcome._replace(completion=completion._replace(columns=columns)))

@@ -219,7 +219,7 @@ class RowCounts:
         self.output_tokens += completion.output_tokens
         self.prompt_tokens += completion.prompt_tokens or 0
         self.cached_tokens += completion.cached_tokens or 0
-        if attempts > 1 or error is not None:  # Only such a row can have a rejected answer.
+        if attempts > 1 or error is not None:  # Otherwise the first answer of the row was accepted.
             self.output_tokens += self.checks.add(outcome)
 
     def __add__(self, other: RowCounts) -> RowCounts:

@@ -66,7 +66,7 @@ class LockHolder:
             return True if self.machine else None
         if self.namespace != observer.namespace:
             return None  # `pid` belongs to another container, so it cannot be looked up here.
-        # If the start time differs, the holder has ended, and another process may have its ID now.
+        # If the start time differs, the holder has ended, and another process may now have the same `pid`.
         is_other_process = _start_time(self.pid) != self.started
         return is_other_process or (self.pid == os.getpid() and self.token not in HELD_HERE)
 

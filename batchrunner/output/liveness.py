@@ -68,7 +68,7 @@ class LivenessMonitor:
         self._looked_at = float("-inf")
         self._last_seen = (b"", b"")
         self._changed_at = clock()
-        self._has_beaten = False  # It is True once a poll has found a new heartbeat.
+        self._has_beaten = False  # `_has_beaten` becomes True when a poll finds a new heartbeat.
 
     @property
     def owner_content(self) -> bytes:
@@ -216,7 +216,7 @@ def starting_of(run_dir: RunDir) -> dict[str, Any] | None:
     if not lock_time or _modification_time(run_dir.events) > lock_time:
         return None
     mark_time = _modification_time(run_dir.task_directory / ENGINE_STARTING)
-    is_engine = mark_time >= lock_time  # An older file is from an attempt that was killed.
+    is_engine = mark_time >= lock_time  # A mark older than the lock is from a killed attempt.
     since_s = round(max(0.0, time.time() - max(lock_time, mark_time)), 1)
     return {"what": "engine" if is_engine else "input", "since_s": since_s}
 

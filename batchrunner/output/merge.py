@@ -187,8 +187,8 @@ def in_order(
             buckets.put(table)
     sorted_tables = buckets.take()
     kinds = None
-    # The types of columns without a declaration, which a rollout function returned, are inferred from the
-    # values of all rows.
+    # If a rollout function declares no columns, the types of its columns are inferred from the values of all
+    # rows.
     if RETURNED in schema.names:
         kinds = kinds_returned(_read(part, [RETURNED]) for part in parts)
     while True:
@@ -221,7 +221,7 @@ def _bucket_rows(parts: list[Path], columns: list[str] | None, bucket_bytes: int
     The sizes in the footers of Parquet files would be too small, because they count a repeated text only
     once.
     """
-    rows = size = 1  # They are not 0, so that the division works even if all part files are empty.
+    rows = size = 1  # A size of 0 would make the division fail if all part files are empty.
     step = 1 + len(parts) // SAMPLED_PARTS
     for part in parts[::step]:
         table = _read(part, columns)

@@ -32,8 +32,8 @@ PIECE_BYTES = 4 << 20
 _ENDPOINTS = {"s3": "endpoint", "gs": "base_url", "az": "endpoint"}
 """Names of obstore's option for the URL of the server, which differ by the scheme of the address."""
 _SECRETS = {"session_token": "token", "sas_token": "sas_key"}
-"""obstore's names of credentials, by their names in the job file. Credentials with the same name in both are
-left out."""
+"""Names of credentials in obstore, by their names in the job file. A credential that is missing here has the
+same name in both."""
 _ANSWER = re.compile(r"<Code>(?P<code>\w+)</Code>\s*<Message>(?P<message>[^<\n]*)", re.DOTALL)
 _STATUS = re.compile(r"non-2xx status code: (\d{3}[^:\n]*)")
 _AWAY = re.compile(r"error sending request|body error|non-2xx status code: (429|50[0234])")
@@ -155,7 +155,7 @@ class RunObjects:
         # obstore lists only whole directories, so list that of `prefix` and filter by name below.
         directory = prefix.rpartition("/")[0]
         key = self._key(directory) if directory else self.address.key
-        # A listing has whole keys. Their part after the run's own key is the name.
+        # A listing returns whole keys. The name of an object is the part after the run's own key.
         begin = len(self.address.key) + 1 if self.address.key else 0
         with self._request(""):
             pages = read_whole(lambda: list(obstore.list(self._bucket, key or None)))

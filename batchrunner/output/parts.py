@@ -165,8 +165,8 @@ def recover(run_dir: RunDir, lock: TaskLock, schema: pa.Schema | None = None) ->
     The caller holds `lock`, the lock of the task. `schema` is the schema of the results, or None if it is not
     known yet. Raises OSError or TaskLockLostError.
     """
-    # The predecessor would have given this number to its next part file. It is read before journals of the
-    # predecessor become part files.
+    # The predecessor would have given this number to its next part file. The number is read before journals
+    # of the predecessor become part files.
     next_number = run_dir.next_number()
     predecessor = lock.predecessor
     lock.verify()

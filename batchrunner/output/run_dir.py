@@ -193,11 +193,12 @@ class RunDir:
     def discard(self, *, before_each: Callable[[], object]) -> None:
         """Delete the files that earlier attempts wrote, and no others.
 
-        The files of this attempt stay: its lock, its order and the log of its engine. `before_each` is called
-        before each deletion, and may raise to stop.
+        The files of this attempt stay: its lock, its sorted copy of the input and the log of its engine.
+        `before_each` is called before each deletion, and may raise to stop.
         """
         before_each()
-        self.run_json.unlink(missing_ok=True)  # Without it, no reader takes the remaining files for a run.
+        # Without run.json, no reader takes the remaining files for a run.
+        self.run_json.unlink(missing_ok=True)
         self.discard_merged()
         # In reversed order, the files of a directory come before the directory.
         for path in sorted(self.path.rglob("*"), reverse=True):

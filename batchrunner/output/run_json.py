@@ -83,7 +83,7 @@ def check_same_run(old: Mapping[str, Any], new: Mapping[str, Any], where: str | 
     last of the old files. The models are compared only if `new` has a model.
     """
     difference = _files_difference(old["files"], new["files"])
-    old_limit = old["limit"] or sys.maxsize  # No limit is above any limit.
+    old_limit = old["limit"] or sys.maxsize  # A run without a limit had the highest possible limit.
     if difference is None and new["limit"] is not None and new["limit"] < old_limit:
         difference = f"input.limit was {old['limit'] or 'unset'} and is {new['limit']}: it can only grow"
     may_differ = {"files", "limit"} if new["model"] else {"files", "limit", "model"}

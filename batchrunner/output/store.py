@@ -148,8 +148,8 @@ LOCAL = Store()
 class ObjectStore(Store):
     """The files of a run as objects below its URI. Methods may be called from several threads.
 
-    Each file is published by one request. Journals stay on this machine; part files are published often
-    instead. The working copy on this machine has the files that were fetched or published.
+    Each file is published by one request. Journals are not published. Instead, part files are published
+    often. The working copy on this machine has the files that were fetched or published.
     """
 
     def __init__(self, objects: RunObjects, root: Path, copies: Path) -> None:

@@ -53,7 +53,7 @@ class TurnStore:
         """Answers that earlier attempts and other tasks have written, by row, in the form of the column
         `turn`."""
         self._unwritten: list[tuple[int, str | None]] = []
-        """Entries of _SCHEMA that are not on disk yet."""
+        """Entries (pairs of the columns in _SCHEMA) that are not on disk yet."""
         self._writing = asyncio.Lock()
         self._journal: Journal | None = None
         """Journal file of the newest segment; None before the first answer."""
@@ -113,7 +113,7 @@ class TurnStore:
         """
         self._unwritten.append(turn)
         async with self._writing:
-            if turn in self._unwritten:  # An earlier call may have written the entry with its own.
+            if turn in self._unwritten:  # An earlier call may have written this entry together with its own.
                 batch = [*self._unwritten]
                 await self._disk.write(self._run_dir.task_directory, functools.partial(self._append, batch))
                 # The entries are removed only after the write, because the row of this call may be cancelled

@@ -192,8 +192,8 @@ class ResultWriter:
         part_is_due = self._is_closing or is_full or time.monotonic() >= self._part_due_at(part)
         last_part_is_late = self._publishing is not None and not self._publishing.done()
         # A part file that is written at once makes its rows durable, so they need not go to the journal
-        # first. It may be late if the last part file is not written yet, or in an object store, which may be
-        # unavailable.
+        # first. A part file may be late if the previous one is not written yet, or in an object store, which
+        # may be unavailable.
         in_store = self.run_dir.store.objects is not None
         part_comes_at_once = part_is_due and not last_part_is_late and not in_store
         needs_journal = bool(outcomes) and not part_comes_at_once
@@ -216,7 +216,7 @@ class ResultWriter:
 
     async def _begin_next_part(self) -> None:
         """Publish the part file in the background, and begin another part file for the next rows."""
-        # Wait for the part file before, so that at most two part files are in memory.
+        # Wait for the previous part file, so that at most two part files are in memory.
         await self._wait_for_part()
         part = self._part
         self._publishing = asyncio.ensure_future(self._publish(part))
@@ -233,7 +233,7 @@ class ResultWriter:
         log.debug("wrote %s (%d rows)", part.path.name, part.rows)
 
     async def _wait_for_part(self) -> None:
-        """Wait until the last part is written. Raises StorageError."""
+        """Wait until the previous part file is written. Raises StorageError."""
         if self._publishing is not None:
             await asyncio.shield(self._publishing)
 
@@ -285,7 +285,8 @@ class _PendingPart:
         number = write_part(self._run_dir, self.number, self._tables, self._lock)
         self.close()
         self._journal_path.unlink(missing_ok=True)
-        self.number = number  # It is set last, so that a call after an OSError begins at the same number.
+        # The number is set last, so that a repeated call after an OSError begins at the same number.
+        self.number = number
 
     def row_set(self) -> BitMap64:
         """Return the set of ordinals (row numbers in the input) of the part file's rows."""

@@ -111,6 +111,7 @@ class StageCall:
         for name in names_to_keep:
             if name not in columns.names:
                 raise unknown_column(InputError, "columns", name, columns.names)
+        # The result columns, whatever columns the rows have.
         result_names = schema_of_run(pa.schema([]), plan).names
         prefixed_names = {f"{self.prefix}{name}" for name in result_names if name != "row"}
         if duplicates := [name for name in names_to_keep if name in prefixed_names]:
@@ -240,6 +241,7 @@ class BlockStream:
             pending = self._outlet.open_block(block.num_rows)
             for batch in block.to_batches(max_chunksize=MOST_ROWS):
                 if not self._buffer.put(batch):
+                    # The stream has ended, so it takes no more rows.
                     break
             return pending
 

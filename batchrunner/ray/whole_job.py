@@ -342,6 +342,7 @@ class Workers:
                 return
         for reference, (actor, placed) in list(self._actors.items()):
             if _is_ready(placed):
+                # The actor runs, so it can let its rows in flight finish.
                 actor.stop.remote(*self._stop_reason)
             else:
                 del self._actors[reference]

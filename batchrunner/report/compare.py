@@ -254,6 +254,7 @@ def _counts(connection: duckdb.DuckDBPyConnection) -> dict[str, Any]:
         "failed_in_second_only": "first.ok AND NOT second.ok",
         "failed_in_both": "NOT first.ok AND NOT second.ok",
     }
+    # One query counts the rows of all conditions, among the rows that both runs have.
     counts = ", ".join(f"count(*) FILTER ({condition})" for condition in conditions.values())
     numbers = connection.execute(f"SELECT {counts} FROM first JOIN second USING (row, rollout)").fetchone()  # noqa: S608
     return dict(zip(conditions, numbers or (), strict=True))

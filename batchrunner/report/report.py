@@ -218,6 +218,7 @@ class Report:
             return f", {self.output_tokens_per_s:,.0f} output tokens/s ({self.output_tokens:,} in all)"
         if not self.prompt_tokens:
             return ""
+        # A run of no measurable length must not divide by zero.
         rate = self.prompt_tokens / max(self.wall_s, 0.001)
         return f", {rate:,.0f} input tokens/s ({self.prompt_tokens:,} in all)"
 
@@ -226,6 +227,7 @@ class Report:
         failures = sum(incident["what"] in {"died", "hangs"} for incident in self.incidents)
         lines = [f"the engine died or hung {counted(failures, 'time')}"] if failures else []
         for incident in self.incidents:
+            # This incident records a restart with changed flags.
             if incident["what"] == "healed":
                 new_flags = ", ".join(f"{name} {value}" for name, value in incident["new"].items())
                 lines.append(f"{incident['who']} was restarted with {new_flags}: {incident['why'][:150]}")

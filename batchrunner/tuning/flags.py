@@ -53,7 +53,8 @@ class Server:
     longest_output: int | None = None
     """99th percentile of the output lengths, in tokens; None if unknown."""
     shared: float | None = None
-    """Fraction of the prompt tokens that come from the prefix cache, or could; None if unknown."""
+    """Fraction of the prompt tokens that come from the prefix cache, or could come from it; None if
+    unknown."""
     repeated: float = 1.0
     """Mean number of tokens that a decode step would yield with n-gram speculation from earlier outputs."""
     speculates_exactly: bool = True
@@ -602,17 +603,17 @@ def _interval(s: Server) -> list[int]:
 
 
 def _set(flag: str, value: Any) -> NextValues:
-    """Return the only possible change of a flag that is either set to `value` or not."""
+    """Return the only move for a flag: to `value`, unless the flag has this value already."""
     return lambda s: [] if s.facts.arguments.get(flag.replace("-", "_")) == value else [value]
 
 
 def _at_least(flag: str, least: int) -> NextValues:
-    """Return a function for a number of threads or processes: it returns `least`, or nothing if not fewer."""
+    """Return the only move for a number of threads or processes: to `least`, unless it is as high already."""
     return lambda s: [least] if (s.now(flag) or 0) < least else []
 
 
 def _for_media(flag: str, least: int) -> NextValues:
-    """Return the change of `_at_least` for a job whose prompts have media."""
+    """Return the move of `_at_least`, but only for a job whose prompts have images, sounds or videos."""
     return lambda s: _at_least(flag, least)(s) if s.media else []
 
 
@@ -702,7 +703,7 @@ class Move(NamedTuple):
     values: NextValues
     """Returns the values to take, in order; empty if no value remains or too little is known."""
     rule: str
-    """The change in words."""
+    """The move in words, for the docs: direction and new values."""
     source: str
     """Source of the rule: SGLang itself, or one of its tuning guides. G1 is the newest guide, G2 SGLang's own
     of 2025, G3 the oldest, and G4 is in Chinese."""
@@ -766,8 +767,8 @@ FLAGS: Mapping[str, Flag] = {
                     rule="halved or doubled, with replicas to match",
                     source="computed; not tried on a GPU",
                     cost=(
-                        "with fewer GPUs per replica, its KV pool has less room; with more, GPUs wait for "
-                        "each other"
+                        "fewer GPUs per replica: its KV pool has less room; more GPUs per replica: they wait "
+                        "for each other"
                     ),
                 )
             },
@@ -815,7 +816,7 @@ FLAGS: Mapping[str, Flag] = {
                 "oom": Move(_half_pool, rule="down: halved", source="SGLang", cost="a smaller KV pool"),
             },
             needs="a CPU",
-            memory="the KV cache of the tokens",
+            memory="the KV cache of the additional tokens",
             schedules=True,
         ),
         Flag(
@@ -823,19 +824,19 @@ FLAGS: Mapping[str, Flag] = {
             moves={
                 "full": Move(
                     _higher_fraction,
-                    rule="up: so that 6.5 GB stay free, then by 0.01",
+                    rule="up: so that 6.5 GB of GPU memory stay free, then by 0.01",
                     source="G1, G2, G4",
                     cost="memory may run out",
                 ),
                 "memory-left": Move(
                     _good_fraction,
-                    rule="up: so that 6.5 GB stay free",
+                    rule="up: so that 6.5 GB of GPU memory stay free",
                     source="G1, G2, G4",
                     cost="memory may run out; if it does, lower the flag by 0.01",
                 ),
                 "memory-tight": Move(
                     _good_fraction,
-                    rule="down: so that 6.5 GB stay free",
+                    rule="down: so that 6.5 GB of GPU memory stay free",
                     source="G1, G2, G4",
                     cost="a smaller KV pool",
                 ),
@@ -910,7 +911,7 @@ FLAGS: Mapping[str, Flag] = {
                     _smaller_graphs,
                     rule="down: halved",
                     source="G1, SGLang",
-                    cost="larger batches run without graphs",
+                    cost="larger batches run without CUDA graphs",
                 ),
             },
             needs="a GPU",
@@ -922,7 +923,7 @@ FLAGS: Mapping[str, Flag] = {
             moves={
                 "graph-off": Move(
                     lambda s: ["full"] if s.facts.graph_disabled else [],
-                    rule="set: full, if decode graphs are disabled",
+                    rule="set: full, if CUDA graphs for decoding are disabled",
                     source="G1",
                     cost="about 2 MB of GPU memory per request, and a start that takes seconds longer",
                 ),
@@ -940,7 +941,7 @@ FLAGS: Mapping[str, Flag] = {
             moves={
                 "chunk-full": Move(
                     lambda s: ["breakable"] if prefill_graph_off(s.facts.arguments) else [],
-                    rule="set: breakable, if prefill graphs are disabled",
+                    rule="set: breakable, if CUDA graphs for prefill are disabled",
                     source="G1",
                     cost="some GPU memory, and a start that takes seconds longer",
                 ),

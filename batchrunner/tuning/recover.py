@@ -40,7 +40,7 @@ NAMES: Mapping[Phase | Kind, str] = {
     "general": "out of memory",
     "load": "the weights do not fit",
     "pool": "no room for a KV pool",
-    "killed": "killed by the kernel for want of memory",
+    "killed": "killed by the kernel for lack of memory",
     "crash": "a crash",
 }
 """Cause of a server's death in words, by its kind."""
@@ -84,7 +84,7 @@ def examine(ended: EndedServer, facts: Facts) -> Death:
         return Death(last.phase, unstamped(last.text)[:300], last.running)
     killed = ended.exit_code == KILLED or (facts.died is not None and facts.died.killed)
     if ended.oom_kills and killed:
-        return Death("killed", f"killed by the kernel for want of memory ({ended.oom_kills} processes)")
+        return Death("killed", f"killed by the kernel for lack of memory ({ended.oom_kills} processes)")
     return Death("crash", f"exit {ended.exit_code}")
 
 

@@ -38,7 +38,8 @@ def metrics_off(s: Situation, flags: Flags) -> Finding | None:
     args: dict[str, Any] = {}
     for name in names:
         args |= flags.setting(name.replace("_", "-"), value=True)
-    return Finding(f"not reported: {' and '.join(contents[name] for name in names)}", args=args)
+    missing = " and ".join(contents[name] for name in names)
+    return Finding(f"the server does not report {missing}", args=args)
 
 
 def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
@@ -130,7 +131,7 @@ def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
         return Finding(reading, args={}, change="`order: auto`", evidence=evidence)
     queue, limit = s.load.longest_queue, GUIDES.lpm_queue
     if policy == "lpm" and queue > limit:
-        reading += f"; lpm gives up above {limit:.0f} waiting requests"
+        reading += f"; above {limit:.0f} waiting requests, lpm does not look for common prefixes"
     # The flag would not help if lpm is on already or unknown, or if the queue is too long for lpm.
     if policy in {"lpm", None} or queue >= limit:
         change = "send requests that begin alike one after another, as batchrun does"

@@ -151,7 +151,7 @@ SEEN: Mapping[str, Callable[[TrialSigns, Server], bool]] = {
     "layout": lambda _, __: True,
     "held": lambda s, _: _holds_back(s),
     "retracting": lambda s, _: s.shows("kv_bound") and retracts_often(s.retractions_per_min),
-    # requests wait although fewer run than max-running-requests allows
+    # Requests wait although fewer run than `max-running-requests` allows.
     "full": lambda s, _: s.shows("conservative") or s.shows("kv_bound"),
     "chunk-full": lambda s, v: (s.prefill_per_pass or 0.0) >= PASS_IS_FULL * (v.facts.chunk or 1),
     "capped": lambda s, _: s.shows("capped"),
@@ -218,4 +218,8 @@ def _with_others(flag: Flag, value: Any, server: Server, flags: Flags) -> list[A
 def together(changes: Collection[FlagChange]) -> FlagChange | None:
     """Combine all changes into one; None if there are fewer than two."""
     args = {name: value for change in changes for name, value in change.args.items()}
-    return FlagChange(args, "all changes that the signs of the best call for") if len(changes) > 1 else None
+    return (
+        FlagChange(args, "all changes that the signs of the best trial call for")
+        if len(changes) > 1
+        else None
+    )

@@ -283,7 +283,11 @@ class WorkerWatch:
             self.in_doubt, self._report_before = True, None
 
     def observe(self, worker: GatewayWorker) -> None:
-        """Process the worker's entry in the list; raises AnotherModelError for another model's weights."""
+        """Process the worker's entry in the list; raises AnotherModelError for another model's weights.
+
+        The first report sets the size of the weights. A doubt ends with the first report that is certainly
+        newer than the failure.
+        """
         weights_gb = worker.weights_gb
         if weights_gb is None:
             # The gateway has no report of the worker now, so the next report will be newer than any failure.
@@ -336,7 +340,7 @@ class GatewayQuestions:
             raise EngineDownError(
                 f"{self.url}: refuses the API key ({status}){by_proxy(self.url)}: see engine.api_key_env"
             )
-        raise EngineDownError(f"{self.url}: is not SGLang's Model Gateway (no {WORKERS})")
+        raise EngineDownError(f"{self.url}: is not SGLang's Model Gateway (no path {WORKERS})")
 
     async def _workers_in_loads(self, timeout_s: float) -> list[GatewayWorker]:
         """Return the workers that `/loads` names; empty if there is no readable answer."""

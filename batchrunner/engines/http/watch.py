@@ -89,18 +89,19 @@ class _Server:
             status, info = await self._status.mapping(SERVER_INFO, wait_s)
         except NOT_REACHED as failure:
             reason = str(getattr(failure, "os_error", failure)) or f"no answer within {wait_s:g} s"
-            raise InputError(f"{url}: no server answers there{by_proxy(url)}: {reason}") from None
+            raise InputError(f"{url}: no server answers{by_proxy(url)}: {reason}") from None
         if status in KEY_REFUSED:
             raise InputError(f"{url}: refuses the API key", hint=f"set {API_KEY_VARIABLE}")
         if "model_path" not in info:
             raise InputError(
-                f"{url}: not an SGLang server (no {SERVER_INFO})",
+                f"{url}: not an SGLang server (no path {SERVER_INFO})",
                 hint="give a server's own address, not a gateway's",
             )
         self._facts.version = info.get("version")
         self._facts.arguments = {
             name: value for name, value in info.items() if name not in {"version", "internal_states"}
         }
+        # The first scheduler stands for all, because they have the same limits.
         state = next(iter(scheduler_states(info)), {})
         memory = state.get("memory_usage")
         memory = memory if isinstance(memory, dict) else {}

@@ -51,6 +51,7 @@ def sendable(content: bytes, max_pixels: int | None) -> bytes:
         with Image.open(io.BytesIO(content), formats=formats) as image:
             return _checked(image, content, max_pixels)
     except (BadFileError, MemoryError):
+        # A lack of memory says nothing about the file.
         raise
     except UnidentifiedImageError:
         raise BadFileError(f"cannot be read as an image ({len(content)} bytes)") from None

@@ -162,6 +162,7 @@ def _source_in(directory: Path) -> Any:
         return (directory / "chat_template.jinja").read_text(encoding="utf-8")
     except (OSError, ValueError):
         source = read_json(directory / _CONFIG).get("chat_template")
+    # A list has several templates, each with its name. The first one is the default.
     return source[0]["template"] if source and isinstance(source, list) else source
 
 
@@ -219,6 +220,7 @@ def added_twice(tokenizer: Any, text: str) -> str | None:
 
     Return None if the tokenizer adds nothing, or adds a token with which the text does not begin.
     """
+    # For an empty text, the tokens are only those that the tokenizer adds.
     added_ids = tokenizer.encode("", add_special_tokens=True).ids[:1]
     first_ids = tokenizer.encode(text[:_BEGINNING], add_special_tokens=False).ids[:1]
     return str(tokenizer.id_to_token(added_ids[0])) if added_ids and added_ids == first_ids else None

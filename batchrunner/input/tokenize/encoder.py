@@ -70,6 +70,7 @@ class Encoder:
         if request.kind != self._kind or request.media or request.tools:
             return False
         if self._kind != "messages":
+            # An empty prompt is left to the engine, which refuses it.
             return bool(request.prompt)
         is_plain_chat = all(map(_is_plain, request.prompt)) and "structural_tag" not in request.sampling
         return is_plain_chat and request.prompt[-1]["role"] != "assistant"
@@ -212,6 +213,7 @@ def truncate_text(text: str, offsets: Offsets, keep: int, truncation: Truncation
     """
     from_beginning = _TOKENS_FROM_BEGINNING[truncation](keep)
     from_end = keep - from_beginning
+    # The head ends where its last token ends, and the tail begins where its first token begins.
     head = text[: offsets[from_beginning - 1][1]] if from_beginning else ""
     tail = text[offsets[-from_end][0] :] if from_end else ""
     return head + tail

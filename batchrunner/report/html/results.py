@@ -80,6 +80,7 @@ def read_results(workers: Sequence[RunDir]) -> RunResults:
         ):
             _register(connection, parts)
             lengths = list(filter(None, (_length(connection, *length) for length in _LENGTHS)))
+            # The examples come from the newest part file.
             return RunResults(done.counts, lengths, _answers(parts[-1]))
     except (duckdb.Error, pa.ArrowException, OSError, KeyError, UnicodeError) as failure:
         raise ResumeError(f"{workers[0].path}: results cannot be read: {first_line(failure)}") from None

@@ -410,6 +410,7 @@ def _out_of_memory(line: str) -> OutOfMemory | None:
     if phase is None:
         return None
     if "graph failed: " in line:
+        # The phase is the capture of graphs, whatever the rest of the line says.
         phase = "graph"
     return OutOfMemory(phase, line.strip())
 

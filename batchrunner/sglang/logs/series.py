@@ -36,6 +36,7 @@ class Prefills:
 
     def add(self, batch: LoggedBatch, chunk: int) -> None:
         """Count one prefill pass; `chunk` is `chunked_prefill_size`, or 0 if unknown."""
+        # With an unknown chunk size (0), no pass counts as full.
         is_full = 0 < WHOLE * chunk <= batch.new_tokens
         self.passes += 1
         self.prompts += batch.new_seqs
