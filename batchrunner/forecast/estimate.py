@@ -423,6 +423,7 @@ def _from_data_sheet(prepared: PreparedJob, request: _EstimateRequest, card: str
     copies = _copies(job, request, default=1)
     model = launched_model(job.engine) or ""
     directory = str(model_directory(model))
+    # No engine is open. The survey needs only the tokenizer.
     info = EngineInfo("cold", model, tokenizing=TokenizerInfo(directory, directory))
     surveyed = survey(prepared, pending, info, BitMap64())
     result = cold_forecast(
