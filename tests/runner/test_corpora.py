@@ -265,7 +265,7 @@ class Handler(Server):
         super().do_GET()
     def may_end(self):
         was_started_again = starts() not in ([], [FOLDER / f"corpus-{os.getpid()}"])
-        return len(starts()) == 2 or (REFUSES and was_started_again and Handler.polls > 20)
+        return len(starts()) == 2 or (REFUSES and was_started_again and Handler.polls > 60)
     def asked(self, body):
         if self.path == "/add_external_corpus":
             (FOLDER / f"corpus-{os.getpid()}").touch()
