@@ -245,6 +245,7 @@ FOLDER = pathlib.Path(os.environ["FOLDER"])
 REFUSES = "REFUSES" in os.environ
 REFUSAL = {"success": False, "message": "No more memory."}
 SENTENCES = [" ".join(f"expression{13 * n + word}" for word in range(11)) + "." for n in range(20)]
+print("The run tells starts by their places in the log.", flush=True)
 
 def starts():
     return sorted(FOLDER.glob("corpus-*"))
