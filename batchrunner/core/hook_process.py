@@ -40,7 +40,7 @@ class HookProcess:
     """A worker process. One thread owns it and calls its methods, which block; it dies with that thread."""
 
     def __init__(self, setup: WorkerSetup, step_descriptor: int | None = None) -> None:
-        """Start the process. `facts` then sends it the setup, with which the process loads the functions.
+        """Start the process. It loads the functions once `facts` has sent it the setup.
 
         `step_descriptor` is the file descriptor of the step memory, see `rollout_worker`. A process with step
         memory runs rollouts, a process without step memory plain calls.
@@ -49,7 +49,9 @@ class HookProcess:
         self.is_fit = True
         """Whether the process can take rows. A process that died, timed out or ran out of memory cannot."""
         our_end, its_end = socket.socketpair()
-        paths = [*setup.directories, *map(os.path.abspath, sys.path)]  # "" is the current directory
+        # The paths are made absolute, because `sys.path` may have "" for the current directory.
+        paths = [*setup.directories, *map(os.path.abspath, sys.path)]
+        # `dont_write_bytecode` keeps .pyc files away from the user's modules.
         code = (
             f"import sys; sys.dont_write_bytecode = True; sys.path[:] = {paths!r}; "
             f"from batchrunner.core.hook_worker import main; main({its_end.fileno()}, {step_descriptor})"
@@ -57,6 +59,7 @@ class HookProcess:
         shared = [its_end.fileno()] if step_descriptor is None else [its_end.fileno(), step_descriptor]
         with its_end:
             self._process = subprocess.Popen(
+                # -u: what functions print appears at once. -P: Python adds no directory to `sys.path`.
                 [sys.executable, "-u", "-P", "-c", code],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -80,16 +83,16 @@ class HookProcess:
             (reply,) = self._request(self._setup, limit_s=TIMING.hook_import)
         except ProcessEndedError as failure:
             raise HookLostError(f"{self._setup.names}: cannot be imported: the import {failure}") from None
-        if isinstance(reply, str):
+        if isinstance(reply, str):  # A reply that is a text says why a function cannot be loaded.
             self.is_fit = False
             raise HookLostError(reply)
         facts: Sequence[HookFacts] = reply
         return facts
 
     def call(self, number: int, rows: Sequence[Arguments]) -> list[HookResult]:
-        """Call the function of this number with each of these rows, in order, and return the results.
+        """Call function `number` (its index in `facts`) with each row, and return the results in order.
 
-        After FLUSH_S the process stops early, and returns the results of the first rows only. Raises
+        After FLUSH_S the process stops early, and returns only the results of the first rows. Raises
         ProcessEndedError if the process ends or exceeds the time limit of the call.
         """
         limit_s = self._setup.limit_s
@@ -105,12 +108,13 @@ class HookProcess:
     def close(self) -> None:
         """Kill the process and wait for its end.
 
-        Only the thread that owns the process may call this method, or any thread after that one has ended.
+        Only the thread that owns the process may call this method. After its end, any thread may.
         """
         self.kill()
         self._process.wait()
         self.channel.close()
-        self._printing.join(1.0)  # A program that a function started may keep the output open for longer.
+        # A program that a function started may keep the output open, so do not wait for longer.
+        self._printing.join(1.0)
 
     def has_ended(self) -> bool:
         """Tell whether the process has ended. A child of an ended process may still keep the channel open."""
@@ -134,7 +138,7 @@ class HookProcess:
         Raises ProcessEndedError if the process ends, or does not reply within `limit_s`. `limit_name` names
         the limit in the message.
         """
-        # The worker ends a call at its limit itself, and may have worked on earlier rows before that call.
+        # The worker itself ends a call after `limit_s`. Before that, it may spend FLUSH_S on other rows.
         ends_at = time.monotonic() + limit_s + FLUSH_S + TIMING.hook_end
         # An EOFError or OSError means that the process has closed its end of the channel.
         with contextlib.suppress(EOFError, OSError):

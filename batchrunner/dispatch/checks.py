@@ -45,7 +45,7 @@ PADDED = (
     "the answer was padded with blanks: JSON allows any number of blanks between values; "
     f"start the server with --{MAX_BLANKS_FLAG} {MOST_BLANKS}"
 )
-"""Complaint about an answer of JSON that consists of blanks from some place on."""
+"""Complaint about an answer of JSON that is nothing but blanks from some point on."""
 _STOPS = {"stop", "stop_token_ids", "stop_regex"}
 """Sampling parameters that may end an answer before it is a whole match of its regular expression."""
 LONGEST_COMPLAINT = 300
@@ -91,7 +91,10 @@ class AnswerChecker:
         """Thread for checks that may take long and would block the event loop; None if all are quick."""
 
     def to_send(self, request: Request) -> Request:
-        """Return the request, with BLANKS as stop_regex once an answer was padded, if it has a schema."""
+        """Return the request as it is sent.
+
+        Once an answer of the job was padded, a request with a schema gets BLANKS as `stop_regex`.
+        """
         if self._ends_padding and request.sampling.get("json_schema") is not None:
             return _ending_padding(request)
         return request
@@ -102,6 +105,8 @@ class AnswerChecker:
         If the verdict has a next request, that request is ready to be sent.
         """
         history = row.answers = row.answers or AnswerHistory(row.request)
+
+        # The job's conditions come first, and then its Python function.
         if self._thread is None:
             answer, complaint = self._conditions.check(row.request, completion)
         else:
@@ -112,6 +117,7 @@ class AnswerChecker:
         history.last = answer
         if complaint is None and self._functions is not None:
             complaint = await _python_complaint(self._functions, row.request, answer)
+
         if complaint is None:
             return Verdict(_with_history(history, is_good=True))
         history.rejected.append(Rejected(complaint, answer.output_tokens))
@@ -136,7 +142,7 @@ class AnswerChecker:
         another seed, and with the complaint in the chat if the job asks for feedback.
         """
         limit = row.request.sampling.get("max_new_tokens")
-        is_padded = complaint.endswith(PADDED)  # more tokens would be more blanks
+        is_padded = complaint.endswith(PADDED)  # more tokens would only bring more blanks
         self._ends_padding |= is_padded
         is_truncated = CUT in answer.finish_reasons or answer.thinking_cut
         needs_tokens = self._lengthens and is_truncated and not is_padded
@@ -146,6 +152,7 @@ class AnswerChecker:
             if answer.thinking_cut:
                 sampling[THINKING] *= 2
             return row.request._replace(sampling=sampling)
+        # Retries with more tokens do not count as tries.
         tries = len(history.rejected) - history.lengthened
         if tries >= self._tries:
             return None
@@ -154,7 +161,8 @@ class AnswerChecker:
             return _next_try(history.first, tries)
         chat = _with_complaint(_next_try(unencoded, tries), answer, complaint)
         (request,) = await self._tokenizer.tokenize([chat])
-        return request if isinstance(request, Request) else None  # The longer chat may be too long.
+        # With the complaint the chat may be too long. Then there is no next request.
+        return request if isinstance(request, Request) else None
 
 
 def _with_history(history: AnswerHistory, *, is_good: bool | None) -> Completion:
@@ -172,7 +180,10 @@ def _with_history(history: AnswerHistory, *, is_good: bool | None) -> Completion
 
 
 async def _python_complaint(functions: HookPool, request: Request, completion: Completion) -> str | None:
-    """Return the complaint of `accept.python` about an answer, or the function's error; else None."""
+    """Return the complaint of `accept.python` about an answer, or the function's error; else None.
+
+    The function returns True for a good answer, and False or a complaint for any other answer.
+    """
     facts = functions.facts[CHECK]
     row = (carried_of(request.ref),) if facts.takes_row else ()
     for number, text in enumerate(completion.texts):
@@ -181,7 +192,7 @@ async def _python_complaint(functions: HookPool, request: Request, completion: C
         except RowRefusedError as failure:
             verdict = str(failure)
         if verdict is not True:
-            return of_sample(verdict or f"{CHECK} {facts.name} does not take the answer", number, completion)
+            return of_sample(verdict or f"{CHECK} {facts.name} rejected the answer", number, completion)
     return None
 
 
@@ -192,17 +203,24 @@ class AnswerConditions:
         """Compile the conditions for rows with these columns; raises JobError."""
         accept = job.accept
         self._fails_truncated = plan.on_length != "keep"
+        """Whether a truncated answer may fail."""
         self._fails_cut_thinking = job.on_length in {"fail", "longer"}
+        """Whether an answer fails if its thinking was truncated."""
         self._fails_repetition = plan.on_repetition == "fail"
+        """Whether an answer that repeats itself without end fails."""
         self._only_with_schema = job.on_length is None
-        """Whether only an answer with a schema fails when it is truncated: the job sets no `on_length`."""
+        """Whether a truncated answer fails only if its request has a schema, because the job sets no
+        `on_length`."""
         self._wants_json = plan.checks_json
+        """Whether answers must be JSON."""
         self._adds_parsed = PARSED in plan.columns
+        """Whether the results have the column `parsed`."""
         self._expression = None if accept.expression is None else AnswerExpression(accept.expression, columns)
         reads_parsed = self._expression is not None and self._expression.reads(PARSED)
         self._parses = self._wants_json or self._adds_parsed or reads_parsed
+        """Whether answers are parsed as JSON, for a check or for the column `parsed`."""
         self._by_row = plan.schema_by_row
-        """Whether each row brings its own schema, or none."""
+        """Whether each row may bring its own schema."""
         self._always_json = accept.json_ is True
         """Whether the answers of rows without a schema must be JSON as well."""
         self._validator = None
@@ -222,6 +240,7 @@ class AnswerConditions:
         """
         first_complaint: str | None = None
         parsed_values: list[Any] = []
+        # All completions are parsed for the column `parsed`, but none is checked after the first complaint.
         for number, text in enumerate(completion.texts):
             value, column_value, json_error = None, None, None
             if self._parses:
@@ -257,9 +276,11 @@ class AnswerConditions:
         the cause, and `json_error` is only a consequence.
         """
         reason = completion.finish_reasons[number]
+        # If each row may bring its own schema, a row without one has only the checks that apply to all rows.
         has_schema = not self._by_row or request.sampling.get("json_schema") is not None
         is_bad_json = json_error is not None and self._wants_json and (has_schema or self._always_json)
         must_be_whole = self._fails_truncated and (has_schema or not self._only_with_schema)
+        # Whole JSON may also end at the limit. Then it counts as truncated only if the job says so.
         is_truncated = reason == CUT and (is_bad_json or must_be_whole)
         may_be_padded = self._wants_json and (is_bad_json or is_truncated)
         if may_be_padded and _is_padded(request, completion.texts[number], reason):
@@ -321,7 +342,7 @@ class AnswerConditions:
         try:
             return value, fit(value, self._kind), None
         except ValueError as failure:
-            return value, None, f"the answer does not fit its column: {_short(str(failure))}"
+            return value, None, f"the answer does not fit the column `parsed`: {_short(str(failure))}"
 
     def _validator_for(self, request: Request) -> Any:
         """Return the validator of the row's own schema, or of the job's; None without a schema."""
@@ -345,13 +366,13 @@ def _may_follow(pattern: str, request: Request, completion: Completion, number: 
         return True
     text = completion.texts[number]
     is_whole = completion.finish_reasons[number] == "stop" and _STOPS.isdisjoint(request.sampling)
-    attempts = product((text, f" {text}"), (regex.DOTALL, regex.DOTALL | regex.ASCII))
+    variants = product((text, f" {text}"), (regex.DOTALL, regex.DOTALL | regex.ASCII))
     try:
         return any(
             regex.fullmatch(
                 pattern, answer, flags, partial=not is_whole, timeout=LONGEST_SEARCH_S, concurrent=True
             )
-            for answer, flags in attempts
+            for answer, flags in variants
         )
     except (regex.error, TimeoutError):
         return True
@@ -369,7 +390,8 @@ def _validator(schema: dict[str, Any], field: str) -> Any:
     except ValueError as failure:
         error: Any = failure
         while branches := getattr(getattr(error, "kind", None), "context", None):
-            # No alternative fits: report the one whose error lies deepest, which was probably meant.
+            # None of the schema's alternatives fits. Report the one whose error lies deepest, because it was
+            # probably meant.
             error = max(chain(*branches), key=lambda branch_error: len(branch_error.instance_path))
         problem = f"not a JSON Schema that answers can be checked against: {_with_path(error)}"
         raise JobError(f"{field}: {problem}") from None
@@ -398,7 +420,7 @@ def _short(text: str) -> str:
 
 RISING = (0.4, 0.8)
 """Minimum temperature of a row's second try, and of its later tries. At temperature 0 the model would give
-the same answer again."""
+the same answer at each try."""
 
 
 def _is_padded(request: Request, text: str, reason: str | None) -> bool:

@@ -102,12 +102,14 @@ def answer(request: Request, limit_tokens: int, dimensions: int = 384) -> Comple
     if request.task is not None:
         if request.kind == "messages":
             raise RowRefusedError(f"task: {request.task.name} takes a text or token ids, and this is a chat")
+        # A task without decoding has no outputs: its results are columns.
         columns = made_up_columns(request.task, request, hashes[0], dimensions)
         return _completion([], prompt_tokens, columns)
     most_tokens = min(request.sampling["max_new_tokens"], limit_tokens - prompt_tokens)
     outputs = [_output(request, number, most_tokens) for number in hashes]
     if request.asks is None:
         return _completion(outputs, prompt_tokens, NO_COLUMNS)
+    # Requested columns for which there is nothing synthetic, such as `logprobs`, stay null.
     asked_columns: dict[str, list[Any]] = {name: [None] * len(outputs) for name in request.asks.names}
     if TOOL_CALLS in asked_columns:
         asked_columns[TOOL_CALLS] = [output.calls for output in outputs]
@@ -117,11 +119,11 @@ def answer(request: Request, limit_tokens: int, dimensions: int = 384) -> Comple
 
 
 class _Output(NamedTuple):
-    """A made-up output."""
+    """One synthetic output of a request."""
 
     text: str
     tokens: int
-    """Number of output tokens, those of the thinking included."""
+    """Number of output tokens, including the tokens of the thinking."""
     reason: str
     """Finish reason."""
     calls: list[dict[str, Any]] | None = None
@@ -135,6 +137,7 @@ class _Output(NamedTuple):
 def _completion(
     outputs: Sequence[_Output], prompt_tokens: int, columns: Mapping[str, list[Any]]
 ) -> Completion:
+    """Combine the synthetic outputs for a prompt into one Completion, without prefix cache hits."""
     return Completion(
         texts=[output.text for output in outputs],
         finish_reasons=[output.reason for output in outputs],
@@ -155,7 +158,8 @@ def _output(request: Request, number: int, most_tokens: int) -> _Output:
     budget = request.sampling.get(THINKING) or 0
     if budget <= 0:
         return _output_without_thinking(request, number, most_tokens)
-    # The bits of `number` from the 22nd on choose neither the length of the answer nor its text.
+    # These bits of `number` choose neither the length of the answer nor its text, so all three are
+    # independent.
     thinking_tokens = min(_LENGTHS[number >> 22], budget, most_tokens)
     if thinking_tokens < most_tokens:
         output = _output_without_thinking(request, number, most_tokens - thinking_tokens)
@@ -163,7 +167,8 @@ def _output(request: Request, number: int, most_tokens: int) -> _Output:
         output = _Output("", 0, CUT)
     return output._replace(
         tokens=thinking_tokens + output.tokens,
-        thinking=_text(~number, thinking_tokens),  # ~, so that the thinking has other words than the answer
+        # The inverted bits select other words than those of the answer.
+        thinking=_text(~number, thinking_tokens),
         is_thinking_cut=thinking_tokens == budget,
     )
 
@@ -195,6 +200,7 @@ def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int, dimensions: 
         values, tokens = _values_of(body, fields)
         columns = {RESPONSE: [orjson.dumps(values).decode()]}
         completion = _completion([_Output("", 0, STOPPED)], tokens, columns)
+        # SGLang reports no cached tokens for tasks without decoding.
         return completion._replace(cached_tokens=None)
     completions = [answer(request, limit_tokens) for request in _requests_in(body, fields, ref)]
     is_chat = body.path == CHAT_PATH
@@ -234,9 +240,11 @@ def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int, dimensions: 
 
 def _values_of(body: RequestBody, fields: dict[str, Any]) -> tuple[Any, int]:
     """Make up the body of an answer with scores or classes; return it with the number of prompt tokens."""
-    items = fields.get({SCORE_PATH: "items", RERANK_PATH: "documents"}.get(body.path, "input"))
+    items_field = {SCORE_PATH: "items", RERANK_PATH: "documents"}.get(body.path, "input")
+    items = fields.get(items_field)
     texts = items if isinstance(items, list) else [items]
     tokens = [len(orjson.dumps(text)) // BYTES_PER_TOKEN + 1 for text in texts]
+    # One pseudo-random number from 0 to 1 for each text; equal queries and texts give equal numbers.
     numbers = [crc32(orjson.dumps([fields.get("query"), text])) / (1 << 32) for text in texts]
     usage = {"prompt_tokens": sum(tokens), "completion_tokens": 0, "total_tokens": sum(tokens)}
     head = {"model": body.model or "simulated", "usage": usage}
@@ -342,6 +350,7 @@ def _sampling_in(body: RequestBody, fields: dict[str, Any]) -> dict[str, Any]:
     for name, sglang_name in _SAMPLING_OF_BODY.items():
         if fields.get(name):
             sampling[sglang_name] = fields[name]
+    # Chats and completions name a schema in `response_format`, responses in `text`.
     response_format = fields.get("response_format") or {}
     if response_format.get("type") == "json_object":
         sampling["json_schema"] = {"type": "object"}
@@ -372,6 +381,7 @@ def _embeddings_response(
     as_text = fields.get("encoding_format") == "base64"
     response = reply_of(vectors, tokens, body.model or MODEL, as_text=as_text)
     completion = _completion([_Output("", 0, STOPPED)], tokens, {RESPONSE: [response.decode()]})
+    # SGLang reports no cached tokens for tasks without decoding.
     return completion._replace(cached_tokens=None)
 
 
@@ -408,7 +418,9 @@ def _length(sampling: dict[str, Any], number: int, most_tokens: int) -> tuple[in
 
 def _text(number: int, tokens: int) -> str:
     """Return a word for each of `tokens`, at most LONGEST_TEXT_WORDS, after the mark of made-up texts."""
-    start = (number >> 10) % _TAPE_STARTS  # not the bits that chose the length, so that both are independent
+    # The length of the answer comes from the last 10 bits, so these are left out, and text and length are
+    # independent.
+    start = (number >> 10) % _TAPE_STARTS
     return MARK + " ".join(_TAPE[start : start + min(tokens, LONGEST_TEXT_WORDS)])
 
 
@@ -430,6 +442,7 @@ class Simulator(Engine):
             max_total_tokens=spec.max_total_tokens,
             context_tokens=spec.context_length,
         )
+        # A decode pass takes half of `step_s` for an empty batch, and all of it for a full batch.
         half_step_s = spec.step_s / 2
         cost = CostModel(
             base_s=half_step_s,
@@ -498,7 +511,8 @@ class Simulator(Engine):
             )
             for output_tokens in output_lengths
         ]
-        self._advance()  # samples take part from the scheduler's next pass on, so bring its clock up to date
+        # The scheduler takes new samples into its next pass, so its clock must first catch up.
+        self._advance()
         for sample in samples:
             self._replica.scheduler.submit(sample)
         if self._simulation is None or self._simulation.done():

@@ -36,6 +36,7 @@ def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
         return other
     if pt.is_dictionary(one) or pt.is_dictionary(other):
         return _common_dictionary(one, other)
+    # Arrow's promotion does not handle these kinds of types well.
     for is_of_kind, common_of_kind in _KINDS:
         if is_of_kind(one) and is_of_kind(other):
             return common_of_kind(one, other)
@@ -63,6 +64,7 @@ def _common_dictionary(one: pa.DataType, other: pa.DataType) -> pa.DataType | No
     value_type = common_type(*value_types)
     if value_type is None or not pt.is_dictionary(one):
         return value_type
+    # The values have an order only if they have one in both types.
     is_ordered = one.ordered and pt.is_dictionary(other) and other.ordered
     return pa.dictionary(pa.int32(), value_type, ordered=is_ordered)
 
@@ -84,7 +86,10 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _common_list(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """Return a list of the common type of the items; of fixed size only if both lists have this size."""
+    """Return the common type of two list types, whose items have the common type of the items.
+
+    It has a fixed size only if both lists have the same fixed size.
+    """
     item_type = common_type(one.value_type, other.value_type)
     if item_type is None:
         return None
@@ -122,7 +127,9 @@ def _common_timestamp(one: pa.TimestampType, other: pa.TimestampType) -> pa.Data
     if (one.tz is None) != (other.tz is None):
         return None
     zone = one.tz
-    if one.tz != other.tz and not {one.tz, other.tz} <= _UTC:
+    # If both names mean UTC, the first one is kept, such as "Etc/UTC".
+    both_mean_utc = {one.tz, other.tz} <= _UTC
+    if one.tz != other.tz and not both_mean_utc:
         zone = "UTC"
     finer_type = _promoted(pa.timestamp(one.unit), pa.timestamp(other.unit))
     assert isinstance(finer_type, pa.TimestampType)
@@ -136,6 +143,7 @@ def _common_exact(one: Any, other: Any) -> pa.DataType | None:
     """
     if pt.is_integer(one) == pt.is_integer(other):
         return _promoted(one, other)
+    # The result keeps the decimal's places after the point, and has room for all digits before the point.
     integer, decimal = (one, other) if pt.is_integer(one) else (other, one)
     digits_before_point = max(decimal.precision - decimal.scale, _DIGITS[integer])
     digits = digits_before_point + decimal.scale

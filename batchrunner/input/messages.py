@@ -25,7 +25,7 @@ ROLES = {
 }
 """Roles of the chat endpoint, by the names of roles in OpenAI's and ShareGPT's forms."""
 _TEXT_PARTS = {"text", "input_text"}
-"""Types of the parts of a message's content that are texts."""
+"""Types of message parts that are text."""
 
 
 def holds_messages(kind: pa.DataType) -> bool:
@@ -39,12 +39,14 @@ def holds_messages(kind: pa.DataType) -> bool:
 def messages_in(column: str, row: Mapping[str, Any], *, continues: bool) -> list[dict[str, Any]]:
     """Return the messages in a row's column for the chat endpoint; raise RowRefusedError if it has none.
 
-    `continues` has the same meaning as for `conversation`.
+    With `continues`, the last message may be an unfinished answer of the assistant, which the model
+    continues.
     """
     label, value = f"prompt: column {column!r}", row[column]
     if value is None:
         raise RowRefusedError(f"{label} is null")
     if isinstance(value, str) and value.strip():
+        # A blank text counts as empty below.
         value = _parsed(label, value)
         if not isinstance(value, list):
             raise RowRefusedError(f"{label}: the JSON is not a list of messages")
@@ -86,7 +88,8 @@ def _message(item: Any) -> dict[str, Any]:
     if not isinstance(role, str) or role.strip().lower() not in ROLES:
         raise ValueError(f"the unknown role {role!r}" if role else "no role")
     message["role"] = ROLES[role.strip().lower()]
-    if content is not None or not message.get("tool_calls"):  # a tool call needs no content
+    # A message that only calls tools needs no content.
+    if content is not None or not message.get("tool_calls"):
         message["content"] = content if isinstance(content, str) else _joined(content)
     return message
 
@@ -103,6 +106,7 @@ def _joined(content: Any) -> Any:
     if not all(isinstance(part, Mapping) and isinstance(part.get("type"), str) for part in parts):
         raise ValueError("a part without a type")
     if not all(part["type"] in _TEXT_PARTS for part in parts):
+        # The message has parts with media, which cannot be joined.
         return [*map(_without_null_fields, parts)]
     texts: list[Any] = [part.get("text") for part in parts]
     if not all(isinstance(text, str) for text in texts):
@@ -134,7 +138,10 @@ def _parsed(label: str, text: str) -> Any:
 
 
 def _without_null_fields(struct: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a struct without its null fields: Parquet gives all structs of a column the same fields."""
+    """Return a struct without its null fields.
+
+    Parquet adds them, because all structs of a column share fields.
+    """
     return {name: value for name, value in struct.items() if value is not None}
 
 

@@ -22,7 +22,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
     """File system that has all buckets of one kind of object store."""
 
     def __init__(self, scheme: str, storage: StorageSpec) -> None:
-        """Begin without sending a request; `scheme` is the kind of store: s3, gs or az."""
+        """Prepare access to a kind of store (`scheme`: s3, gs or az). No request is sent yet."""
         self._scheme = scheme
         self._bucket = cache(lambda name: open_bucket(StoreAddress(scheme, name, ""), storage))
         self.e_tags: dict[str, str] = {}
@@ -48,7 +48,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
     def get_file_info(self, paths: Sequence[str]) -> list[pafs.FileInfo]:
         """Return the type, size and time of each path; raise OSError.
 
-        A path with keys below it that is not itself a key is a directory.
+        A path counts as a directory if it is no key itself, but keys begin with it.
         """
         return [self._listed.pop(path, None) or self._info(path) for path in paths]
 
@@ -65,6 +65,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
     def open_input_file(self, path: str) -> pa.NativeFile:
         """Open an object for reading from any position; raise OSError."""
         bucket, key = _bucket_and_key(path)
+        # Looking up the object also fills in its size and ETag, which are used below.
         if path not in self._sizes and self._info(path).type != pafs.FileType.File:
             raise FileNotFoundError(path)
         file = _ObjectFile(
@@ -81,7 +82,8 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
             try:
                 return self._record(path, obstore.head(self._bucket(bucket), key))
             except FileNotFoundError:
-                pass  # the path may be a directory
+                # There is no such object, but the path may be a directory.
+                pass
             except STORE_ERRORS as failure:
                 raise as_os_error(failure, path) from None
         is_directory = any(self._objects_below(path, most_pages=1))
@@ -90,18 +92,24 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
     def _objects_below(self, directory: str, most_pages: int | None = None) -> Iterator[Any]:
         """Yield the objects below a directory; raise OSError.
 
-        With `most_pages`, no more pages of the store's listing are read.
+        At most `most_pages` pages of the store's listing are read, if it is given.
         """
         bucket, key = _bucket_and_key(directory)
         prefix = f"{key.rstrip('/')}/" if key else None
+
+        def list_pages() -> list[Any]:
+            # obstore.list() returns an iterator, which lists page by page.
+            pages = obstore.list(self._bucket(bucket), prefix)
+            return list(islice(pages, most_pages))
+
         try:
-            pages = read_whole(lambda: list(islice(obstore.list(self._bucket(bucket), prefix), most_pages)))
+            pages = read_whole(list_pages)
         except STORE_ERRORS as failure:
             raise as_os_error(failure, directory) from None
         return (entry for page in pages for entry in page)
 
     def _record(self, path: str, info: Any) -> pafs.FileInfo:
-        """Keep the ETag and the size of an object from obstore's `info`; return pyarrow's form of it."""
+        """Remember the ETag and the size of an object, and convert obstore's `info` to pyarrow's FileInfo."""
         if e_tag := e_tag_of(info):
             self.e_tags[path] = e_tag
         self._sizes[path] = info["size"]
@@ -143,6 +151,7 @@ class _ObjectFile(io.RawIOBase):
         end = self._size if size < 0 else min(self._position + size, self._size)
         if self._position >= end:
             return b""
+        # With the condition, the store refuses the request if the object has another ETag.
         options: obstore.GetOptions = {**self._condition, "range": (self._position, end)}
         try:
             data = bytes(read_whole(lambda: obstore.get(self._bucket, self._key, options=options).bytes()))

@@ -61,13 +61,16 @@ class AnswerComparison:
     failed_in_both: int = 0
     """Number of rows that failed in both runs."""
     examples: list[dict[str, Any]] = field(default_factory=list)
-    """The first rows with different outputs: `row`, `first` and `second`, both shortened."""
+    """Some rows with different outputs, each with `row` and the shortened outputs `first` and
+    `second`.
+    """
 
     def lines(self) -> list[str]:
         """Return the lines that are printed for the two runs."""
         title = f"answers of {self.first} and {self.second}"
         if self.not_compared is not None:
             return [f"{title}: not compared: {self.not_compared}"]
+        # Failures and examples get lines only if there are any.
         lines = [
             f"{title}: {counted(self.rows, 'row')} in both runs",
             f"same output: {self.same:,}, different output: {self.different:,}",
@@ -115,6 +118,7 @@ class RunComparison:
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = []
         for cells in table:
+            # Each cell is padded to the widest cell of its column.
             padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
             lines.append("  ".join(padded).rstrip())
         for report in self.reports:
@@ -167,6 +171,7 @@ def _different_settings(contents: Sequence[Mapping[str, Any]]) -> dict[str, list
         settings["model"] = content["engine"].get("model")
         settings |= _leaves("versions", content["versions"])
         settings_of_runs.append(settings)
+    # `dict.fromkeys` keeps each name once, in the order in which the names first occur.
     different = {}
     for name in dict.fromkeys(name for settings in settings_of_runs for name in settings):
         values = [settings.get(name) for settings in settings_of_runs]
@@ -191,7 +196,8 @@ def _compare_answers(run_dirs: Sequence[RunDir], contents: Sequence[Mapping[str,
 
     first, second = run_dirs
     pair: dict[str, Any] = {"first": first.name, "second": second.name}
-    # The rows have the same positions in two inputs, even if one of the inputs has more files at its end.
+    # If one input only has more files at its end, the rows of the other files still have the same positions.
+    # So only the files that both inputs have are compared.
     digests = [[file["digest"] for file in content["fingerprint"]["files"]] for content in contents]
     if any(before != after for before, after in zip(*digests, strict=False)):
         return AnswerComparison(**pair, not_compared="the runs have different input files")
@@ -227,6 +233,7 @@ def _load(connection: duckdb.DuckDBPyConnection, name: str, parts: Sequence[Path
     connection.register(
         "parts", pads.dataset([str(part) for part in parts], schema=columns, format="parquet")
     )
+    # GROUP BY ALL groups by `row` and `rollout`, the only columns without an aggregate.
     connection.execute(
         f"""CREATE TABLE {name} AS
             SELECT row, {rollout} AS rollout, any_value(hash(output)) AS digest,
@@ -238,7 +245,7 @@ def _load(connection: duckdb.DuckDBPyConnection, name: str, parts: Sequence[Path
 
 
 def _counts(connection: duckdb.DuckDBPyConnection) -> dict[str, Any]:
-    """Count the rows of the tables `first` and `second` by the fields of AnswerComparison."""
+    """Count rows of the tables `first` and `second` for each field of AnswerComparison that is a count."""
     conditions = {
         "rows": "true",
         "same": "first.ok AND second.ok AND first.digest = second.digest",
@@ -247,6 +254,7 @@ def _counts(connection: duckdb.DuckDBPyConnection) -> dict[str, Any]:
         "failed_in_second_only": "first.ok AND NOT second.ok",
         "failed_in_both": "NOT first.ok AND NOT second.ok",
     }
+    # One query counts the rows of all conditions, among the rows that both runs have.
     counts = ", ".join(f"count(*) FILTER ({condition})" for condition in conditions.values())
     numbers = connection.execute(f"SELECT {counts} FROM first JOIN second USING (row, rollout)").fetchone()  # noqa: S608
     return dict(zip(conditions, numbers or (), strict=True))

@@ -153,7 +153,9 @@ class Report:
         lines += self._engine_lines()
         lines += self._check_lines()
         truncated = self.finish_reasons.get("length", 0)
-        if truncated > self.rows_cut:  # Rows have several outputs, and the first line counts only rows.
+        # If rows have several outputs, more outputs than rows may be truncated, and the first line counts
+        # only rows.
+        if truncated > self.rows_cut:
             outputs = counted(truncated, "output")
             lines.append(f"{outputs} truncated at max_new_tokens (finish_reason length)")
         if self.rows_thinking_cut:
@@ -186,7 +188,8 @@ class Report:
         if self.rows_resumed:
             counts.append(f"{self.rows_resumed:,} were done before")
         if self.rows_left:
-            if self.exit_code in {EXIT_DONE, EXIT_FAILED_ROWS}:  # This worker has done its share.
+            # This worker has sent all rows that it could lease.
+            if self.exit_code in {EXIT_DONE, EXIT_FAILED_ROWS}:
                 hint = " to other workers"
             elif says_next_step(self.reason):
                 hint = ""
@@ -210,11 +213,12 @@ class Report:
         return [summary, *cause_lines(checks["causes"], "answers rejected", "time")]
 
     def _tokens(self) -> str:
-        """Return a clause on the speed in output tokens, or in input tokens for a task without decoding."""
+        """Return the part of a report line about output tokens, or about input tokens for other tasks."""
         if self.task == GENERATE:
             return f", {self.output_tokens_per_s:,.0f} output tokens/s ({self.output_tokens:,} in all)"
         if not self.prompt_tokens:
             return ""
+        # A run of no measurable length must not divide by zero.
         rate = self.prompt_tokens / max(self.wall_s, 0.001)
         return f", {rate:,.0f} input tokens/s ({self.prompt_tokens:,} in all)"
 
@@ -223,6 +227,7 @@ class Report:
         failures = sum(incident["what"] in {"died", "hangs"} for incident in self.incidents)
         lines = [f"the engine died or hung {counted(failures, 'time')}"] if failures else []
         for incident in self.incidents:
+            # This incident records a restart with changed flags.
             if incident["what"] == "healed":
                 new_flags = ", ".join(f"{name} {value}" for name, value in incident["new"].items())
                 lines.append(f"{incident['who']} was restarted with {new_flags}: {incident['why'][:150]}")
@@ -296,13 +301,15 @@ def report_of_all(run: str | Path | RunDir) -> Report:
     spans = [span for worker in workers for span in attempt_spans(worker.events)]
     wall_s = union_s(spans)
     done = done_by_all(run_dir)
-    counts = replace(done.counts, ok=len(done.answered))  # A row that is in two result files counts once.
+    # A row that is in two result files counts once.
+    counts = replace(done.counts, ok=len(done.answered))
     report = make_report(run_dir, DoneRows(), facts["rows_total"], counts)
     end = RunEnd(
         rows_total=report.rows_total,
         rows_failed=report.rows_failed,
         max_failed_rows=max_failed_rows_of(facts),
         rows_left=report.rows_left,
+        # The stop counts only if rows remain.
         stop=RunVerdict(EXIT_STOPPED, "not finished"),
     )
     exit_code, reason = verdict_of(end)

@@ -43,23 +43,23 @@ log = logging.getLogger(__name__)
 LIST, ADD, REMOVE = "/list_external_corpora", "/add_external_corpus", "/remove_external_corpus"
 """SGLang's paths for corpora (entrypoints/http_server.py)."""
 ROWS_AT_ONCE = 1000
-"""Number of rows of a part that are read at once."""
+"""Number of rows of a part file that are read at once."""
 LONGEST_MESSAGE = 200
 """Maximum number of characters of a server's message in a log line."""
 
 
 class CorpusRefusedError(Exception):
-    """A server refuses a request about corpora. The message is the server's."""
+    """Raised when a server refuses a request about corpora. The message is the server's."""
 
 
 @dataclass(slots=True)
 class ServerCorpus:
-    """What is known of one server and its corpus."""
+    """State of one server and of the corpus that was loaded into it."""
 
     start: int
     """Number of the server's start; see `HttpEngine.start_of`."""
     tokens_at_start: int
-    """Output tokens of the run when this start was noticed."""
+    """Number of output tokens of the run when this start of the server was noticed."""
     is_confirmed: bool = False
     """Whether this start of the server has confirmed that it holds a corpus of this run."""
     may_hold_corpora: bool = False
@@ -73,7 +73,7 @@ class CorpusFeeder:
     """Loads and removes the corpora of a run's servers, driven by the run's load samples."""
 
     def __init__(self, engine: HttpEngine, run_dir: RunDir) -> None:
-        """Take the servers of `engine`, and the answers of the run in `run_dir`."""
+        """Feed the servers of `engine` with answers from the run in `run_dir`."""
         self._engine, self._run_dir = engine, run_dir
         self._servers: dict[str, ServerCorpus] = {}
         self._next_look = 0.0
@@ -85,9 +85,9 @@ class CorpusFeeder:
         """Tokens of the answers of the last replay; whether the replay promised a gain by a corpus."""
 
     async def take(self, sample: RunSample, now: float) -> None:
-        """Look at the servers' corpora, if the last look was long enough before `now`.
+        """Check the servers' corpora, unless the last check was only a short time before `now`.
 
-        One sample must be processed before the next is taken.
+        The caller must await each call before it passes the next sample.
         """
         if now < self._next_look:
             return
@@ -133,10 +133,11 @@ class CorpusFeeder:
         own = [name for name in corpora if name.startswith(self._prefix)]
         if len(own) < len(corpora):
             raise CorpusRefusedError("it has other corpora, with which the answers would share the budget")
-        if server.is_confirmed and not own:  # somebody has started the server again
+        # The corpus is gone although the server held it, so somebody has restarted the server.
+        if server.is_confirmed and not own:
             server.tokens_at_start = sample.output_tokens
         server.is_confirmed = bool(own)
-        # Each scheduler drafts from its own outputs, also those of one server.
+        # Each scheduler drafts only from its own outputs, even if a server has several schedulers.
         schedulers = max(len(sample.signals), len(self._engine.replicas))
         generated = (sample.output_tokens - server.tokens_at_start) // schedulers
         available = sum(map(len, answers)) // BYTES_PER_TOKEN
@@ -158,7 +159,10 @@ class CorpusFeeder:
             await _remove(status, own)
 
     async def _promises_gain(self, answers: Sequence[str], tokens: int) -> bool:
-        """Tell whether a replay promises a gain by a corpus. Twice as many answers are replayed anew."""
+        """Tell whether a corpus would speed the run up, according to a replay of its answers.
+
+        The replay is repeated each time the number of output tokens has doubled.
+        """
         if not self._judged_tokens or tokens >= 2 * self._judged_tokens:
             gain = await asyncio.to_thread(corpus_gain, answers[:MOST_ANSWERS])
             self._judged_tokens, self._is_worth_it = tokens, gain >= LEAST_CORPUS_GAIN
@@ -180,7 +184,8 @@ def newest_answers(run_dir: RunDir, most_characters: int) -> list[str]:
     answers: list[str] = []
     characters_left = most_characters
     for path in reversed(run_dir.all_parts()):
-        damaged = contextlib.suppress(pa.ArrowException, OSError, KeyError)  # or removed in the meantime
+        # A part file may be damaged, or may have been removed in the meantime.
+        damaged = contextlib.suppress(pa.ArrowException, OSError, KeyError)
         with damaged, pq.ParquetFile(path) as part:
             if not has_texts(part.schema_arrow):
                 continue

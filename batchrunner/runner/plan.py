@@ -99,7 +99,7 @@ class RunPlan:
     def with_reused(self, reused: BitMap64) -> RunPlan:
         """Return the plan without the rows that got their answers from another run (`output.reuse`).
 
-        The rows are not added to `kept`, because the start counts them as finished by itself.
+        The rows are not added to `kept`, because the start counts reused rows separately.
         """
         return replace(self, missing=self.missing - reused)
 
@@ -129,7 +129,7 @@ def check_retry(start: StartOptions, run: str, *, is_leased: bool) -> None:
     if start.retry_failed and is_leased:
         raise ResumeError(
             f"{run}: --retry-failed: other workers are still retrying failed rows, or died while retrying",
-            hint="wait until they end, or run --join without --retry-failed first",
+            hint="wait until these workers end, or run --join without --retry-failed first",
         )
 
 

@@ -82,6 +82,7 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
     workers share the run and have a plan. `watch` is as in `holders_of`.
     """
     run_dir = look_at_run(run)
+    # A run that has just begun has no run.json yet. Any other path without a run.json is an error.
     facts = read_run_json(run_dir) if holds_run(run_dir.path) else require_run_json(run_dir)
     run_dirs = run_dir.all_tasks()
     stored = [read_done(task) for task in run_dirs]
@@ -94,13 +95,15 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
     leases = Leases(run_dir.leases)
     leases.refresh()
     current_samples = [task.last_sample for task in tasks if task.last_sample]
-    # Each worker's estimate implies its rows per second until its end. These rates add up.
+    # The estimate of each worker implies a number of rows per second until its end. The sum over the workers
+    # is the speed of the run.
     expected_rows_per_s = sum(
         (sample.rows_total - sample.rows_done) / sample.time_left_s
         for sample in current_samples
         if sample.time_left_s
     )
-    on_disk = len(BitMap64().union(*(done.rows for done in stored)))  # A row of two workers counts once.
+    # A row that two workers have done counts once.
+    on_disk = len(BitMap64().union(*(done.rows for done in stored)))
     running = [task.running for task in tasks if task.running]
     total = leases.plan.rows_total if leases.plan else None
     if facts:
@@ -157,6 +160,22 @@ def _task(run_dir: RunDir, done: DoneRows, sample: LoggedSample | None, holder: 
 
 def status_lines(state: RunStatus) -> list[str]:
     """Return the state of a run as lines for a person."""
+    lines = [f"{state.path}: {state.model or 'no row was sent yet'}", _counts_line(state)]
+    lines += cause_lines(state.failures, "failed")
+    leases = state.leases
+    if leases:
+        held = sum(leases.held.values())
+        lines.append(f"{leases.total:,} leases: {leases.done:,} done, {held:,} held, {leases.free:,} free")
+    lines += _worker_lines(state)
+    if len(state.tasks) > 1 and state.time_left_s is not None:
+        lines.append(f"together: {state.rows_per_s:,.1f} rows/s, {duration(state.time_left_s)} left")
+    if not state.running:
+        lines.append("finished" if state.finished else _how_to_go_on(state.reason))
+    return lines
+
+
+def _counts_line(state: RunStatus) -> str:
+    """Return the counts of rows and output tokens as a line."""
     total, on_disk = state.rows_total, state.rows_on_disk
     reused = f"{state.rows_reused:,} reused, " if state.rows_reused else ""
     cut = f"{state.rows_cut:,} truncated at max_new_tokens, " if state.rows_cut else ""
@@ -167,26 +186,20 @@ def status_lines(state: RunStatus) -> list[str]:
     if total is not None:
         done_share = on_disk / total if total else 1.0
         stored = f"{on_disk:,} of {total:,} rows on disk ({done_share:.1%})"
-    lines = [
-        f"{state.path}: {state.model or 'no row was sent yet'}",
-        f"{stored}, {reused}{state.rows_failed:,} failed{decoded}",
-    ]
-    lines += cause_lines(state.failures, "failed")
-    leases = state.leases
-    if leases:
-        held = sum(leases.held.values())
-        lines.append(f"{leases.total:,} leases: {leases.done:,} done, {held:,} held, {leases.free:,} free")
+    return f"{stored}, {reused}{state.rows_failed:,} failed{decoded}"
+
+
+def _worker_lines(state: RunStatus) -> list[str]:
+    """Return lines about the workers. If many workers have ended, one line has the sums over all of these."""
+    lines: list[str] = []
+    held = state.leases.held if state.leases else {}
     ended = [task for task in state.tasks if not task.running and task.task != MAIN_TASK]
     if len(ended) > MOST_NAMED:
         rows, failed = sum(task.rows_on_disk for task in ended), sum(task.rows_failed for task in ended)
         lines.append(f"{len(ended)} workers that ended: {counted(rows, 'row')} on disk, {failed:,} failed")
     for task in state.tasks:
         if task.running or len(ended) <= MOST_NAMED:
-            lines += _task_lines(task, leases.held.get(task.task, 0) if leases else 0)
-    if len(state.tasks) > 1 and state.time_left_s is not None:
-        lines.append(f"together: {state.rows_per_s:,.1f} rows/s, {duration(state.time_left_s)} left")
-    if not state.running:
-        lines.append("finished" if state.finished else _how_to_go_on(state.reason))
+            lines += _task_lines(task, held.get(task.task, 0))
     return lines
 
 
@@ -206,8 +219,8 @@ def _task_lines(task: TaskStatus, held: int) -> list[str]:
     if task.running:
         lines.append(f"running: {task.running}")
         if starting := task.starting:
-            does = "preparing the input" if starting["what"] == "input" else "engine starting"
-            return [*lines, f"{does}, {starting['since_s']:.0f} s"]
+            step = "preparing the input" if starting["what"] == "input" else "engine starting"
+            return [*lines, f"{step}, {starting['since_s']:.0f} s"]
         if sample := task.last_sample:
             age_s = max(0.0, time.time() - sample.time)
             lines.append(f"{age_s:.0f} s ago: {sample_line(sample)}")

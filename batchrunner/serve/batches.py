@@ -32,12 +32,14 @@ from batchrunner.job.call import CUSTOM_ID, job_of_batch
 from batchrunner.job.spec import Job
 from batchrunner.output.batch_results import CANCELLED, EXPIRED, publish
 from batchrunner.output.run_dir import RunDir
+from batchrunner.output.samples import RunSample
 from batchrunner.runner.control import Control
 from batchrunner.runner.foreground import TERM_DRAIN_S
 from batchrunner.runner.prepare import prepare
-from batchrunner.runner.progress import Progress, ProgressCalls
+from batchrunner.runner.progress import Display
 from batchrunner.runner.run import execute
 from batchrunner.runner.shared_engine import SharedEngine
+from batchrunner.serve.activity import Activity
 from batchrunner.serve.api_errors import RATE_LIMIT
 from batchrunner.serve.owners import Owners, queued_requests
 from batchrunner.serve.state import BATCHES, FILES, OWNER, Record, State, now
@@ -47,8 +49,10 @@ log = logging.getLogger(__name__)
 MOST_RUNNING = 10
 """Maximum number of batches that run on the engine at once. Several owners divide this number among them."""
 MOST_RUNNING_OF_OWNER = 2
-"""Number of batches that an owner may run at once, even if there are more owners than MOST_RUNNING allows.
-Further batches of the owner wait until one of them ends."""
+"""Minimum of the number of batches that an owner may run at once. It applies even if so many owners run
+batches that together they exceed MOST_RUNNING. Further batches of an owner wait until one of the owner's
+batches ends.
+"""
 RETRY_S = 5.0
 """Seconds before an interrupted run resumes."""
 EARLY_STATUS = {EXPIRED: "expired", CANCELLED: "cancelled"}
@@ -60,6 +64,26 @@ _LINE_NUMBER = re.compile(r"lines? (\d+)")
 def request_counts(*, total: int, completed: int = 0, failed: int = 0) -> Record:
     """Return the field `request_counts` of a batch, as OpenAI's API has it."""
     return {"total": total, "completed": completed, "failed": failed}
+
+
+class BatchDisplay(Display):
+    """Shows clients the state of a batch's run: the counts of its requests, and the server's activity."""
+
+    def __init__(self, batch: Record, activity: Activity) -> None:
+        self._batch, self._activity = batch, activity
+
+    def show(self, sample: RunSample) -> None:
+        """Show the present state of the run."""
+        self._batch["request_counts"] = request_counts(
+            total=sample.rows_total,
+            completed=sample.rows_done - sample.rows_failed,
+            failed=sample.rows_failed,
+        )
+        self._activity.update(self._batch["id"], sample, time.time())
+
+    def close(self) -> None:
+        """Take the run, which has ended, out of the activity."""
+        self._activity.end(self._batch["id"])
 
 
 class TooManyRequestsError(InputError):
@@ -89,18 +113,22 @@ class Batches:
         self.info = engine.info
         self._options = options
         self._running: dict[str, tuple[Control, asyncio.Task[None]]] = {}
+        self.activity = Activity()
         self._owners = owners
         most_running = max(MOST_RUNNING_OF_OWNER, MOST_RUNNING // owners.count)
         self._turns = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(most_running))
-        """By owner. Held while a batch runs."""
+        """Semaphore of each owner, which a batch holds while it runs. It limits an owner's running batches.
+        """
         self._whole_file = asyncio.Lock()
-        """Held while a whole batch file is validated, or its results are written. The memory suffices for one
-        at a time."""
+        """Lock that a batch holds while its whole file is validated or its results are written. The memory
+        suffices for one batch at a time.
+        """
         self._whole_file_of = defaultdict[str, asyncio.Lock](asyncio.Lock)
-        """By owner. Held by the batch that waits for `_whole_file`, so that owners get that lock in turn,
-        however many batches each of them has."""
+        """Lock of each owner, which a batch holds while it waits for `_whole_file`. So at most one batch of
+        each owner waits, and owners get `_whole_file` in turn, however many batches they have.
+        """
         self.lost: EngineLostError | None = None
-        """Why the server's own engine is lost for good; None while it is not."""
+        """The error with which the server's own engine was lost for good; None while the engine works."""
 
     def start(self, batch: Record) -> None:
         """Start or resume a batch."""
@@ -121,6 +149,7 @@ class Batches:
         """
         for control, _ in self._running.values():
             control.drain(_SHUTDOWN)
+        # An error of a batch must not end the wait for the other batches.
         ends = asyncio.gather(*(task for _, task in self._running.values()), return_exceptions=True)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ends, TERM_DRAIN_S)
@@ -136,6 +165,7 @@ class Batches:
                 await self._run(batch, control)
                 break
             except Exception as failure:
+                # An engine that the server launched itself does not come back, so the server ends.
                 if isinstance(failure, EngineLostError) and launched_model(self._job(batch).engine):
                     self.lost = failure
                     self._server.drain("the engine is lost")
@@ -154,6 +184,7 @@ class Batches:
             if batch["in_progress_at"] is None:
                 async with self._whole_file_of[_owner_of(batch)], self._whole_file:
                     await asyncio.to_thread(self._validate, batch)
+                # A batch that is being cancelled keeps the status `cancelling`.
                 changes = {} if control.reason == CANCELLED else {"status": "in_progress"}
                 await self._state.save(BATCHES, batch, in_progress_at=now(), **changes)
             await self._answer_lines(batch, control)
@@ -184,24 +215,19 @@ class Batches:
                 turns.release()
         except BatchrunError:
             if control.reason is None:
+                # Otherwise the error only says that `control` stopped the batch.
                 raise
 
     async def _execute(self, batch: Record, control: Control) -> None:
         """Run the job of a batch; raises BatchrunError if it fails or lines remain without a result."""
-
-        def show_counts(progress: Progress) -> None:
-            completed = progress.rows_done - progress.rows_failed
-            batch["request_counts"] = request_counts(
-                total=progress.rows_total or 0, completed=completed, failed=progress.rows_failed
-            )
-
         report = await execute(
             self._job(batch),
-            displays=[ProgressCalls(show_counts)],
+            displays=[BatchDisplay(batch, self.activity)],
             engine=self._engine,
             control=control,
             account=self._owners.account_of(_owner_of(batch)),
         )
+        # The counts in the report are exact; those of the last progress may be a second old.
         batch["request_counts"] = request_counts(
             total=report.rows_total, completed=report.rows_ok, failed=report.rows_failed
         )
@@ -209,7 +235,7 @@ class Batches:
             raise BatchrunError(report.reason)
 
     async def _finish(self, batch: Record, status: str, **changes: Any) -> None:
-        """Give a batch its final status, with further changes, and delete its run."""
+        """Store the final status of a batch, with other `changes` of its record, and delete its run."""
         await self._state.save(BATCHES, batch, **{"status": status, f"{status}_at": now(), **changes})
         run = self._state.path_of(BATCHES, batch["id"])
         await asyncio.to_thread(shutil.rmtree, run, ignore_errors=True)
@@ -221,9 +247,10 @@ class Batches:
         return job_of_batch(str(requests), str(run), **self._options)
 
     def _validate(self, batch: Record) -> None:
-        """Raise InputError for a file that has no requests, or one for another endpoint than the batch's.
+        """Raise InputError if the file has no requests, or a request is not for the batch's endpoint.
 
-        Raises BatchFileError for lines with unusable custom_ids. Other faults of a line fail that line alone.
+        Raises BatchFileError for lines with unusable custom_ids. With any other fault, only the line itself
+        fails.
         """
         with contextlib.closing(prepare(self._job(batch), keeps_copies=True)) as prepared:
             total = prepared.dataset.total_rows
@@ -239,6 +266,7 @@ class Batches:
             for number, request, problem in self._lines(batch)
             if problem is None and request[URL] != endpoint
         )
+        # Reading ends at the last fault that is reported, because the batch is refused in any case.
         faults = [*islice(other_urls, MOST_FAULTS)]
         if faults:
             raise BatchFileError(faults[0].problem, faults)
@@ -248,6 +276,7 @@ class Batches:
         """Yield each line of a batch's file: its number, its request, and its fault (None if it has none)."""
         path = self._state.path_of(FILES, batch["input_file_id"])
         with pa.OSFile(str(path)) as file:
+            # The content was stored without its ending, so only its first bytes show the compression.
             codec = codec_of(file.read(HEAD_BYTES), None)
             file.seek(0)
             source = decompressed(file, codec)
@@ -259,10 +288,11 @@ class Batches:
         """Write the files of answered and failed lines; return the changes of the batch's record.
 
         The names of the files follow from the batch's ID, so after a kill the next try replaces these files.
-        `reason` says why the batch ended early. Each unanswered line gets it as its error.
+        If the batch ended early, `reason` says why, and becomes the error of each unanswered line.
         """
         names = {kind: f"{batch['id'].replace('batch_', 'file-')}-{kind}" for kind in ("output", "error")}
         output, error = (self._state.path_of(FILES, name) for name in names.values())
+        # The lines of a batch that ended early, each with the error that it gets if it has no answer.
         unanswered = None
         if reason is not None:
             lines = self._lines(batch)
@@ -305,6 +335,7 @@ def _errors_of(failure: InputError, path: Path) -> list[Record]:
     if isinstance(failure, BatchFileError):
         return [_error(code, problem, line=line) for line, code, problem in failure.line_faults]
     code = RATE_LIMIT if isinstance(failure, TooManyRequestsError) else "invalid_file"
+    # Other errors name the line only in their text.
     line = _LINE_NUMBER.search(failure.message)
     return [_error(code, failure.message.replace(str(path), path.name), line=line and int(line[1]))]
 

@@ -37,7 +37,8 @@ def language_part(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Tell whether a model is a mixture of experts, by its config.json."""
-    section = config.get("ffn_config")  # Dbrx has the number of experts in this section
+    # Dbrx has the number of experts in this section.
+    section = config.get("ffn_config")
     sections = [config, section] if isinstance(section, dict) else [config]
     return any(_largest(section.get(name)) > 1 for section in sections for name in EXPERTS)
 
@@ -94,8 +95,8 @@ def model_directory(model: str, revision: str | None = None) -> Path:
     cache = Path(hub_cache or f"{home}/hub").expanduser()
     repository = cache / f"models--{model.replace('/', '--')}"
     commit = revision or "main"
-    # A branch or tag has a file with its commit. There is none if the revision is a commit, or if the model
-    # is not in the cache.
+    # In the Hub's cache, the file of a branch or tag holds its commit. The file is missing if the revision is
+    # itself a commit, or if the model is not in the cache.
     with contextlib.suppress(OSError, ValueError):
         commit = (repository / "refs" / commit).read_text(encoding="utf-8").strip()
     return repository / "snapshots" / commit
@@ -118,7 +119,7 @@ def check_model(model: str) -> None:
 _LEADS_ELSEWHERE = re.compile(
     "HF_|HUGGINGFACE_|TRANSFORMERS_|XDG_CACHE_HOME|SGLANG_USE_MODELSCOPE|.*_proxy$", re.IGNORECASE
 )
-"""Matches environment variables with which a server may find its model where this process does not look."""
+"""Matches environment variables that can make the server find its model where this process does not look."""
 HUB_TIMEOUT_S = 10.0
 """Maximum seconds for a request to the Hub."""
 HUB_TRIES = 3
@@ -133,7 +134,7 @@ def check_on_hub(spec: ServerEngine) -> None:
     server's variables or arguments may lead it to another place, or if the Hub's answer is unexpected.
     """
     model, revision = spec.model, spec.args.get("revision")
-    # `OWNER/NAME`, without the quantization (`:Q4_K_M`) or the file that may follow.
+    # A quantization (`:Q4_K_M`) or a file may follow `OWNER/NAME`, and is cut off here.
     repository = "/".join(model.partition(":")[0].split("/")[:2])
     is_here = _local(model) or model_directory(repository, revision).exists()
     if is_here or _looks_elsewhere(spec) or not find_spec("huggingface_hub"):
@@ -175,7 +176,8 @@ def check_on_hub(spec: ServerEngine) -> None:
 
 def _looks_elsewhere(spec: ServerEngine) -> bool:
     """Tell whether a server may find its model in a place that this process does not know."""
-    if spec.cache_dir is not None:  # the files must be local, and the code that copies them checks that
+    # The files are copied from a local directory, and the copying code reports missing files.
+    if spec.cache_dir is not None:
         return True
     has_variable = any(map(_LEADS_ELSEWHERE.match, spec.env)) or "SGLANG_USE_MODELSCOPE" in os.environ
     return has_variable or name_in(spec.args, "download-dir") in spec.args
@@ -236,10 +238,12 @@ def kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
     head_dim = config.get("head_dim")
     if not head_dim and isinstance(heads, int) and isinstance(config.get("hidden_size"), int):
         head_dim = config["hidden_size"] // heads
-    sizes = [size for size in (layers, kv_heads, head_dim) if isinstance(size, int) and size > 0]
-    if has_latent_attention(config) or len(sizes) < 3:  # noqa: PLR2004
+    sizes = [layers, kv_heads, head_dim]
+    has_all_sizes = all(isinstance(size, int) and size > 0 for size in sizes)
+    if has_latent_attention(config) or not has_all_sizes:
         return None
-    return 2 * width * math.prod(sizes)
+    # The factor 2 counts the key and the value of each head.
+    return 2 * width * int(math.prod(sizes))
 
 
 INDEX = "model.safetensors.index.json"
@@ -280,7 +284,8 @@ def weights_bytes(directory: Path, config: Mapping[str, Any]) -> float | None:
                 break
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     if total and dtype.startswith("float32") and "quantization_config" not in config:
-        return total / 2  # SGLang loads 32-bit weights as 16-bit numbers
+        # SGLang loads 32-bit weights as 16-bit numbers.
+        return total / 2
     return total
 
 

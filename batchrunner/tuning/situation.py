@@ -27,7 +27,7 @@ RESERVED = 0.8
 """Minimum fraction of the KV pool that is reserved for outputs, at which the pool counts as the limit even if
 it is not full."""
 POOL_SHARE = 4
-"""Divisor of a machine's free memory: a KV pool may grow by at most a quarter of it."""
+"""A KV pool on a CPU may grow by at most the machine's free memory, divided by this number."""
 FLOAT32_BYTES = 4
 """Maximum number of bytes of a number in a CPU's KV pool (float32)."""
 FEW_PROMPTS = 50
@@ -45,11 +45,12 @@ class ClientActivity:
     at_window: int = 0
     """Number of the `empty` samples in which at least 90 % of the window was in flight."""
     on_way: int = 0
-    """Number of the `at_window` samples in which most requests had not arrived at the scheduler yet."""
+    """Number of the `at_window` samples in which most requests in flight had not reached the scheduler
+    yet."""
     resting: int = 0
     """Number of the `empty` samples with room in the window in which rows waited for a retry."""
     window: str | int = "auto"
-    """The job's `window`."""
+    """The job's field `window`: the concurrency limit in requests, or "auto"."""
     connections: int | None = None
     """Maximum number of connections that the limit of open files allows."""
     widest: int = 0
@@ -63,7 +64,7 @@ class ClientActivity:
     output_tokens: int = 0
     """Number of tokens in the outputs whose lengths were read."""
     outputs: int = 0
-    """Number of outputs whose lengths were read."""
+    """Number of outputs whose lengths were read from the newest result files."""
     order: str = "auto"
     """The job's `order` of rows."""
     simulated: bool = False
@@ -82,7 +83,7 @@ class ClientActivity:
     """Whether answers keep their distribution with speculation (`ngrams.is_exact`)."""
     possible_share: float | None = None
     """Fraction of the prompt tokens that the prefix cache could serve; None if unknown. It is estimated from
-    the rows that were sampled to choose the order."""
+    a sample of the input rows, which the runner reads to choose their order."""
 
     @property
     def mean_output(self) -> float | None:
@@ -106,7 +107,7 @@ def has_media(prompt: Mapping[str, Any]) -> bool | None:
 
 
 def sets_sampling(prompt: Mapping[str, Any]) -> bool:
-    """Tell whether the section `sampling` holds for all requests, by the section `prompt`.
+    """Tell whether the job's section `sampling` applies to all requests; `prompt` is another section.
 
     Lines of a batch file, and the requests of rollouts, have sampling parameters of their own.
     """
@@ -116,7 +117,7 @@ def sets_sampling(prompt: Mapping[str, Any]) -> bool:
 
 @dataclass
 class Situation:
-    """A server and its load, as far as they are known."""
+    """A server and its load, as far as logs and polls have shown them."""
 
     load: Series
     """Load samples: queue, running requests and token usage over time."""
@@ -135,7 +136,7 @@ class Situation:
 
     @property
     def decodes(self) -> bool:
-        """Whether requests decode, as far as is known."""
+        """Whether requests decode. Servers without a run are assumed to decode."""
         return self.client is None or self.client.decodes
 
     @cached_property
@@ -147,6 +148,7 @@ class Situation:
             running=self.load.median("running"),
             usage=self.load.median("usage"),
             decodes=self.decodes,
+            # Generated tokens per prompt, because the log has no lengths of outputs.
             output_tokens=self.decoded / max(1, self.log.prefills.prompts),
             longest_output=self.client.longest_output if self.client else None,
             shared=self._shared,
@@ -158,7 +160,10 @@ class Situation:
 
     @property
     def _shared(self) -> float | None:
-        """Fraction of the prompt tokens that the prefix cache serves or could serve; None if unknown."""
+        """Fraction of the prompt tokens that the prefix cache serves or could serve; None if unknown.
+
+        The share that the cache serves counts only if it was measured on enough prompts.
+        """
         possible_share = self.client.possible_share if self.client else None
         prefills = self.log.prefills
         if prefills.prompts < FEW_PROMPTS:
@@ -208,7 +213,8 @@ class Situation:
         pool_tokens = self.facts.ready.max_total_num_tokens if self.facts.ready else None
         if self.client is None or not self.client.ignore_eos or not pool_tokens:
             return 0.0
-        page = self.facts.number("page_size") or 1  # Admission reserves one more page for each request.
+        # SGLang reserves one more page for each request that it admits.
+        page = self.facts.number("page_size") or 1
         row_tokens = self.log.prefills.mean_prompt + (self.client.mean_output or 0.0) + page
         return self.load.median("running") * row_tokens / pool_tokens
 
@@ -231,7 +237,7 @@ class Situation:
 
     @property
     def retracts_often(self) -> bool:
-        """Whether there are more retractions than the guides call fine."""
+        """Whether there are more retractions than SGLang's tuning guides call fine."""
         return has_enough(self.load) and retracts_often(self.retractions_per_min)
 
     @property
@@ -258,7 +264,10 @@ class Situation:
 
 
 def pool_tokens(config: Mapping[str, Any], free_bytes: float) -> int | None:
-    """Return the number of tokens that a quarter of the free memory holds; None for an unknown model."""
+    """Return the number of KV pool tokens that fit into a quarter of the free memory, in bytes.
+
+    None if the model is unknown.
+    """
     token_bytes = kv_bytes(config, FLOAT32_BYTES)
     return int(free_bytes / POOL_SHARE / token_bytes) if token_bytes else None
 

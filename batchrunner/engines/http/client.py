@@ -80,7 +80,8 @@ START = "start the server, or correct engine.urls"
 """Advice to a user whose server does not answer."""
 _END = b"[DONE]"
 """Data of the event with which SGLang ends every event stream."""
-_OK = HTTPStatus.OK.value  # The lookup in the enumeration is slow, so it is not repeated for each row.
+# A constant, because the lookup in the enumeration is slow and every row needs it.
+_OK = HTTPStatus.OK.value
 
 Answer = TypeVar("Answer")
 
@@ -164,6 +165,7 @@ class HttpEngine(Engine):
         self._add_endpoints(descriptions, urls)
         models = [description.model for description in descriptions]
         arguments = [description.arguments for description in descriptions]
+        # From here on, the run's model is what all replicas report in common.
         model = common_model([*map(model_in, models, arguments)])
         info = describe(models, arguments, await self._first_loads(descriptions))
         self._no_thinking_budget = info.no_thinking_budget
@@ -171,11 +173,13 @@ class HttpEngine(Engine):
         for endpoint in self.serving:
             self._watch_model(endpoint)
         self._vocabulary = vocabulary_of(str(models[0]["model_path"]))
+        # A row of a batch file may name the model by either of its names.
         names = [reply.get(key) for reply in models for key in ("served_model_name", "model_path")]
         self._model_names = frozenset(str(name) for name in names if name)
         notes = [f"connections limited by {limited_by}", *info.notes]
         if not self._reports_load:
-            notes.append("the server reports no load (no /v1/loads)")
+            notes.append("the server reports no load (no path /v1/loads)")
+        # Servers that the run starts pool the vectors as the model's authors do.
         if self._task == EMBED and not self.starts_servers and (note := pooling_note(models[0])):
             notes.append(note)
         return replace(
@@ -198,8 +202,8 @@ class HttpEngine(Engine):
     async def _first_loads(self, descriptions: Sequence[ServerDescription]) -> Sequence[SchedulerLoad]:
         """Find out whether servers report their load, and return the loads.
 
-        Return no load if a server that answers reports none, because the limits in the loads would not be the
-        limits of all replicas.
+        If any server that answers reports no load, return none, because the limits of all replicas are
+        needed.
         """
         # The reply of the first replica decides for all of them whether `/v1/loads` exists.
         self._reports_load = await self._loads_of(descriptions[0].url) != []
@@ -226,7 +230,7 @@ class HttpEngine(Engine):
         return 0
 
     def status_of(self, url: str) -> ServerStatus:
-        """Return a client for questions to a server."""
+        """Return a client for a server's status paths, such as `/model_info`."""
         assert self._question_session is not None
         return ServerStatus(self._question_session, url)
 
@@ -326,7 +330,8 @@ class HttpEngine(Engine):
                 [requests[index] for index in indexes_to_send],
                 lambda sent_index, result: ended(indexes_to_send[sent_index], result),
             )
-        except EngineBusyError:  # a busy server would refuse smaller bundles too
+        except EngineBusyError:
+            # A busy server would refuse smaller requests too, so the error goes to the caller.
             raise
         except RequestError as failure:
             # An error with a reply is the fault of one row, which fails again when it is sent alone. Other
@@ -357,7 +362,8 @@ class HttpEngine(Engine):
         """Poll the load of every replica; leave out replicas that do not answer within 2 s."""
         if not self._reports_load:
             return []
-        serving = self.serving  # `serving` may be replaced during the polls
+        # Another coroutine may replace `self.serving` during the polls.
+        serving = self.serving
         loads: list[SchedulerLoad] = []
         polls = await asyncio.gather(*(self._loads_of(endpoint.url) for endpoint in serving))
         for endpoint, server_loads in zip(serving, polls, strict=True):
@@ -390,6 +396,7 @@ class HttpEngine(Engine):
                 self._pause(endpoint, hang, progress)
 
     def _pause(self, endpoint: Endpoint, hang: Hang, progress: object) -> None:
+        """Pause a server that hangs, and report the hang; `progress` is its progress so far."""
         why = f"{endpoint.url} {hang.why}"
         self._incidents.append(Incident("hangs", endpoint.url, why))
         hang_s = self._limits.hang
@@ -406,10 +413,10 @@ class HttpEngine(Engine):
         endpoint.resume()
 
     def _open_sessions(self) -> None:
-        """Open one session for rows, and another for polls and for questions about the model.
+        """Open one session for rows, and another for polls and for requests about the model.
 
-        A new connection of the first session waits for the answer to a question (see `GuardedConnector`), so
-        questions cannot be sent by that session.
+        A new connection of the first session waits until the server has named its model (`GuardedConnector`).
+        The request for the model can therefore not be sent by the same session.
         """
 
         def session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
@@ -421,7 +428,8 @@ class HttpEngine(Engine):
             )
 
         self._row_session = session(GuardedConnector(self.guard, limit=0, keepalive_timeout=KEEPALIVE_S))
-        # Each question gets a new connection, because an old one may lead to a server that is shutting down.
+        # Each of these requests gets a new connection, because an old one may lead to a server that is
+        # shutting down.
         self._question_session = session(aiohttp.TCPConnector(limit=0, force_close=True))
 
     async def _end_late_requests(self) -> None:
@@ -436,7 +444,10 @@ class HttpEngine(Engine):
                 endpoint.end_requests(sent_before=latest_send_time)
 
     async def _is_alive(self, endpoint: Endpoint) -> bool:
-        """Ask a server whether it answers. All rows that lost their connections together share a question."""
+        """Tell whether a server still answers.
+
+        Rows that lost their connections at the same time share one request to the server.
+        """
         liveness = endpoint.liveness
         question = liveness.question
         if question is None:
@@ -444,7 +455,8 @@ class HttpEngine(Engine):
             status = ServerStatus(self._question_session, endpoint.address)
             question = liveness.question = asyncio.ensure_future(status.is_alive())
             question.add_done_callback(liveness.forget_question)
-        alive = await asyncio.shield(question)  # a cancelled row must not cancel the question of other rows
+        # The shield keeps the request alive for the other rows if this row is cancelled.
+        alive = await asyncio.shield(question)
         liveness.record(alive=alive)
         return alive
 
@@ -470,14 +482,14 @@ class HttpEngine(Engine):
     async def _name_to_send(self, endpoint: Endpoint, name: str | None) -> str | None:
         """Return the model name to send with a row of a batch file; None if the row has no model name.
 
-        The row's name is sent unchanged, unless it is the name of a LoRA adapter without the base model's.
-        SGLang takes the part after a colon for an adapter, and refuses an adapter that is not loaded. A
-        request with any name without a colon is answered by the base model. So the name of an adapter is
-        sent as `model:adapter`.
+        SGLang reads a name as `model:adapter`. For a name without a colon the base model answers, even if it
+        is the name of a LoRA adapter. So the bare name of an adapter is sent as `model:adapter`, and any
+        other name unchanged. SGLang refuses an adapter that is not loaded.
         """
         if name is None or name in self._model_names or ":" in name:
             return name
-        async with self._name_lock:  # with the lock, only the first row with a new name asks the server
+        # With the lock, only the first row with a new name asks the server.
+        async with self._name_lock:
             if name not in self._names_to_send:
                 self._names_to_send[name] = await self._resolve_name(endpoint.url, name)
         return self._names_to_send[name]
@@ -580,7 +592,8 @@ class HttpEngine(Engine):
             abort=self._abort,
         )
         answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, bundle.read, rids=rids)
-        if answer is None:  # all rows have ended by their events
+        if answer is None:
+            # The answer was an event stream, which has ended every row.
             return
         if answer.is_json:
             raise BundleRefusedError("the answer to a request with several rows is not an event stream")
@@ -620,7 +633,8 @@ class HttpEngine(Engine):
             abort=self._abort,
         )
         answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, stream.read, rids=rids)
-        if answer is not None and answer.is_json:  # a proxy or server that does not stream
+        # A proxy or server that does not stream sends one JSON reply.
+        if answer is not None and answer.is_json:
             return replies.completion_of(request, answer.content)
         if answer is not None:
             raise self._refusal(endpoint, answer)
@@ -702,7 +716,8 @@ class HttpEngine(Engine):
         sender = endpoint.senders.get(path)
         if sender is None:
             sender = endpoint.senders[path] = self._new_sender(endpoint, path)
-        if endpoint.doubts:  # otherwise another model might compute the rows
+        # After a lost connection, another server with another model may be at the address.
+        if endpoint.doubts:
             await self.guard.confirm(endpoint)
         posted = await sender.post(body)
         try:
@@ -745,6 +760,7 @@ class HttpEngine(Engine):
         return not any(failures)
 
     async def _post_abort(self, endpoint: Endpoint, rid: str) -> None:
+        """Ask a server to abort one request; raises if the server does not accept the call."""
         assert self._question_session is not None
         timeout = aiohttp.ClientTimeout(total=TIMING.status_timeout)
         async with self._question_session.post(
@@ -755,11 +771,13 @@ class HttpEngine(Engine):
     async def _transport_error(
         self, endpoint: Endpoint, failure: Exception, request: SentRequest
     ) -> Exception:
-        """Return the error of the rows of a request whose `failure` came from the connection or the answer.
+        """Return the error for the rows of a request that failed.
 
-        No row is at fault if there was no connection at all.
+        `failure` is an error of the connection, or of reading the answer. No row is at fault if there was no
+        connection at all.
         """
         url = endpoint.address
+        # A lost connection may mean that another server is at the address from now on.
         if isinstance(failure, (aiohttp.ClientError, OSError)):
             endpoint.doubt()
         match failure:
@@ -816,7 +834,8 @@ class BundleAnswer:
                     if self._is_over and end.when() is None:
                         end.reschedule(asyncio.get_running_loop().time() + TIMING.stream_end)
         except TimeoutError:
-            if not self._is_over:  # a timeout of the connection, not the one above
+            # Without an end of all rows, the timeout is that of the connection.
+            if not self._is_over:
                 raise
         return self.refusal
 
@@ -840,11 +859,13 @@ class BundleAnswer:
                 continue
             index = event.index
             if index is None and event.error is not None:
+                # The server refuses all rows of the bundle.
                 code = event.error.get("code") if isinstance(event.error, dict) else None
                 self.refusal = replies.WholeAnswer(known_status(code), content)
                 continue
             if index is None and len(self.requests) == 1:
-                index = 0  # SGLang gives an index to the rows of a list only
+                # SGLang gives an index to the rows of a list only, and this bundle has a single row.
+                index = 0
             if index is None or not 0 <= index < len(self.requests):
                 continue
             if event.meta_info.finish_reason is not None:

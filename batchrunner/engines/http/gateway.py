@@ -79,8 +79,8 @@ that is gone takes 2 s."""
 CONFIRMATIONS = 4
 """Number of times that a key must lead to the same worker again before it is used."""
 LEAST_SEARCH_PAUSE_S = 10.0
-"""Minimum seconds between two searches for keys that only answers of wrong workers cause. The gateway decides
-anew which workers are overloaded as often as it reads load reports, by default every 10 s."""
+"""Minimum seconds between two searches for keys, if only answers of wrong workers call for a search. The
+gateway decides again which workers are overloaded whenever it reads load reports, by default every 10 s."""
 MODEL_INFO = "/get_model_info"
 """Path under which the gateway returns the `/model_info` of its first HTTP worker."""
 SERVER_INFO = "/get_server_info"
@@ -104,10 +104,10 @@ ASTRAY = (
     "overload protection avoids a worker with waiting requests (start the gateway with "
     "--disable-worker-overload-protection)"
 )
-"""Warning about a row that another worker answered than the worker of its routing key."""
-_NO_TEXTS = "the gateway's workers speak gRPC, and it returns them without the texts of the tokens"
+"""Warning that a row was answered by another worker than the worker of its routing key."""
+_NO_TEXTS = "the gateway's workers speak gRPC, for which the gateway returns tokens without their texts"
 GRPC_UNSUPPORTED: Mapping[str, str] = {
-    "sampling.lora_path": "the gateway's workers speak gRPC, and it drops the name of the adapter",
+    "sampling.lora_path": "the gateway's workers speak gRPC, for which the gateway drops the adapter's name",
     **dict.fromkeys(OF_TOKENS, _NO_TEXTS),
 }
 """Parts of a job that gRPC workers cannot do, and why."""
@@ -137,7 +137,11 @@ def code_of(content: bytes) -> str | None:
 
 
 def refusal_of(answer: replies.WholeAnswer) -> RequestError | None:
-    """Return the error of a row that the gateway itself refused; None if the row may be at fault."""
+    """Return the error of a row that the gateway itself refused; None if the row may be at fault.
+
+    No row is to blame if the gateway reached no worker, or has a limit. After a timeout, the attempt counts
+    against the row. If a connection broke before the answer, the row may have killed the worker.
+    """
     code = code_of(answer.content)
     if code is None:
         return None
@@ -212,12 +216,12 @@ class WorkerState:
 
 @dataclass(slots=True)
 class WorkerStates:
-    """States of a gateway's workers, which decide whether an answer is surely one of the run's model."""
+    """States of a gateway's workers. They decide whether an answer certainly came from the run's model."""
 
     of: dict[str, WorkerState] = field(default_factory=dict)
     """States by the URLs of the workers."""
     listed_at: float = -math.inf
-    """Time of the last question for the list of workers that was answered."""
+    """Time at which the last answered request for the list of workers was sent."""
     gateway_lost_at: float = -math.inf
     """Time at which a row's connection to the gateway last failed."""
 
@@ -245,7 +249,7 @@ class GatewaySender(PostSender):
     def __init__(
         self, session: aiohttp.ClientSession, url: URL, headers: Mapping[str, str], workers: WorkerStates
     ) -> None:
-        """Take the further headers of each request, and the states of the workers, which change."""
+        """Send `headers` with each request. `workers` is shared with the engine, which updates it."""
         super().__init__(session, url, headers=headers)
         self._workers = workers
         self.answered_by: str | None = None
@@ -287,7 +291,7 @@ class ThroughGateway(HttpEngine):
         routing_key_header: str = ROUTING_KEY,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Take the gateway's URL, the reason `why` rows go through it, and headers of every request."""
+        """`why` is the reason why rows go through the gateway; `headers` are sent with every request."""
         super().__init__(api_key=api_key, limits=limits, task=task)
         self._headers |= headers
         self.url = url
@@ -304,7 +308,8 @@ class ThroughGateway(HttpEngine):
         self._key_search: asyncio.Task[None] | None = None
         """Search for new keys, after a change of the workers."""
         self._next_search_at = 0.0
-        """Time before which a wrong worker's answer starts no search, in seconds of the monotonic clock."""
+        """No new key search starts before this time (seconds of the monotonic clock), even if a wrong worker
+        answers."""
         self._halves_load = LoadEstimate()
         """Load of all prefill and decode workers together."""
         self._is_away = False
@@ -328,6 +333,7 @@ class ThroughGateway(HttpEngine):
         self._observe(workers)
         self._workers.listed_at = time.monotonic()
         model, server = await self._describe(workers)
+        # The gateway finds the worker for a request by the model's name, so every request must have it.
         self._model_id = next((w.model_id for w in workers if w.model_id), str(model["served_model_name"]))
         self.model_to_send = self._model_id
         self._model_names = frozenset({self._model_id, str(model["model_path"])})
@@ -335,11 +341,13 @@ class ThroughGateway(HttpEngine):
         self._vocabulary = vocabulary_of(str(model["model_path"]))
         check_does(self._task, model, f"{self.url}: serves {model['model_path']}")
         self._in_use = urls_in_use(workers)
+        # If any worker is no regular HTTP server, the gateway must choose the workers, so there are no keys.
         peculiarity = next((f"{w.url} {w.peculiarity}" for w in workers if w.peculiarity), None)
         keys = {} if peculiarity else await self._keys_of(self._in_use)
         self._has_keys = bool(keys)
         for url, key in keys.items():
             self._workers.see(url).key = key
+        # Without routing keys, the gateway is the only route.
         for url in keys or (self.url,):
             endpoint = self.endpoints[url] = self._new_endpoint(url)
             endpoint.arguments = server
@@ -395,6 +403,7 @@ class ThroughGateway(HttpEngine):
                 )
         labels = next((worker.labels for worker in workers if worker.labels), {})
         labelled = {name: _value_of(value) for name, value in labels.items()}
+        # The replies take precedence, because the labels date from the registration of the worker.
         model = {"served_model_name": workers[0].model_id, **labelled, **model}
         if not model.get("model_path"):
             raise EngineAwayError(f"{self.url}: the gateway does not say which model its workers serve")
@@ -416,7 +425,7 @@ class ThroughGateway(HttpEngine):
         return None
 
     async def _name_to_send(self, endpoint: Endpoint, name: str | None) -> str | None:  # noqa: ARG002
-        """Return the name by which the gateway finds a worker; warn once for each other name in rows."""
+        """Return the model name that the gateway knows; warn once for each unknown name in the rows."""
         if name is not None and name not in self._model_names and name not in self._names_to_send:
             log.warning("requests for the model %r are answered by %s", name, self._model_id)
             self._names_to_send[name] = self._model_id
@@ -427,6 +436,7 @@ class ThroughGateway(HttpEngine):
         error = refusal_of(answer)
         if isinstance(error, (EngineDownError, EngineDiedError)):
             for url, state in self._workers.of.items():
+                # The gateway's message may name the worker, also if the route is the whole gateway.
                 if url == endpoint.url or url.encode() in answer.content:
                     state.watch.record_failure()
         return error or super()._refusal(endpoint, answer)
@@ -446,7 +456,7 @@ class ThroughGateway(HttpEngine):
         return True
 
     async def excuses(self, url: str, sent_at: float) -> bool:  # noqa: ARG002 - the same for all rows
-        """Tell that no row is to blame for a lost connection, because the gateway was lost and no worker."""
+        """Return True: the connection to the gateway was lost, not to a worker, so no row is to blame."""
         return True
 
     # Workers and their load
@@ -473,21 +483,25 @@ class ThroughGateway(HttpEngine):
         self._workers.listed_at = asked_at
         self._follow(workers)
         loads = self._loads_now(workers, time.monotonic())
-        if self._has_keys:  # otherwise the rows of one worker cannot be told from those of others
+        # Without routing keys, it is unknown which worker a row is at, so a hang cannot be attributed to a
+        # worker.
+        if self._has_keys:
             self._pause_hanging_servers([load for load in loads if load.used_tokens is not None])
         return loads
 
     def _log_absence(self, why: str | None) -> None:
         """Log when the gateway goes away (`why` is the reason), and when it is back (`why` is None)."""
-        if (why is not None) == self._is_away:
+        is_away = why is not None
+        if is_away == self._is_away:
             return
-        self._is_away = why is not None
-        if why is not None:
+        self._is_away = is_away
+        if is_away:
             log.warning("the gateway %s is away (%s): rows wait for it", self.url, why)
         else:
             log.warning("the gateway %s is back", self.url)
             self._incidents.append(Incident("back", self.url))
-            self._in_use = frozenset()  # A restarted gateway may have forgotten the keys: find them anew.
+            # A restarted gateway may have forgotten the keys. Without known workers, a new search begins.
+            self._in_use = frozenset()
 
     def _observe(self, workers: Sequence[GatewayWorker]) -> None:
         """Process the load reports of all workers; raises AnotherModelError for other weights."""
@@ -502,11 +516,13 @@ class ThroughGateway(HttpEngine):
         used_workers = [worker for worker in workers if worker.url in in_use]
         if any(worker.worker_type == "decode" for worker in used_workers):
             return [self._load_of_halves(used_workers, now)]
-        if self._has_keys:  # a worker gets rows once a key leads to it
+        # A worker gets rows only once a routing key leads to it.
+        if self._has_keys:
             used_workers = [worker for worker in used_workers if worker.url in self.endpoints]
         return [self._load_of(worker, now) for worker in used_workers]
 
     def _load_of(self, worker: GatewayWorker, now: float) -> SchedulerLoad:
+        """Return a worker's load. A worker that is no route counts as a scheduler of the gateway's route."""
         is_route = worker.url in self.endpoints
         return self._workers.see(worker.url).load.now(
             self._in_flight_at(worker),
@@ -519,24 +535,30 @@ class ThroughGateway(HttpEngine):
         """Estimate the rows in flight at a worker, from our own rows and the gateway's count of requests."""
         endpoint = self.endpoints.get(worker.url)
         if endpoint is not None:
+            # The worker is a route, so our own requests at it are known.
             requests_of_others = 0 if worker.load is None else max(0, worker.load - len(endpoint.requests))
             return _rows_of(endpoint) + requests_of_others
         if worker.load is None:
             return worker.report.num_running_reqs + worker.report.num_waiting_reqs
+        # The gateway chooses the worker of each request, so a request at the worker may be a bundle of this
+        # run's rows.
         return round(worker.load * self._rows_per_request())
 
     def _load_of_halves(self, workers: Sequence[GatewayWorker], now: float) -> SchedulerLoad:
-        """Return one load for all prefill and decode workers, because each row needs one of both.
+        """Return one load for all prefill and decode workers, because each row needs a worker of each type.
 
         Rows wait at the prefill workers first. Running requests and token usage are those of the decode
         workers.
         """
         decoding = [worker for worker in workers if worker.worker_type == "decode"]
+        # Other clients may use the gateway too, so its own count of requests may exceed the run's rows.
         counts = [worker.load for worker in decoding if worker.load is not None]
         counted = sum(counts) if len(counts) == len(decoding) else 0
         in_flight = max(counted, sum(map(_rows_of, self.serving)))
-        report, all_reports = (sum_of([worker.report for worker in part]) for part in (decoding, workers))
-        report.num_waiting_reqs, report.reported_at = all_reports.num_waiting_reqs, all_reports.reported_at
+        report = sum_of([worker.report for worker in decoding])
+        report_of_all = sum_of([worker.report for worker in workers])
+        report.num_waiting_reqs = report_of_all.num_waiting_reqs
+        report.reported_at = report_of_all.reported_at
         self._halves_load.observe(report, in_flight)
         return self._halves_load.now(in_flight, scheduler=self.url, route=self.url, now=now)
 
@@ -548,16 +570,19 @@ class ThroughGateway(HttpEngine):
     def _follow(self, workers: Sequence[GatewayWorker]) -> None:
         """Send rows to the workers that the gateway uses now; search for keys if workers or keys changed."""
         in_use = urls_in_use(workers)
-        # After a start of the gateway all workers are new, so nothing is logged about them.
-        for url in sorted(in_use - self._in_use if self._in_use else ()):
-            log.info("%s gets rows: the gateway uses it", url)
+        # After a start of the gateway nothing is logged, because all workers would be new.
+        if self._in_use:
+            for url in sorted(in_use - self._in_use):
+                log.info("%s gets rows: the gateway uses it", url)
         for url in sorted(self._in_use - in_use):
             log.info("%s gets no more rows: the gateway does not use it now", url)
         is_changed, self._in_use = in_use != self._in_use, in_use
-        if not self._has_keys:  # The gateway chooses the worker of each request, so keys are of no use.
+        if not self._has_keys:
+            # The gateway chooses the worker of each request, so routing keys are of no use.
             return
-        for endpoint in self.serving if is_changed else ():
-            endpoint.set_listed(is_listed=endpoint.url in in_use)
+        if is_changed:
+            for endpoint in self.serving:
+                endpoint.set_listed(is_listed=endpoint.url in in_use)
         lack_keys = any(self._workers.see(url).key is None for url in in_use)
         is_searching = self._key_search is not None and not self._key_search.done()
         if (is_changed or lack_keys or self._leads_astray(time.monotonic())) and not is_searching:
@@ -566,11 +591,11 @@ class ThroughGateway(HttpEngine):
     # Routing keys
 
     def _leads_astray(self, now: float) -> bool:
-        """Tell whether keys have to be found anew, because a key led to a worker other than its own.
+        """Tell whether a new key search is due, because a routing key led to the wrong worker.
 
-        The gateway may have assigned the key to another worker, or its overload protection avoids the key's
-        worker for a while. A new search does not help against the latter, so searches are not repeated at
-        once.
+        Either the gateway has assigned the key to another worker, or its overload protection avoids the right
+        worker for a while. Against overload protection a new search does not help, so there is a pause
+        between searches.
         """
         if now < self._next_search_at:
             return False
@@ -586,12 +611,13 @@ class ThroughGateway(HttpEngine):
         return False
 
     async def _renew_keys(self) -> None:
-        """Find the workers' routing keys anew; repeat this if the list of workers changed meanwhile."""
+        """Search for the workers' routing keys; search again if the list of workers has changed."""
         is_current = False
         while not is_current:
             urls = self._in_use
             keys = await self._keys_of(urls)
-            if not keys.keys() >= urls:  # a worker or the gateway is down: old keys stay until it answers
+            if not keys.keys() >= urls:
+                # A worker or the gateway is down. Its old key stays until it answers again.
                 await asyncio.sleep(TIMING.model_check)
             is_current = urls == self._in_use
             for url, key in keys.items():
@@ -601,7 +627,8 @@ class ThroughGateway(HttpEngine):
                     endpoint = self.endpoints[url] = self._new_endpoint(url)
                     self.serving.append(endpoint)
                 endpoint.set_listed(is_listed=True)
-                endpoint.senders.clear()  # new senders have the new key
+                # New senders are created when needed, with the new routing key.
+                endpoint.senders.clear()
 
     async def _keys_of(self, urls: frozenset[str]) -> dict[str, str]:
         """Try routing keys until one leads to each worker; return the keys by the workers' URLs.
@@ -624,9 +651,12 @@ class ThroughGateway(HttpEngine):
             elif url in urls and url not in keys:
                 keys[url] = key
                 if await self._worker_of(key) != url:
+                    # A second request with the key led elsewhere, so the gateway does not route by keys.
                     return {}
+        # If every request was answered, a gateway that routes by keys would have reached all workers.
         if not (keys.keys() >= urls or unanswered):
             return {}
+        # A gateway that ignores keys may still have chosen the same worker twice by chance.
         for _ in range(CONFIRMATIONS - 1):
             for url, key in keys.items():
                 if await self._worker_of(key) != url:
@@ -658,12 +688,12 @@ class ThroughGateway(HttpEngine):
 
 
 def _rows_of(endpoint: Endpoint) -> int:
-    """Return how many rows of ours are in flight at an endpoint; a bundle has several rows in a request."""
+    """Return how many rows of this run are in flight at an endpoint; a bundle has several rows."""
     return sum(max(1, len(request.rids)) for request in endpoint.requests.values())
 
 
 def _value_of(label: Any) -> Any:
-    """Return the value of a label: parsed if the text is JSON, such as true or 4096, else the text."""
+    """Return the value of a label: decoded if it is JSON, such as true or 4096, otherwise the text."""
     try:
         return orjson.loads(label)
     except (orjson.JSONDecodeError, TypeError):

@@ -225,7 +225,7 @@ BEGIN = "<think>"
 END = "</think>"
 """Tag after a model's reasoning."""
 TAGS = "think>"
-"""Common end of the tags BEGIN and END. A text without it has no reasoning."""
+"""Last characters of both reasoning tags, <think> and </think>. A text without them has no reasoning."""
 NO_REASONING: Mapping[str, list[Any]] = MappingProxyType({"reasoning": [None]})
 """Column of an answer without reasoning."""
 _END_ON_A_LINE = re.compile(r"(?:^|\n)[ \t]*</think>[ \t]*(?:\n|$)")
@@ -257,7 +257,8 @@ async def whole(answer: PostedAnswer, large_answers: asyncio.Semaphore) -> Whole
     `large_answers` has the LARGE_AT_ONCE permits to read an answer of more than LARGE_BYTES.
     """
     stream = answer.content
-    if stream.is_eof() and stream.total_bytes <= MOST_ANSWER_BYTES:  # the usual case: all bytes have arrived
+    if stream.is_eof() and stream.total_bytes <= MOST_ANSWER_BYTES:
+        # In the usual case all bytes have arrived, so nothing has to be awaited.
         content = stream.read_nowait()
     else:
         body = bytearray()
@@ -344,10 +345,11 @@ class Answer(msgspec.Struct):
 
 
 def completion_of(request: Request, reply: bytes | Sample | list[bytes]) -> Completion:
-    """Read a reply with status 200, an event of such a reply, or all replies to a task without decoding.
+    """Convert a successful reply, or an event of a bundle's answer, to a Completion.
 
-    Raises RequestError if the reply is an abort or not an answer, if it has fewer or more outputs than
-    requested, or if all outputs are empty although the model did not end them.
+    A task without decoding may have a list of replies. Raises RequestError if the reply is an abort or cannot
+    be read, if the number of outputs is not the requested number, or if all outputs are empty although the
+    model did not end them.
     """
     try:
         if isinstance(reply, Sample):
@@ -370,7 +372,7 @@ def completion_of(request: Request, reply: bytes | Sample | list[bytes]) -> Comp
 
 
 def _from_generate(request: Request, samples: Sequence[Sample]) -> Completion:
-    """Return the completion in the outputs of a `/generate` reply."""
+    """Convert the outputs in a `/generate` reply to a Completion."""
     needs_ids = request.asks is not None and request.asks.of_tokens
     answers = []
     for sample in samples:
@@ -386,14 +388,16 @@ def _from_chat(request: Request, reply: ChoicesReply) -> Completion:
     """Return the completion in a reply of the chat endpoint."""
     choices = reply.choices
     ids: Sequence[list[int] | None] = (reply.sglext and reply.sglext.output_ids) or ()
-    if len(ids) != len(choices):  # the server sends no token ids
+    if len(ids) != len(choices):
+        # The server has sent no token ids, or not for every choice.
         ids = [None] * len(choices)
     answers = []
     for number, choice in enumerate(choices):
         raise_abort(choice.meta_info.finish_reason)
         raise_abort(choice.finish_reason)
         message = choice.message
-        # `_completion` refuses a reply without any text. Among several outputs, each must have a text.
+        # A reply with one empty output is checked in `_completion`. If there are several, each must have a
+        # text.
         if message is None or (len(choices) > 1 and not _has_content(message)):
             raise AttemptFailedError(f"sample {number} of {len(choices)} has no text")
         answers.append(
@@ -419,7 +423,8 @@ def _add_counts(answers: Sequence[Answer], usage: Usage) -> None:
     meta.prompt_tokens = usage.prompt_tokens
     if usage.prompt_tokens_details is not None:
         meta.cached_tokens = usage.prompt_tokens_details.cached_tokens
-    if len(answers) == 1:  # with several outputs, their number is the sum over all of them
+    # With several outputs, this count is the sum over all of them.
+    if len(answers) == 1:
         meta.completion_tokens = usage.completion_tokens
 
 
@@ -447,7 +452,8 @@ def _completion(
     if len(answers) != output_count:
         raise AttemptFailedError(f"the reply has {len(answers)} samples, not {output_count} (sampling.n)")
     texts, reasons, counts, retractions, is_empty = [], [], [], 0, True
-    for answer in answers:  # a comprehension for each list would take twice as long
+    # One loop over the answers, because a comprehension for each list would take twice as long.
+    for answer in answers:
         meta = answer.meta
         texts.append(answer.text)
         reasons.append(answer.reason)
@@ -468,6 +474,7 @@ def _completion(
     )
     budget = request.sampling.get(THINKING)
     if budget is not None:
+        # A budget of 0 switches thinking off, so nothing is truncated.
         thinking_tokens = max(answer.meta.reasoning_tokens or 0 for answer in answers)
         completion = completion._replace(thinking_cut=thinking_tokens >= budget > 0)
     asks = request.asks
@@ -491,7 +498,7 @@ def _split_reasoning(answer: Answer) -> Answer:
     if text.lstrip().startswith(BEGIN):
         reasoning, _, text_after = text.lstrip().removeprefix(BEGIN).partition(END)
     elif END in text and BEGIN not in text and (end_tag := _END_ON_A_LINE.search(text)):
-        # The begin tag is in the prompt.
+        # The chat template has put the begin tag into the prompt.
         reasoning, text_after = text[: end_tag.start()], text[end_tag.end() :]
     else:
         return answer
@@ -506,6 +513,7 @@ def _columns(asks: AskedColumns, answers: Sequence[Answer]) -> dict[str, list[An
     Raises AttemptFailedError if the reply lacks requested token ids or probabilities.
     """
     metas = [answer.meta for answer in answers]
+    # Functions, so that only the requested columns are computed.
     values: dict[str, Callable[[], list[Any]]] = {
         "reasoning": lambda: [answer.reasoning for answer in answers],
         "tool_calls": lambda: [_calls(answer.calls) for answer in answers],
@@ -562,11 +570,12 @@ def tokens_in(reply: bytes) -> list[int] | None:
 
 
 def _from_body(body: RequestBody, reply: bytes) -> Completion:
-    """Read the reply to a row of a batch file. The model name of the row replaces that in the reply.
+    """Read the reply to a row of a batch file. The row's model name replaces the name in the reply.
 
     Raises RequestError if the reply is an abort or not an answer, or if a vector is invalid.
     """
-    reply = strict_json(reply)  # the reply becomes a line of the results, which must be valid JSON
+    # The reply becomes a line of the results, so it must be valid JSON.
+    reply = strict_json(reply)
     if body.path == EMBEDDINGS_PATH:
         prompt_tokens = check_embeddings(reply, len(prompts_in(body)) or None)
         columns = {RESPONSE: [_as_line(reply, body.model)]}
@@ -593,7 +602,7 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
         return _from_response(body, reply)
     answer = decode_reply(_read_choices, reply)
     _check_choices(body, answer.choices)
-    # The completion has the first choice. All choices are in the response.
+    # The completion gets the first choice only, because the column `response` has all choices.
     choice, usage = answer.choices[0], answer.usage or Usage()
     text = choice.message.content if choice.message else choice.text
     details = usage.prompt_tokens_details
@@ -604,13 +613,17 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=details.cached_tokens if details else None,
         weights=answer.metadata.weight_version if answer.metadata else None,
+        # Without a budget, no thinking counts as truncated.
         thinking_cut=(usage.reasoning_tokens or 0) >= (body.most_thinking or MOST_TOKENS),
         columns={RESPONSE: [_as_line(reply, body.model)]},
     )
 
 
 def _from_response(body: RequestBody, reply: bytes) -> Completion:
-    """Read a reply of `/v1/responses`; raises RequestError if the server could not make the response."""
+    """Read a reply of `/v1/responses`; raises RequestError if the response has failed.
+
+    The completion has no text of its own, because the column `response` has the whole reply.
+    """
     response = decode_reply(_read_response, reply)
     if response.status not in _ENDS_OF_RESPONSES:
         raise AttemptFailedError(f"the response is {response.status}: {bytes(response.error).decode():.200}")
@@ -653,6 +666,7 @@ def _as_line(reply: bytes, model: str | None) -> str:
             fields["model"] = msgspec.Raw(msgspec.json.encode(model))
         content = msgspec.json.encode(fields)
     if b"\n" in content or b"\r" in content:
+        # A negative indent removes blanks and line ends between the values.
         content = msgspec.json.format(content, indent=-1)
     return content.decode()
 

@@ -39,30 +39,30 @@ class Liveness:
     died_at: float = -math.inf
     """Time of the server's last death, in seconds of the monotonic clock; minus infinity before the first."""
     question: asyncio.Future[bool] | None = None
-    """Question in flight, shared by all rows whose connections broke together; None if there is none. Its
-    result is whether the server answers."""
+    """Request in flight that asks whether the server answers; None if there is none. All rows whose
+    connections broke together share the request and its result."""
 
     def record(self, *, alive: bool) -> None:
-        """Record whether the server is alive now; of several failures in a row, the first is its death."""
+        """Record whether the server is alive now. The time of death is that of the first failed check."""
         if not alive and not self.is_dead:
             self.died_at = time.monotonic()
         self.is_dead = not alive
 
     def forget_question(self, _: asyncio.Future[bool]) -> None:
-        """Forget the answered question, so that the next caller asks a new one."""
+        """Forget the answered request, so that the next caller sends a new one."""
         self.question = None
 
 
 @dataclass(slots=True, eq=False)
 class ModelWatch:
-    """Questions to one server for its model."""
+    """Asks one server, again and again, whether it still serves the run's model."""
 
     ask: ModelQuestion
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a question is in flight, so that the next question waits."""
+    """Held while a request for the model is in flight, so that the next request waits."""
     next_question: asyncio.Task[BatchrunError | EngineDownError | None] | None = None
-    """Task of the next question, which is not sent yet. Its result is the error, or None if the server serves
-    the run's model."""
+    """Task of the next request for the model, which is not sent yet. Its result is an error, or None if the
+    server serves the run's model."""
 
 
 class HangPause(NamedTuple):
@@ -78,7 +78,8 @@ class HangPause(NamedTuple):
     def is_over(self, now: float, progress: object) -> bool:
         """Tell whether the pause is over at the time `now`.
 
-        It is over once its time has passed, or if the server's `progress` shows that it works again.
+        It ends after its time, or as soon as a change of the server's `progress` shows that the server works
+        again.
         """
         return now > self.until or bool(progress and progress != self.progress)
 
@@ -96,7 +97,7 @@ class Endpoint:
     arguments: Mapping[str, Any] | None = None
     """The server's arguments at the start of the run; None if the server did not answer then."""
     watch: ModelWatch | None = None
-    """Questions for the server's model; None before the run's model is known."""
+    """Asks the server which model it serves; None before the run's model is known."""
     doubts: int = 0
     """Number of signs, since the server's model was last confirmed, that another server may be at its
     address."""
@@ -105,9 +106,9 @@ class Endpoint:
     requests: dict[asyncio.Task[Any], SentRequest] = field(default_factory=dict)
     """Requests in flight, by the asyncio task that waits for each; the oldest first."""
     answers: int = 0
-    """Number of requests answered so far, with whatever status."""
+    """Number of requests answered so far, with any status."""
     proxy_limit: ProxyLimit = field(default_factory=ProxyLimit)
-    """Time limit of a proxy between this machine and the server, as far as it is known."""
+    """Time limit of a proxy between this machine and the server, once it has been learned."""
     is_listed: bool = True
     """Whether the gateway lists the server; always true without a gateway."""
     hang_pause: HangPause | None = None
@@ -131,7 +132,7 @@ class Endpoint:
             self.doubts += 1
 
     def hang_among(self, loads: Sequence[SchedulerLoad]) -> Hang | None:
-        """Return the hang if the server hangs, else None; `loads` are the latest loads of all servers."""
+        """Return the server's hang, or None if it has none; `loads` are the latest loads of all servers."""
         own_loads = [load for load in loads if load.server == self.url]
         return self.hangs.poll(time.monotonic(), own_loads, in_flight=self.in_flight, answers=self.answers)
 
@@ -142,7 +143,7 @@ class Endpoint:
         self.end_requests(math.inf)
 
     def resume(self) -> None:
-        """End the pause of a hang."""
+        """Send rows again to a server that was paused because it hung."""
         self.hang_pause = None
         self._update_closed()
 
@@ -152,7 +153,7 @@ class Endpoint:
         self._update_closed()
 
     def _update_closed(self) -> None:
-        """Set the reason for which the server gets no requests."""
+        """Set `closed`: the reason why the server gets no requests, or None if it gets them."""
         if not self.is_listed:
             self.closed = f"the gateway sends no rows to {self.url} now"
         else:
@@ -162,5 +163,6 @@ class Endpoint:
         """Cancel the requests that were sent before a time (monotonic clock), and remove them."""
         tasks = [task for task, request in self.requests.items() if request.sent_at < sent_before]
         for task in tasks:
-            del self.requests[task]  # by this the task knows that its caller did not cancel it
+            # A missing entry tells the task that the cancellation did not come from its caller.
+            del self.requests[task]
             task.cancel()

@@ -76,6 +76,7 @@ class ServerStatus:
         return await self._ask("POST", path, timeout_s, json=fields)
 
     async def _ask(self, method: str, path: str, timeout_s: float, **content: Any) -> tuple[int, bytes]:
+        """Send a request; return the status and the body, which is empty if it exceeds MOST_BYTES."""
         options = {"timeout": aiohttp.ClientTimeout(total=timeout_s), **self._options, **content}
         try:
             async with self._session.request(method, self.url + path, **options) as response:
@@ -87,7 +88,8 @@ class ServerStatus:
                 return response.status, bytes(body)
         except NOT_REACHED:
             raise
-        except Exception as failure:  # malformed bytes can raise errors that aiohttp does not document
+        except Exception as failure:
+            # Malformed bytes can raise errors that aiohttp does not document.
             raise aiohttp.ClientPayloadError(f"the answer cannot be read: {failure!r}") from failure
 
     async def mapping(self, path: str, timeout_s: float) -> tuple[int, dict[str, Any]]:
@@ -122,8 +124,8 @@ class ServerStatus:
 
 
 Requests = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
-"""Number of requests at one scheduler. The maximum is about sixteen times the number of ports of an
-address."""
+"""Number of requests at one scheduler. The upper limit is about sixteen times the number of TCP ports of one
+IP address."""
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 """Number of tokens in a reply of a server."""
 Amount = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
@@ -207,6 +209,7 @@ def counters_in(text: str) -> dict[str, float]:
     """
     from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415 - only where needed
 
+    # First collect the samples of all ranks, because the lowest rank is not known before.
     samples = []
     for family in text_string_to_metric_families(text):
         if family.type in {"counter", "gauge"} and family.name.startswith(PREFIX):
@@ -231,6 +234,7 @@ def _work(load: _Scheduler) -> float | None:
     """
     if load.total_prefill_busy_us is None:
         return None
+    # The list begins with the total of all decode passes.
     decode_us = (load.decode_moments or [0])[0]
     return load.total_prefill_busy_us + decode_us
 
@@ -258,7 +262,8 @@ def check_architecture(task: TaskName, architectures: object, who: str) -> None:
     `who` is the beginning of the message. Nothing is raised if the architectures are unknown.
     """
     forward_task = TASKS.get(task)
-    if forward_task is None or not forward_task.architectures:  # any model can do the task
+    if forward_task is None or not forward_task.architectures:
+        # Any model can do a task without required architectures, such as the generation of text.
         return
     if not isinstance(architectures, list) or not architectures:
         return
@@ -283,7 +288,7 @@ async def is_gateway(url: str, headers: Mapping[str, str]) -> bool:
 
 
 class ServerQuestions:
-    """Questions to servers about their model and arguments, at the start of a run and later."""
+    """Asks servers about their model and arguments, at the start of a run and later."""
 
     def __init__(self, session: aiohttp.ClientSession, remedy: str) -> None:
         """`remedy` is the advice to a user whose server does not answer."""
@@ -299,6 +304,7 @@ class ServerQuestions:
             model = await self._model_info(url, TIMING.server_open)
             server = await self._ask(url, SERVER_INFO, TIMING.server_open)
         except EngineDownError as failure:
+            # A gateway does not answer `/model_info`, so it is recognized here and gets a message of its own.
             await self._refuse_gateway(url)
             hint = self._remedy if self._remedy in str(failure) else None
             raise EngineAwayError(str(failure), hint=hint) from None
@@ -396,8 +402,8 @@ BUDGET_PARSERS = {
 def why_no_budget(server: Mapping[str, Any], *, any_parser: bool = False) -> str | None:
     """Return why a server would ignore or refuse `max_thinking_tokens`; None if it obeys the budget.
 
-    `any_parser` says that the server also has a budget for all rows (SGLANG_MAX_THINK_TOKENS), with which
-    every parser obeys.
+    Without a default budget, only some reasoning parsers support `max_thinking_tokens`. `any_parser` tells
+    that the server has a default budget (SGLANG_MAX_THINK_TOKENS), with which every parser supports it.
     """
     parser = server.get("reasoning_parser")
     if not parser:
@@ -420,6 +426,7 @@ def describe(
         kind="attach",
         model=model_identity(str(models[0]["model_path"])),
         version=version if isinstance(version, str) else None,
+        # The limits in the loads are those in effect. Without loads, use the servers' arguments.
         max_running=_sum(load.max_running for load in loads)
         or _sum(server.get("max_running_requests") for server in servers),
         max_total_tokens=_sum(load.max_total_tokens for load in loads)
@@ -431,7 +438,8 @@ def describe(
         tokenizing=_common_to([*map(tokenizer_info, models, servers)]),
         takes_images=takes_images,
         takes_audio=_in_all(models, "has_audio_understanding"),
-        takes_videos=takes_images and None,  # a model that takes images may take videos
+        # A model that takes images may also take videos, but no server reports it. So None means unknown.
+        takes_videos=takes_images and None,
         no_thinking_budget=next(filter(None, map(why_no_budget, servers)), None),
         one_by_one=next(filter(None, map(sends_pieces, servers)), None),
     )
@@ -477,7 +485,7 @@ def running_by_states(server: Mapping[str, Any]) -> int | None:
 
 
 LEAST_DEFAULT_RUNNING = 2048
-"""Minimum of the `max_running_requests` that SGLang chooses by default, if memory does not cap it."""
+"""Minimum of SGLang's default for `max_running_requests`, unless memory allows fewer requests."""
 
 
 def memory_caps_running(server: Mapping[str, Any]) -> bool:
@@ -559,7 +567,7 @@ def _why_server_chat(model: Mapping[str, Any], server: Mapping[str, Any]) -> str
 
 
 def pooling_note(model: Mapping[str, Any]) -> str | None:
-    """Return a note for the user if a server pools the vectors of a model otherwise than its authors do.
+    """Return a note for the user if a server pools vectors in another way than the model's authors do.
 
     `model` is the server's `/model_info`. Return None if the two agree, or if one of them is unknown.
     """

@@ -51,7 +51,8 @@ async def _watch(url: str, span_s: float) -> Situation:
     with contextlib.suppress(NotImplementedError, RuntimeError):
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, is_interrupted.set)
     key = os.environ.get(API_KEY_VARIABLE)
-    has_password = URL(url).password is not None  # aiohttp sends a password in the header of the key
+    # For a URL with a password, aiohttp sets this header itself.
+    has_password = URL(url).password is not None
     headers = {"Authorization": f"Bearer {key}"} if key and not has_password else {}
     async with aiohttp.ClientSession(headers=headers) as session:
         server = _Server(ServerStatus(session, url))
@@ -59,7 +60,8 @@ async def _watch(url: str, span_s: float) -> Situation:
         end = time.monotonic() + span_s
         while not is_interrupted.is_set() and time.monotonic() < end:
             await server.poll()
-            with contextlib.suppress(TimeoutError):  # a pause that Ctrl-C ends
+            # Wait for the next poll, but not longer than until Ctrl-C.
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(is_interrupted.wait(), TIMING.load_poll)
         return server.situation()
 
@@ -87,18 +89,19 @@ class _Server:
             status, info = await self._status.mapping(SERVER_INFO, wait_s)
         except NOT_REACHED as failure:
             reason = str(getattr(failure, "os_error", failure)) or f"no answer within {wait_s:g} s"
-            raise InputError(f"{url}: no server answers there{by_proxy(url)}: {reason}") from None
+            raise InputError(f"{url}: no server answers{by_proxy(url)}: {reason}") from None
         if status in KEY_REFUSED:
             raise InputError(f"{url}: refuses the API key", hint=f"set {API_KEY_VARIABLE}")
         if "model_path" not in info:
             raise InputError(
-                f"{url}: not an SGLang server (no {SERVER_INFO})",
+                f"{url}: not an SGLang server (no path {SERVER_INFO})",
                 hint="give a server's own address, not a gateway's",
             )
         self._facts.version = info.get("version")
         self._facts.arguments = {
             name: value for name, value in info.items() if name not in {"version", "internal_states"}
         }
+        # The first scheduler stands for all, because they have the same limits.
         state = next(iter(scheduler_states(info)), {})
         memory = state.get("memory_usage")
         memory = memory if isinstance(memory, dict) else {}
@@ -108,7 +111,8 @@ class _Server:
             self._facts.states = StatePool(slots, per_request, kv_gb=kv_gb)
         self._facts.weights_gb = number(memory.get("weight"))
         self._facts.card_gb = _free_at_first(memory)
-        with contextlib.suppress(*NOT_REACHED):  # the model's class is optional
+        # The class of the model is optional, so a failure is ignored.
+        with contextlib.suppress(*NOT_REACHED):
             _, model = await self._status.mapping(MODEL_INFO, TIMING.advise_timeout)
             classes = model.get("architectures")
             self._facts.model = str(classes[0]) if isinstance(classes, list) and classes else None
@@ -169,6 +173,7 @@ class _Server:
                 graph=None if graph is None or not load.running else bool(graph),
                 rate=rate and rate / len(loads),
             )
+            # `/v1/loads` or `/metrics` may lack the usage of the state pool, which is 0 then.
             state_usage = max(sample.state_usage, state_usage_sum / len(loads))
             self._series.add(load.scheduler, sample._replace(state_usage=state_usage))
 
@@ -193,6 +198,7 @@ def _limits(info: dict[str, Any], state: dict[str, Any], memory: dict[str, Any])
     """
     limits = {**info, **{name: value for name, value in state.items() if value}}
     running_name = "max_running_requests"
+    # With DP attention, a scheduler may run only its share of the argument's number of requests.
     limits[running_name] = limit_in_effect(state, running_name) or limits.get(running_name)
 
     def limit(name: str) -> int | None:

@@ -29,10 +29,11 @@ ARGUMENTS = (
     *("--max-concurrent-requests", "0", "--health-check-interval-secs", "5"),
     *("--disable-worker-overload-protection", "--load-monitor-interval", "1"),
 )
-"""Arguments of the gateway. Requests with a common prefix go to the same replica, unless a routing key
-chooses the replica. The gateway refuses no request because of a limit. Within seconds it uses a replica again
-that was restarted. By default it would send no requests to a replica with 8 waiting requests, but a run keeps
-100 and more waiting at each replica. Load reports are 1 s old, for runs that send rows through it."""
+"""Arguments of the gateway, for these effects: Requests with a common prefix go to the same replica, unless a
+routing key chooses the replica. No limit of the gateway refuses a request. A restarted replica is used again
+within seconds. Overload protection is off, because by default it sends no request to a replica with 8 waiting
+requests, and a run keeps at least 100 waiting at each replica. Load reports are at most 1 s old, for runs
+that send rows through the gateway."""
 START_S = 120.0
 """Maximum number of seconds until the gateway lists all replicas."""
 
@@ -41,7 +42,7 @@ class LaunchedGateway:
     """One `smg` process in front of the replicas of this run."""
 
     def __init__(self, *, python: str | None, key: str, log_path: Path) -> None:
-        """Take the interpreter that has `smg`, the API key of the gateway and the replicas, and the log."""
+        """`python` has the module `smg`, and `key` is the API key of the gateway and of the replicas."""
         self.url = f"http://127.0.0.1:{free_port()}"
         """Address of the gateway."""
         self._python = python or sys.executable
@@ -85,7 +86,8 @@ class LaunchedGateway:
         process, self._process = self._process, None
         if process is not None:
             assert process.stdin is not None
-            process.stdin.close()  # The launcher stops the gateway when this pipe is closed.
+            # The launcher stops the gateway when this pipe is closed.
+            process.stdin.close()
             await process.wait()
 
     async def _launch(self) -> None:

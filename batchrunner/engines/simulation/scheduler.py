@@ -57,7 +57,7 @@ class SchedulerConfig:
     """Flags of a simulated server. The defaults are SGLang's on an 80 GB GPU."""
 
     max_running: int
-    """`--max-running-requests`."""
+    """`--max-running-requests`: maximum number of samples that run at once."""
     max_total_tokens: int
     """`--max-total-tokens`: number of tokens in the KV pool."""
     context_tokens: int | None = None
@@ -108,7 +108,7 @@ class SimulatedRequest:
     max_new_tokens: int | None = None
     """Number of tokens that the request asks for and admission reserves; None means `output_tokens`."""
     ignore_eos: bool = False
-    """Whether the scheduler expects all of `max_new_tokens`, whatever the new-token ratio."""
+    """Whether the scheduler expects all of `max_new_tokens`, regardless of the new-token ratio."""
     prefix: tuple[tuple[Hashable, int], ...] = ()
     """Prefix of the prompt that other samples share, as (name, tokens), for instance
     (("system", 120), ("document 7", 400)). No other sample shares the rest of the prompt."""
@@ -141,7 +141,7 @@ class SimulatedRequest:
     """Number of tokens of the sample's context that are computed, while the prompt is prefilled in chunks."""
     joined: int = 0
     """The sample's number of outputs when it began to decode, minus the scheduler's count of decode passes at
-    that time."""
+    that time. The sum of this and the present count is the present number of outputs."""
 
     @property
     def fill_tokens(self) -> int:
@@ -158,7 +158,7 @@ class KvPool:
         self.caching = caching
         self.cache = RadixCache()
         self.free_tokens = tokens
-        """Number of tokens of the pool that hold nothing."""
+        """Number of free tokens in the pool."""
 
     @property
     def used_tokens(self) -> int:
@@ -193,7 +193,7 @@ class KvPool:
         if not self.caching:
             return
         node, cached_tokens = self.cache.insert(sample.path, sample.filled_tokens)
-        # Free the sample's copies of tokens that another sample has brought into the cache meanwhile.
+        # Another sample may have cached some of these tokens by now, so this sample's copies are freed.
         self.free_tokens += cached_tokens - sample.protected_tokens
         # The new lock is taken before the old one is given up, so that nothing between them can be evicted.
         self.cache.lock(node)
@@ -206,6 +206,7 @@ class KvPool:
         sample.filled_tokens = context_tokens
         if keep:
             self.checkpoint(sample)
+        # The prefix cache owns the protected tokens, so they are not freed here.
         self.free_tokens += context_tokens - sample.protected_tokens
         assert sample.node is not None
         self.cache.unlock(sample.node)
@@ -217,9 +218,9 @@ class PrefillBudget:
     """Number of tokens that a prefill pass may still take."""
 
     input_tokens: int
-    """Remaining tokens of `--max-prefill-tokens`."""
+    """Number of tokens that `--max-prefill-tokens` still allows in this pass."""
     chunk_tokens: int
-    """Remaining tokens of `--chunked-prefill-size`."""
+    """Number of tokens that `--chunked-prefill-size` still allows in this pass."""
     expected_tokens: float
     """Number of further tokens of the KV pool that running and admitted samples are expected to take."""
 
@@ -322,6 +323,7 @@ class Scheduler:
         SGLang's `init_req_max_new_tokens`. Raises ValueError for a prompt that is too long for a server.
         """
         longest_context = min(self.config.max_total_tokens, self.config.context_tokens or sys.maxsize)
+        # As in SGLang, one page and one token of the longest context stay free.
         room_tokens = longest_context - PAGE_TOKENS - 1 - sample.prompt_tokens
         if room_tokens < 1:
             raise ValueError(f"the prompt ({sample.prompt_tokens} tokens) is too long for the scheduler")
@@ -329,6 +331,7 @@ class Scheduler:
         sample.asked_tokens = min(most_tokens, room_tokens)
         # Even a request for no token is prefilled, and the prefill generates one token.
         sample.target_tokens = max(1, min(sample.output_tokens, sample.asked_tokens))
+        # The last segment is the rest of the context, which no other sample shares.
         sample.path = (*sample.prefix, (sample, sys.maxsize))
         self.waiting.append(sample)
 
@@ -339,6 +342,7 @@ class Scheduler:
         """
         if self._decodes_before_prefill and self.running:
             return self._decode(limit)
+        # Without running samples there is nothing to decode before the prefill.
         self._decodes_before_prefill = 0
         if admitted := self._admit_waiting():
             return self._prefill(admitted)
@@ -353,7 +357,11 @@ class Scheduler:
         return sample.prompt_tokens + self.outputs_of(sample) - 1
 
     def expected_tokens(self) -> float:
-        """Return the number of further tokens of the pool that running samples are expected to take."""
+        """Return the number of further tokens of the pool that running samples are expected to take.
+
+        A sample may still generate the rest of its `asked_tokens`, of which at most `clip_tokens` count. It
+        is expected to generate the fraction `ratio` of that, or all of it with `ignore_eos`.
+        """
         clip, passes = self.config.clip_tokens, self._passes
         estimated = fixed = 0
         for sample in self.decoding:
@@ -405,7 +413,7 @@ class Scheduler:
         return admitted
 
     def _may_admit(self) -> bool:
-        """Tell whether to try an admission. After a failed try, only once the running batch has shrunk."""
+        """Tell whether to try an admission. After a failed one, the running batch must shrink first."""
         if not self.decoding:
             self._is_full = False
         if self.chunked is not None:
@@ -417,9 +425,10 @@ class Scheduler:
         return self.queue > 0 and not self._is_full
 
     def _admit(self, sample: SimulatedRequest, budget: PrefillBudget, *, is_first: bool) -> int | Refusal:
-        """Admit the head of the queue; return the number of its tokens that this pass computes.
+        """Admit the first sample of the queue; return the number of its tokens that this pass computes.
 
-        `is_first` says that the pass has no sample yet. Return the reason if the sample is not admitted.
+        `is_first` tells that the pass has admitted no sample yet. If the sample is refused, return the
+        reason.
         """
         # The prefix is locked before the tests, because the available tokens do not include locked ones.
         node, matched = self.pool.lock_prefix(sample)
@@ -452,7 +461,8 @@ class Scheduler:
         """
         uncomputed = sample.fill_tokens - sample.filled_tokens
         free_tokens = self.pool.available_tokens
-        chunk_limit = max(budget.chunk_tokens, 1)  # a chunk has at least one token, or it would never end
+        # At least one token, because an empty chunk would never finish the prompt.
+        chunk_limit = max(budget.chunk_tokens, 1)
         room_tokens = math.floor(free_tokens - budget.expected_tokens)
         if room_tokens > 0:
             chunk_limit = min(chunk_limit, room_tokens)
@@ -463,9 +473,9 @@ class Scheduler:
         return tokens
 
     def _charge(self, budget: PrefillBudget, sample: SimulatedRequest, tokens: int, uncomputed: int) -> None:
-        """Charge `tokens` of an admitted sample to the budget.
+        """Subtract `tokens` of an admitted sample from the budget of this pass.
 
-        The expected output is charged too if these are all `uncomputed` tokens of the sample.
+        With its last chunk (`tokens` equals `uncomputed`), the sample's expected output is charged too.
         """
         new_tokens = min(sample.asked_tokens, self.config.clip_tokens) if tokens == uncomputed else 0
         budget.expected_tokens += tokens + PAGE_TOKENS + new_tokens
@@ -494,9 +504,11 @@ class Scheduler:
             sample.filled_tokens += tokens
             kv_tokens += sample.filled_tokens
             self.pool.checkpoint(sample)
-            if sample is self.chunked:  # more chunks follow
+            if sample is self.chunked:
+                # The prompt is unfinished, and more chunks follow.
                 continue
-            sample.outputs += 1  # the last token of a context generates the next one
+            # The pass that computes the last prompt token also generates an output token.
+            sample.outputs += 1
             if sample.outputs >= sample.target_tokens:
                 self.pool.release(sample, sample.filled_tokens, keep=True)
                 finished.append(sample)
@@ -505,7 +517,8 @@ class Scheduler:
                 self.decoding[sample] = sample.target_tokens - sample.joined
                 self.context_tokens += self.context_of(sample)
         if finished or self.chunked is not None:
-            # Fewer samples begin to decode than were in the pass, which SGLang treats as a smaller batch.
+            # A sample has ended, or its prompt is unfinished, so it does not decode. SGLang treats this as a
+            # smaller batch, and tries to admit more samples.
             self._is_full = False
         self._decodes_before_prefill = self.config.decode_interval
         self.prefill_passes += 1
@@ -535,6 +548,7 @@ class Scheduler:
             steps = min(limit, steps_to_first_end, steps_to_full_pool)
             may_admit = self.chunked is not None or (self.waiting and not self._is_full)
             if may_admit:
+                # Stop before the next pass at which a prefill is tried.
                 steps = min(steps, max(self._decodes_before_prefill, 1))
             self._lower_ratio(steps)
         else:
@@ -603,7 +617,8 @@ class Scheduler:
             sample.retractions += 1
             self.retractions += 1
             self.waiting.append(sample)
-            # Cached contexts are evicted for many passes, but room for one pass ends the retraction.
+            # Evict enough cached contexts for RETRACT_STEPS passes, but end the retraction once one pass
+            # has room.
             self.pool.make_room(len(running) * RETRACT_STEPS)
             if self.pool.make_room(len(running)):
                 break

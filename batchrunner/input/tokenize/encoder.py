@@ -49,7 +49,7 @@ class Encoder:
         *,
         chat_sampling: Mapping[str, Any] | None = None,
     ) -> None:
-        """Load the tokenizer of a model directory; None if prompts are token ids already.
+        """Load the tokenizer from a model's `directory`, which is None if prompts are token ids already.
 
         `chat_sampling` has the sampling parameters that SGLang's chat endpoint would add to a request. Raises
         CannotTokenizeError if a file of the model cannot be used.
@@ -62,10 +62,15 @@ class Encoder:
         self._chat_sampling = chat_sampling or {}
 
     def can_encode(self, request: Request) -> bool:
-        """Tell whether `encode` tokenizes a request; the engine tokenizes all other requests."""
+        """Tell whether `encode` tokenizes a request; the engine tokenizes all other requests.
+
+        The engine must tokenize requests whose prompt depends on more than the texts of messages, such as
+        media or tools. It also continues an assistant message at the end in its own way.
+        """
         if request.kind != self._kind or request.media or request.tools:
             return False
         if self._kind != "messages":
+            # An empty prompt is left to the engine, which refuses it.
             return bool(request.prompt)
         is_plain_chat = all(map(_is_plain, request.prompt)) and "structural_tag" not in request.sampling
         return is_plain_chat and request.prompt[-1]["role"] != "assistant"
@@ -76,6 +81,7 @@ class Encoder:
         A request that fails `can_encode` is returned unchanged.
         """
         items: list[Request | Outcome] = [*requests]
+        # Requests that can be encoded are tokenized in one batch; all others keep their places in `items`.
         indices = [index for index, request in enumerate(requests) if self.can_encode(request)]
         ids_of_requests = self.token_ids([requests[index] for index in indices])
         for index, ids in zip(indices, ids_of_requests, strict=True):
@@ -93,6 +99,7 @@ class Encoder:
         """
         if self._backend is None:
             return [list(request.prompt) for request in requests]
+        # First a text or an error for each request; then token ids take the places of the texts.
         results: list[Any] = [self.prompt_text(request) for request in requests]
         indices = [index for index, text in enumerate(results) if isinstance(text, str)]
         texts = [results[index] for index in indices]
@@ -120,7 +127,8 @@ class Encoder:
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=special)
         except Exception as failure:  # noqa: BLE001 - the library raises TypeError or plain Exception
-            if len(texts) > 1:  # encode each text alone, so that only the bad ones fail
+            if len(texts) > 1:
+                # Each text is encoded alone, so that one bad text does not fail the others.
                 return [self._encoded([text], special=special)[0] for text in texts]
             return [_refusal(failure, text) for text in texts]
         return [encoding.ids for encoding in encodings]
@@ -128,6 +136,7 @@ class Encoder:
     def _as_ids(self, request: Request, ids: list[int]) -> Request:
         """Return a request with token ids in place of its prompt."""
         sampling = request.sampling
+        # A chat is sent as token ids to an endpoint that does not add the chat endpoint's own parameters.
         if request.kind == "messages":
             sampling = {**self._chat_sampling, **sampling}
         return request._replace(
@@ -145,14 +154,17 @@ class Encoder:
         if context is None:
             return ids
         if self._truncation is None:
-            if len(ids) >= context:  # SGLang would refuse the row with the same message
+            if len(ids) >= context:
+                # SGLang would refuse the row with the same message.
                 raise RowRefusedError(
                     f"The input ({len(ids)} tokens) is longer than the model's context length "
                     f"({context} tokens)."
                 )
             return ids
+        # Leave room for the longest output; without a limit of the job, for one token at least.
         limit = context - int(request.sampling.get("max_new_tokens") or 1)
         if longest_prompt is not None:
+            # A prompt must stay below `longest_prompt`.
             limit = min(limit, longest_prompt - 1)
         if len(ids) <= limit:
             return ids
@@ -168,6 +180,7 @@ class Encoder:
         """
         text = _truncatable(request)
         offsets = self._backend.encode(text, add_special_tokens=False).offsets if limit > 0 else []
+        # The rest of the prompt keeps all its tokens.
         keep = len(offsets) - (length - limit)
         while keep > 0:
             shorter_text = truncate_text(text, offsets, keep, truncation)
@@ -176,10 +189,11 @@ class Encoder:
                 raise ids
             if len(ids) <= limit:
                 return ids
-            keep -= len(ids) - limit  # the shorter text had more tokens than expected
+            # Tokens at the cut may change, so the shorter text can have more tokens than expected.
+            keep -= len(ids) - limit
         raise RowRefusedError(
-            f"prompt.truncate: the prompt has {length} tokens, and more than the allowed {limit} "
-            "even without all text that may be truncated"
+            f"prompt.truncate: the prompt has {length} tokens, but at most {limit} are allowed, "
+            "and the text that may not be truncated already has more"
         )
 
 
@@ -199,6 +213,7 @@ def truncate_text(text: str, offsets: Offsets, keep: int, truncation: Truncation
     """
     from_beginning = _TOKENS_FROM_BEGINNING[truncation](keep)
     from_end = keep - from_beginning
+    # The head ends where its last token ends, and the tail begins where its first token begins.
     head = text[: offsets[from_beginning - 1][1]] if from_beginning else ""
     tail = text[offsets[-from_end][0] :] if from_end else ""
     return head + tail
@@ -213,7 +228,7 @@ def _truncatable(request: Request) -> str:
 
 
 def _with_text(request: Request, text: str) -> Request:
-    """Return a request in which `text` replaces the text that `_truncatable` returns."""
+    """Return a request whose prompt, or last user message in a chat, is replaced by a truncated `text`."""
     if request.kind == "text":
         return request._replace(prompt=text)
     messages = [*request.prompt]
@@ -223,19 +238,24 @@ def _with_text(request: Request, text: str) -> Request:
 
 
 def _refusal(failure: Exception, text: str = "") -> RowRefusedError:
-    """Return the error that refuses a row whose prompt, or whose `text`, could not be tokenized."""
+    """Return the error that refuses a row because its prompt could not be tokenized.
+
+    `text` is the prompt's text, if it is known.
+    """
     if isinstance(failure, RowRefusedError):
         return failure
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # says more than the library's own error, which is about types
+    # This error names the bad character; the tokenizer's error only names types.
+    except UnicodeEncodeError as error:
         failure = error
     return RowRefusedError(f"the prompt cannot be tokenized: {type(failure).__name__}: {failure}")
 
 
 def _is_plain(message: Any) -> bool:
     """Tell whether a message has a role that every chat template supports, a text, and nothing else."""
-    if not isinstance(message, dict):  # a null in the list of messages
+    if not isinstance(message, dict):
+        # The list of messages has a null.
         return False
     fields = {name: value for name, value in message.items() if value is not None}
     is_text = all(isinstance(value, str) for value in fields.values())

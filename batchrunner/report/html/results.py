@@ -80,6 +80,7 @@ def read_results(workers: Sequence[RunDir]) -> RunResults:
         ):
             _register(connection, parts)
             lengths = list(filter(None, (_length(connection, *length) for length in _LENGTHS)))
+            # The examples come from the newest part file.
             return RunResults(done.counts, lengths, _answers(parts[-1]))
     except (duckdb.Error, pa.ArrowException, OSError, KeyError, UnicodeError) as failure:
         raise ResumeError(f"{workers[0].path}: results cannot be read: {first_line(failure)}") from None
@@ -93,7 +94,8 @@ def _register(connection: duckdb.DuckDBPyConnection, parts: Sequence[Path]) -> N
     schema = pq.read_schema(parts[0])
     names = ["attempts", "latency_s", "prompt_tokens"]
     if not has_texts(schema):
-        tokens = "[]::INTEGER[]"  # A task without decoding, such as an embedding, has no output tokens.
+        # A task without decoding, such as an embedding, has no output tokens.
+        tokens = "[]::INTEGER[]"
     else:
         names.append("completion_tokens")
         has_several = pa.types.is_list(schema.field("completion_tokens").type)
@@ -107,7 +109,7 @@ def _register(connection: duckdb.DuckDBPyConnection, parts: Sequence[Path]) -> N
 def _length(
     connection: duckdb.DuckDBPyConnection, name: str, unit: str, value: str
 ) -> tuple[Any, ...] | None:
-    """Return an entry of `RunResults.lengths`; None if no row has a value.
+    """Compute the statistics of one distribution, as in `RunResults.lengths`; None if no row has a value.
 
     `value` is an SQL expression on a row of the view `results`.
     """
@@ -128,7 +130,8 @@ def _answers(part: Path) -> list[dict[str, Any]]:
     columns = []
     for name in names:
         values, unreadable = values_of(batch.column(name))
-        columns.append([unreadable.get(at, value) for at, value in enumerate(values)])
+        # In place of a value that Python cannot represent, the reason is shown.
+        columns.append([unreadable.get(index, value) for index, value in enumerate(values)])
     return [
         {name: str(value)[:SHOWN] for name, value in zip(names, values, strict=True) if value is not None}
         for values in zip(*columns, strict=True)
