@@ -124,7 +124,7 @@ class ProxyLimit:
         shortest, longest = min(self._ages), max(self._ages)
         # A limit ends all requests at the same age, and no answer arrives at a higher age.
         are_equal = longest - shortest <= _tolerance(longest)
-        if are_equal and len(self._ages) == REQUESTS and not self._outlived(longest):
+        if are_equal and len(self._ages) == REQUESTS and not self._outlived(shortest):
             self.limit_s = shortest
         return self.limit_s is not None
 
