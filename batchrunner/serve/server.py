@@ -177,7 +177,7 @@ async def _sweep_until(stop_event: asyncio.Event, state: State, owners: Owners) 
     while not stop_event.is_set():
         try:
             await state.delete_expired()
-            await asyncio.to_thread(owners.save_usage)
+            await owners.save_usage()
         except StorageError as failure:
             log.warning("%s; the next try is in %g s", failure, SWEEP_S)
         with contextlib.suppress(TimeoutError):
@@ -216,7 +216,7 @@ async def serve(
             stack.enter_context(hold_task(RunDir(directory), directory=directory))
             state = State(directory)
         owners = Owners(keys, key, usage=directory / USAGE)
-        stack.callback(owners.save_usage)
+        stack.push_async_callback(owners.save_usage)
 
         def handle(number: signal.Signals) -> None:
             # SIGHUP reads the file of keys again. Every other signal, and a SIGHUP without such a file, ends
