@@ -139,10 +139,11 @@ def last_sample(path: Path) -> LoggedSample | None:
     return None
 
 
-def last_reason(path: Path) -> str | None:
-    """Return why the newest attempt of a log ended; None if it runs or was killed."""
+def last_end(path: Path) -> dict[str, Any]:
+    """Return the `end` event of the newest attempt of a log; empty if the attempt runs or was killed."""
     ends = (event for event in _last_events(path) if event["event"] in {"start", "end"})
-    return next((event.get("reason") or None for event in ends), None)
+    newest = next(ends, {})
+    return newest if newest.get("event") == "end" else {}
 
 
 def _last_events(path: Path) -> Iterator[dict[str, Any]]:

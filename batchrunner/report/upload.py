@@ -79,18 +79,23 @@ def card_of(content: Mapping[str, Any], report: Report) -> str:
 
 
 def _upload_to_store(address: StoreAddress, files: Mapping[str, Path], card: bytes, *, force: bool) -> None:
-    """Upload to a directory in an object store, and delete what else is there. The card comes last."""
+    """Upload to a directory in an object store, and delete what else is there.
+
+    An old card is deleted first and the new one comes last, so that a card is always that of all data beside
+    it. A directory without a card is incomplete.
+    """
     check_client(address, OutputError)
     from batchrunner.output.objects import RunObjects  # noqa: PLC0415 - imports obstore
 
     objects = RunObjects(address, StorageSpec())
     with writing(Path(str(address)), OutputError):
-        outdated = {stored.name for stored in objects.below()} - {CARD, *files}
-        if not force and objects.below():
+        stored = {each.name for each in objects.below()}
+        if stored and not force:
             raise OutputError(f"{address}: is not empty", hint="give --force to replace what is in it")
+        objects.delete(stored & {CARD})
         for name, file in files.items():
             objects.put(name, file)
-        objects.delete(outdated)
+        objects.delete(stored - {CARD, *files})
         objects.put(CARD, card)
 
 

@@ -92,12 +92,14 @@ def _check_files(requests: str, written: Sequence[Path], run: Path, *, fresh: bo
     `written` are the files of results and errors. Existing ones may be overwritten with `fresh`, or if the
     run of this batch exists.
     """
-    different_files = {path.resolve() for path in (Path(requests).expanduser(), *written)}
-    if len(different_files) <= len(written):
-        raise OutputError(
-            f"{written[0]}: two of the files of requests, results and errors are the same",
-            hint="give different files",
-        )
+    other_files = {Path(requests).expanduser().resolve()}
+    for path in written:
+        if path.resolve() in other_files:
+            raise OutputError(
+                f"{path}: two of the files of requests, results and errors are this one",
+                hint="give different files",
+            )
+        other_files.add(path.resolve())
     if fresh or holds_run(run):
         return
     for path in written:
