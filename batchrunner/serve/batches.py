@@ -114,6 +114,10 @@ class Batches:
         control.stop(CANCELLED)
         await self._state.save(BATCHES, batch, status="cancelling", cancelling_at=now())
 
+    async def engine_answers(self) -> bool:
+        """Tell whether a server of the engine answers now."""
+        return await self._engine.engine.answers()
+
     async def drain(self) -> None:
         """Stop sending, and wait up to 15 s for the requests in flight.
 

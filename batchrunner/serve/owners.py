@@ -230,6 +230,17 @@ class Owners:
             return None
         return f"You have {queued} queued requests, and a batch of {new} is too many: your limit is {limit}."
 
+    def tokens_of_day(self) -> tuple[dict[tuple[str], int], dict[tuple[str], int]]:
+        """Return the tokens that owners have used on this day, and their limits; both empty without keys."""
+        self._start_day()
+        used = {(name,): account.tokens for name, account in self._accounts.items()}
+        limits = {
+            (owner.name,): owner.max_tokens_per_day
+            for owner in self._owners
+            if owner.max_tokens_per_day is not None
+        }
+        return used, limits
+
     async def save_usage(self) -> None:
         """Write the tokens of this day. Raises StorageError."""
         if not self.has_key_file:

@@ -41,6 +41,8 @@ API_KEY_VARIABLE = "BATCHRUN_API_KEY"
 """Environment variable with the API key that clients must send."""
 LOCAL_HOSTS = {"localhost", "127.0.0.1", "::1"}
 """Addresses at which the server needs no API key."""
+OPEN_PATHS = {"/health", "/ready"}
+"""Paths that need no API key: whether the server lives, and whether it is ready."""
 USAGE = "usage.json"
 """File in the server's directory with the tokens that each owner has used on this day."""
 SWEEP_S = 60.0
@@ -63,7 +65,7 @@ class Api:
         """Accept batches for `endpoints`, and `most_files` files of at most `most_bytes` bytes."""
         self._owners = owners
         self._records = Records(state, owners, batches.info.model)
-        self._metrics = MetricsApi(state)
+        self._metrics = MetricsApi(state=state, batches=batches, owners=owners)
         self._files = FilesApi(
             state=state, owners=owners, records=self._records, most_bytes=most_bytes, most_files=most_files
         )
@@ -79,9 +81,11 @@ class Api:
     def application(self) -> web.Application:
         """Return the application with all its routes."""
         app = web.Application(middlewares=[self._reply])
+        app.on_response_prepare.append(self._metrics.count_response)
         records = "/v1/{kind:files|batches|models}"
         handlers: list[tuple[str, str, Any]] = [
             ("GET", "/health", self._metrics.health),
+            ("GET", "/ready", self._metrics.ready),
             ("GET", "/metrics", self._metrics.metrics),
             ("POST", "/v1/files", self._files.upload),
             ("DELETE", "/v1/{kind:files}/{id}", self._files.delete),
@@ -99,7 +103,7 @@ class Api:
     async def _reply(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Authorize a call, handle it, and turn each error into one of OpenAI's API."""
         try:
-            if request.path != "/health":
+            if request.path not in OPEN_PATHS:
                 owner = request[OWNER_OF_CALL] = self._owner_of(request)
                 self._owners.count_call(owner)
             result = await handler(request)
