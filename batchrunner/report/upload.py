@@ -39,7 +39,9 @@ def check_destination(destination: str) -> None:
 
 
 def upload(run_dir: RunDir, report: Report, destination: str, *, force: bool) -> None:
-    """Upload the merged dataset of a run and its card; `force` replaces what is at the destination.
+    """Upload the merged dataset of a run and its card.
+
+    With `force`, the dataset at the destination is replaced.
 
     Raises OutputError if the destination is not empty, is malformed or refuses the upload, and StorageError.
     """
@@ -79,10 +81,10 @@ def card_of(content: Mapping[str, Any], report: Report) -> str:
 
 
 def _upload_to_store(address: StoreAddress, files: Mapping[str, Path], card: bytes, *, force: bool) -> None:
-    """Upload to a directory in an object store, and delete what else is there.
+    """Upload to a directory in an object store, and delete all other objects in it.
 
-    An old card is deleted first and the new one comes last, so that a card is always that of all data beside
-    it. A directory without a card is incomplete.
+    An old card is deleted first and the new one is written last, so that a card always describes the data
+    beside it, and its presence shows a complete upload.
     """
     check_client(address, OutputError)
     from batchrunner.output.objects import RunObjects  # noqa: PLC0415 - imports obstore
@@ -113,6 +115,7 @@ def _upload_to_hub(destination: str, files: Mapping[str, Path], card: bytes, *, 
     operations.append(hub.CommitOperationAdd(CARD, card))
     try:
         api.create_repo(name, repo_type="dataset", private=True, exist_ok=True)
+        # The Hub puts .gitattributes into each new dataset.
         stored = {path for path in api.list_repo_files(name, repo_type="dataset") if path != ".gitattributes"}
         if stored and not force:
             raise OutputError(f"{destination}: is not empty", hint="give --force to replace what is in it")

@@ -167,18 +167,18 @@ class MetricsApi:
             "http_responses",
             "Replies of the server by HTTP status.",
             ["code"],
-            {(str(status),): count for status, count in self._responses.items()},
+            {str(status): count for status, count in self._responses.items()},
         )
 
     def _of_batches(self) -> Iterator[Metric]:
         """Yield the numbers of batches, of requests and of tokens."""
-        tally, queued = self._tally, Counter[tuple[str]]()
+        tally, queued = self._tally, Counter[str]()
         unfinished = tally.update()
         batches = Counter(tally.ended_batches)
         for batch in unfinished:
             owner = batch.get(OWNER, "")
             batches[owner, batch["status"]] += 1
-            queued[owner,] += queued_requests(batch)
+            queued[owner] += queued_requests(batch)
         yield _family(GaugeMetricFamily, "batches", "Batches, ended ones too.", ["owner", "status"], batches)
         yield _family(GaugeMetricFamily, "queued_requests", "Requests without a result.", ["owner"], queued)
         yield _family(
@@ -198,10 +198,11 @@ class MetricsApi:
 
     def _of_files(self) -> Iterator[Metric]:
         """Yield the numbers and sizes of files, and the free disk space."""
-        files = Counter[tuple[str]]((file.get(OWNER, ""),) for file in self._state.records[FILES].values())
-        sizes = {(owner,): size for owner, size in self._state.stored_bytes.items()}
+        files = Counter[str](file.get(OWNER, "") for file in self._state.records[FILES].values())
         yield _family(GaugeMetricFamily, "files", "Files, results too.", ["owner"], files)
-        yield _family(GaugeMetricFamily, "file_size_bytes", "Size of all files.", ["owner"], sizes)
+        yield _family(
+            GaugeMetricFamily, "file_size_bytes", "Size of all files.", ["owner"], self._state.stored_bytes
+        )
         free = self._readiness.disk_free
         if free is not None:
             yield GaugeMetricFamily(f"{PREFIX}disk_free_bytes", "Free space of the disk of --dir.", free)
@@ -218,8 +219,11 @@ class MetricsApi:
 
 
 def _family(kind: Any, name: str, text: str, labels: list[str], values: Mapping[Any, int]) -> Any:
-    """Return a metric of a `kind` of prometheus_client with a value for each combination of its `labels`."""
+    """Return a metric of prometheus_client's class `kind`, with a value for each combination of `labels`.
+
+    A combination of one label is a text.
+    """
     family = kind(f"{PREFIX}{name}", text, labels=labels)
     for combination, value in values.items():
-        family.add_metric(combination, value)
+        family.add_metric(combination if len(labels) > 1 else [combination], value)
     return family

@@ -50,7 +50,9 @@ class Owner(BaseModel):
     max_queued_requests: Annotated[int, Field(ge=0)] | None = None
     """Maximum number of requests of unfinished batches that have no result yet."""
     max_tokens_per_day: Annotated[int, Field(ge=0)] | None = None
-    """Maximum number of prompt and output tokens a day (UTC). Batches pause once they are used up."""
+    """Maximum number of prompt and output tokens a day (UTC). The owner's batches pause when these tokens are
+    used up.
+    """
     admin: bool = False
     """Whether the owner sees the files and batches of all owners, and the metrics."""
 
@@ -68,7 +70,7 @@ class Owner(BaseModel):
         return self.sha256 or digest_of(self.key.get_secret_value() if self.key else "")
 
     def may_see(self, record: Record) -> bool:
-        """Tell whether a file or batch exists for this owner."""
+        """Tell whether this owner may see a file or batch. For any other owner, it does not exist."""
         return self.admin or record.get(OWNER) == self.name
 
     def view(self, record: Record) -> Record:
@@ -89,7 +91,7 @@ def digest_of(key: str) -> str:
 
 
 def read_owners(path: Path) -> list[Owner]:
-    """Return the owners in a file of keys; raises JobError, whose text repeats nothing of the file."""
+    """Return the owners in a file of keys; raise JobError, whose text quotes nothing of the file."""
     try:
         tree = yaml.safe_load(path.read_text("utf-8-sig"))
         owners = _read_owners.validate_python(tree, strict=True)
@@ -97,7 +99,8 @@ def read_owners(path: Path) -> list[Owner]:
         raise JobError(f"--keys {path}: cannot be read: {failure.strerror}") from None
     except ValidationError as failure:
         error = failure.errors(include_input=False, include_url=False)[0]
-        # A key that stands in a wrong place may be the name of a field, so only known names are repeated.
+        # The message must not show a key of an owner that stands in a wrong place. So of the error's
+        # location, only known field names and positions are shown.
         place = [part for part in error["loc"] if isinstance(part, int) or part in Owner.model_fields]
         where = f"entry {place[0] + 1}" if place and isinstance(place[0], int) else "the file"
         field = f", {place[1]}" if len(place) > 1 else ""
@@ -166,14 +169,14 @@ class Owners:
     def owner_of(self, key: str) -> Owner | None:
         """Return the owner of an API key; None if nobody has this key.
 
-        Every key is compared, so that the time tells nothing.
+        Every key is compared, so that the response time does not reveal which key nearly matched.
         """
         digest = digest_of(key)
         matching = [owner for owner in self._owners if hmac.compare_digest(owner.digest, digest)]
         return matching[0] if matching else None
 
     def part_of(self, owner: Owner) -> float:
-        """Return the part of disk and files that an owner may fill, from 0 to 1."""
+        """Return the fraction of the disk and of the number of files that an owner may use, from 0 to 1."""
         return owner.share / sum(each.share for each in self._owners) if self.has_key_file else 1.0
 
     def account_of(self, name: str) -> Account:
@@ -183,6 +186,7 @@ class Owners:
         """
         if not self.has_key_file:
             return Account()
+        # An account is made at its first use. `read_again` changes it when the file of keys changes.
         if name not in self._accounts:
             account = self._accounts[name] = Account(tokens=self._tokens.get(name, 0))
             for owner in self._owners:
@@ -191,7 +195,12 @@ class Owners:
         return self._accounts[name]
 
     def count_call(self, owner: Owner, calls: float = 1.0) -> None:
-        """Count calls of an owner; raises ApiError if there are too many a second."""
+        """Count calls of an owner; raises ApiError if there are too many a second.
+
+        This is a token bucket: the number of available calls grows by CALLS_A_SECOND each second, up to
+        MOST_CALLS_AT_ONCE, and each call uses up one. A call is refused if none is available. The number may
+        become negative, because a call for a long list counts as several.
+        """
         if owner.admin:
             return
         now = time.monotonic()
@@ -230,22 +239,23 @@ class Owners:
             return None
         return f"You have {queued} queued requests, and a batch of {new} is too many: your limit is {limit}."
 
-    def tokens_of_day(self) -> tuple[dict[tuple[str], int], dict[tuple[str], int]]:
+    def tokens_of_day(self) -> tuple[dict[str, int], dict[str, int]]:
         """Return the tokens that owners have used on this day, and their limits; both empty without keys."""
         self._start_day()
-        used = {(name,): account.tokens for name, account in self._accounts.items()}
+        used = {**self._tokens, **{name: account.tokens for name, account in self._accounts.items()}}
         limits = {
-            (owner.name,): owner.max_tokens_per_day
+            owner.name: owner.max_tokens_per_day
             for owner in self._owners
             if owner.max_tokens_per_day is not None
         }
         return used, limits
 
     async def save_usage(self) -> None:
-        """Write the tokens of this day. Raises StorageError."""
+        """Save how many tokens each owner has used today. Raises StorageError."""
         if not self.has_key_file:
             return
         self._start_day()
+        # Only owners with a batch since the server's start have an account. The others keep their number.
         self._tokens |= {name: account.tokens for name, account in self._accounts.items()}
         await asyncio.to_thread(write_json, self._usage, {"day": self._day, "tokens": {**self._tokens}})
 

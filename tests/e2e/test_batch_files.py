@@ -490,7 +490,7 @@ def test_files_that_are_not_ours(tmp_path: Path) -> None:
     for target in (batch.requests, batch.results):
         same = batch.do("--errors", target)
         assert (same.exit_code, "give different files" in same.stderr) == (2, True)
-        assert f"{target}: two of the files" in same.stderr
+        assert f"{target}: requests, results and errors need" in same.stderr
     assert batch.do("--fresh").exit_code == 0
     assert len(lines_of(batch.results)) == 1
 
@@ -498,7 +498,7 @@ def test_files_that_are_not_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["-", "-o", "out.jsonl", "--engine", "simulated"], "standard input cannot be read again"),
+        (["-", "-o", "out.jsonl", "--engine", "simulated"], "a batch cannot be read from standard input"),
         (["r.jsonl", "-o", "out.jsonl"], "Missing option '--engine'"),
         (["*.jsonl", "-o", "out.jsonl", "--engine", "simulated"], "the input has 2 batch files"),
         (
