@@ -172,7 +172,7 @@ class MetricsApi:
 
     def _of_batches(self) -> Iterator[Metric]:
         """Yield the numbers of batches, of requests and of tokens."""
-        tally, queued = self._tally, Counter[str]()
+        tally, queued = self._tally, Counter[str](dict.fromkeys(self._owners.names, 0))
         unfinished = tally.update()
         batches = Counter(tally.ended_batches)
         for batch in unfinished:

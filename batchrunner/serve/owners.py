@@ -147,6 +147,11 @@ class Owners:
         return self._keys is not None
 
     @property
+    def names(self) -> list[str]:
+        """Names of the owners; only the empty one on a server without a file of keys."""
+        return [owner.name for owner in self._owners]
+
+    @property
     def count(self) -> int:
         """Number of owners."""
         return len(self._owners)
