@@ -78,7 +78,8 @@ async def _running_servers(spec: AttachEngine | GatewayEngine, limits: LimitsSpe
         return _direct_servers(spec.urls, gateway=None, background=spec.background, options=options)
 
     why = await _reason_for_gateway(spec, headers)
-    if why is None:  # All workers can be reached, or the job says so: rows go to them directly.
+    if why is None:
+        # All workers can be reached from here, or the job says so. So rows go to them directly.
         return _direct_servers((), gateway=spec.url, background=spec.background, options=options)
     if spec.background:
         raise EngineStartError(

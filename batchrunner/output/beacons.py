@@ -30,15 +30,15 @@ from batchrunner.output.store import Store
 
 _NAME = re.compile(r"alive\.(.+)\.([0-9a-f]+)\.(\d{6,})")
 OWNERS_READ = 8
-"""Maximum number of workers whose `owner` is read after a listing. This finds a worker of the same machine
-that was killed, without waiting for its heartbeats."""
+"""Maximum number of workers whose `owner` is read after a listing, the longest silent ones. `owner` shows at
+once that a worker on this machine was killed, whereas its heartbeats show it only after DEAD_AFTER_S."""
 
 
 class Beacon:
     """The beacon of this worker. Its methods may be called from several threads."""
 
     def __init__(self, directory: Path, task: str, token: str, store: Store) -> None:
-        """`directory` contains the leases, and `token` is that of the worker's lock (`TaskLock.token`)."""
+        """Create no file yet. `directory` contains the leases; `token` is `TaskLock.token` of the worker."""
         self._directory = directory
         self._prefix = f"alive.{task}.{token}"
         self._store = store
@@ -81,13 +81,13 @@ class _Sighting:
 
     token: str
     beats: int
-    """Number of heartbeats, from the newest name."""
+    """Number of heartbeats in the newest name of the beacon."""
     since: float
-    """Time at which a listing first had this number."""
+    """Time, in seconds of `time.monotonic`, of the first listing with this number."""
     has_moved: bool = False
-    """Whether the worker was seen to rename its beacon."""
+    """Whether this watch has seen the worker rename its beacon."""
     names: list[str] = field(default_factory=list)
-    """Names of the beacon in the last listing."""
+    """Names of the beacon in the last listing: one, or two after an interrupted rename in an object store."""
 
 
 class BeaconWatch:
@@ -98,17 +98,17 @@ class BeaconWatch:
     """
 
     def __init__(self, run_dir: RunDir) -> None:
-        """`run_dir` is the run as this worker sees it."""
+        """Watch the other workers of a run. `run_dir` is the RunDir of this worker."""
         self._run_dir = run_dir
         self._me: LockHolder = this_process()
         self._fresh_s = FRESH_S if run_dir.store.objects is None else STORE_FRESH_S
         self._sightings: dict[str, _Sighting] = {}
         self._monitors: dict[str, LivenessMonitor] = {}
-        """Monitors of workers without a beacon, and of processes that hold the lock of a dead worker."""
+        """Monitors of workers without a beacon, and of processes that took over the lock of a dead worker."""
         self._runs: dict[str, bool | None] = {}
         """Whether each worker runs; None if that is not clear yet."""
         self._owners: dict[str, bytes] = {}
-        """The last content of `owner` that was read, by worker."""
+        """Content of each worker's `owner` when it was last read."""
 
     def __len__(self) -> int:
         """Return the number of workers that hold leases."""
@@ -116,7 +116,7 @@ class BeaconWatch:
 
     @property
     def dead(self) -> list[str]:
-        """Names of the workers that are dead for sure."""
+        """Names of the workers that are known to be dead."""
         return sorted(task for task, runs in self._runs.items() if runs is False)
 
     @property
@@ -125,7 +125,7 @@ class BeaconWatch:
         return all(self._runs.values())
 
     def owner_content(self, task: str) -> bytes:
-        """Return the content of `owner` from which a worker was judged to be dead."""
+        """Return the content that a dead worker's `owner` had when the worker was judged to be dead."""
         return self._owners[task]
 
     def look(self, names: Iterable[str]) -> None:
@@ -148,6 +148,7 @@ class BeaconWatch:
                 sighting.beats, sighting.since, sighting.has_moved = newest_beats, now, True
             sighting.names = [name for _, _, name in beacons_of_task]
             self._sightings[task] = sighting
+        # A recent rename that this watch has seen proves that a worker runs.
         self._runs = {
             task: True if sighting.has_moved and now - sighting.since <= self._fresh_s else None
             for task, sighting in self._sightings.items()
@@ -174,12 +175,12 @@ class BeaconWatch:
         self._owners[task] = content
         silent_s = now - sighting.since
         holder = parse_holder(content)
-        if holder is None:  # the lock was released, or `owner` is being written
+        if holder is None:  # The lock was released, or another process is writing `owner` now.
             return False if silent_s > UNNAMED_AFTER_S else None
         is_dead = holder.is_dead(self._me)
         if is_dead is not None:
             return not is_dead
-        if holder.token != sighting.token:  # another worker takes over, and may die, too
+        if holder.token != sighting.token:  # Another process took the lock over. It may die, too.
             return self._poll_owner(task)
         if silent_s > DEAD_AFTER_S:
             return False

@@ -91,6 +91,7 @@ def _upload_to_store(address: StoreAddress, files: Mapping[str, Path], card: byt
 
     objects = RunObjects(address, StorageSpec())
     with writing(Path(str(address)), OutputError):
+        # All objects count here, also those that the upload would replace.
         stored = {each.name for each in objects.below()}
         if stored and not force:
             raise OutputError(f"{address}: is not empty", hint="give --force to replace what is in it")

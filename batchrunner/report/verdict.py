@@ -74,6 +74,7 @@ def verdict_of(end: RunEnd) -> RunVerdict:
     if end.failure is not None:
         next_step = "" if end.failure.hint in str(end.failure) else end.failure.hint
         return RunVerdict(end.failure.exit_code, str(end.failure), next_step)
+    # A requested stop counts only if it has left rows.
     if end.rows_left or end.rows_unheld:
         return _incomplete(end) if end.stop is None else end.stop
     if end.added_files:

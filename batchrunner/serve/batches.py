@@ -130,6 +130,7 @@ class Batches:
         """
         for control, _ in self._running.values():
             control.drain(_SHUTDOWN)
+        # An error of a batch must not end the wait for the other batches.
         ends = asyncio.gather(*(task for _, task in self._running.values()), return_exceptions=True)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ends, TERM_DRAIN_S)
@@ -196,7 +197,8 @@ class Batches:
             finally:
                 turns.release()
         except BatchrunError:
-            if control.reason is None:  # Otherwise the error only says that `control` stopped the batch.
+            if control.reason is None:
+                # Otherwise the error only says that `control` stopped the batch.
                 raise
 
     async def _execute(self, batch: Record, control: Control) -> None:
@@ -215,6 +217,7 @@ class Batches:
             control=control,
             account=self._owners.account_of(_owner_of(batch)),
         )
+        # The counts in the report are exact; those of the last progress may be a second old.
         batch["request_counts"] = request_counts(
             total=report.rows_total, completed=report.rows_ok, failed=report.rows_failed
         )
@@ -251,6 +254,7 @@ class Batches:
             for number, request, problem in self._lines(batch)
             if problem is None and request[URL] != endpoint
         )
+        # Reading ends at the last fault that is reported, because the batch is refused in any case.
         faults = [*islice(other_urls, MOST_FAULTS)]
         if faults:
             raise BatchFileError(faults[0].problem, faults)
@@ -260,6 +264,7 @@ class Batches:
         """Yield each line of a batch's file: its number, its request, and its fault (None if it has none)."""
         path = self._state.path_of(FILES, batch["input_file_id"])
         with pa.OSFile(str(path)) as file:
+            # The content was stored without its ending, so only its first bytes show the compression.
             codec = codec_of(file.read(HEAD_BYTES), None)
             file.seek(0)
             source = decompressed(file, codec)
@@ -275,6 +280,7 @@ class Batches:
         """
         names = {kind: f"{batch['id'].replace('batch_', 'file-')}-{kind}" for kind in ("output", "error")}
         output, error = (self._state.path_of(FILES, name) for name in names.values())
+        # The lines of a batch that ended early, each with the error that it gets if it has no answer.
         unanswered = None
         if reason is not None:
             lines = self._lines(batch)
@@ -317,6 +323,7 @@ def _errors_of(failure: InputError, path: Path) -> list[Record]:
     if isinstance(failure, BatchFileError):
         return [_error(code, problem, line=line) for line, code, problem in failure.line_faults]
     code = RATE_LIMIT if isinstance(failure, TooManyRequestsError) else "invalid_file"
+    # Other errors name the line only in their text.
     line = _LINE_NUMBER.search(failure.message)
     return [_error(code, failure.message.replace(str(path), path.name), line=line and int(line[1]))]
 

@@ -103,6 +103,7 @@ class Api:
     async def _reply(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Authorize a call, handle it, and turn each error into an error object of OpenAI's API."""
         try:
+            # Health checks of load balancers and orchestrators have no API key.
             if request.path not in OPEN_PATHS:
                 owner = request[OWNER_OF_CALL] = self._owner_of(request)
                 self._owners.count_call(owner)
@@ -130,7 +131,8 @@ class Api:
         if not self._owners.need_key:
             try:
                 host = (request.url.host or "").lower()
-            except ValueError:  # the header Host is malformed, for example its port is beyond 65535
+            except ValueError:
+                # The header Host is malformed, for example its port is beyond 65535.
                 host = ""
             if host not in LOCAL_HOSTS or "Origin" in request.headers:
                 raise ApiError(403, f"Only programs on this machine may call. Set {API_KEY_VARIABLE}.")
@@ -240,7 +242,8 @@ async def serve(
         batches = Batches(state=state, engine=shared, options=options, server=control, owners=owners)
         stack.push_async_callback(batches.drain)
         endpoints = [*TASK_OF_ENDPOINT]
-        if not shared.info.simulated:  # The simulated engine answers requests of every task.
+        if not shared.info.simulated:
+            # The simulated engine answers requests of every task.
             endpoints = [path for path in endpoints if TASK_OF_ENDPOINT[path] == task]
         api = Api(
             state=state,
@@ -255,7 +258,8 @@ async def serve(
         await runner.setup()
         with using_run(address):
             await web.TCPSite(runner, host, port).start()
-        for batch in state.unfinished_batches():  # batches that an earlier start of the server did not finish
+        for batch in state.unfinished_batches():
+            # An earlier start of the server did not finish these batches.
             batches.start(batch)
         show([str(URL.build(scheme="http", host=host, port=runner.addresses[0][1], path="/v1"))])
         await _sweep_until(stop_event, state, owners)

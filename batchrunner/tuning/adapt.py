@@ -1,6 +1,6 @@
-"""Choose the steps of flag tuning during a run, by the rules of advice, and compute their gains. Pure.
+"""Choose the steps of flag tuning during a run, by the rules of advice, and compute their gains.
 
-A step is a change of flags with which one server of the run is restarted.
+A step is a change of flags with which one server of the run is restarted. The module does no I/O.
 """
 
 import math

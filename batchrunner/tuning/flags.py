@@ -47,7 +47,7 @@ class Server:
     usage: float = 0.0
     """Mean token usage: the fraction of the KV pool in use."""
     decodes: bool = True
-    """Whether its requests decode. False for tasks without generated tokens, such as embedding."""
+    """Whether the server's requests decode. False for tasks without generated tokens, such as embedding."""
     output_tokens: float = 0.0
     """Mean number of tokens in an output."""
     longest_output: int | None = None
@@ -146,7 +146,8 @@ def in_effect(facts: Facts, flag: str) -> float | None:
         argument = facts.number(flag.replace("-", "_"))
         if argument is None:
             return None
-        if flag in _TOTALS:  # This argument is the total already.
+        if flag in _TOTALS:
+            # For these flags, the argument already is the total of all ranks.
             return int(argument)
         rank_value = argument
     value = as_flag(facts, flag, rank_value)
@@ -324,7 +325,8 @@ def _good_fraction(s: Server) -> list[float]:
     present, spare_gb, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb
     if present is None or spare_gb is None or not card:
         return []
-    surplus_gb = spare_gb - s.band.good  # `good` is the free memory that the guides advise
+    # `good` is the free memory that SGLang's guides advise..
+    surplus_gb = spare_gb - s.band.good
     is_raise = surplus_gb > 0
     # Rounded down, so that at least the advised memory stays free. Negative if too little memory is free.
     steps = math.floor(surplus_gb / card / FRACTION_STEP)
@@ -388,7 +390,8 @@ def _larger_chunk(s: Server) -> list[int]:
 def _smaller_chunk(s: Server) -> list[int]:
     """Return the steps down of the prefill chunk, in tokens."""
     present = s.now("chunked-prefill-size")
-    if present is None or present <= 0:  # The chunk size is unknown, or chunking is off.
+    if present is None or present <= 0:
+        # The chunk size is unknown, or chunking is off.
         return [*CHUNKS]
     return [chunk for chunk in CHUNKS if chunk < present]
 
@@ -478,7 +481,8 @@ def state_args(
     if s.facts.sizes_states or sets_running:
         return {"max-mamba-cache-size": int(as_flag(s.facts, "max-mamba-cache-size", slots))}
     new_share = (slots + 1) * size * (s.facts.state_share or 0.0) / pool.slots
-    ratio = new_share / (1 - new_share)  # memory of the state pool divided by that of the KV pool
+    # The flag is the memory of the state pool, divided by that of the KV pool.
+    ratio = new_share / (1 - new_share)
     return {"mamba-full-memory-ratio": math.ceil(100 * ratio) / 100}
 
 
@@ -563,7 +567,8 @@ def beside(name: str, value: Any, s: Server) -> dict[str, Any]:
     if name not in {"disable-radix-cache", STATE_STRATEGY, "mamba-ssm-dtype"}:
         return {}
     per_request = slots_after({name: value}, pool.per_request)
-    size = 0.5 if name == "mamba-ssm-dtype" else 1.0  # states of 16 bits instead of 32
+    # With this flag, states have 16 bits instead of 32.
+    size = 0.5 if name == "mamba-ssm-dtype" else 1.0
     # Only without the prefix cache a request takes a single slot.
     return state_args(s, per_request, size, without_cache=per_request == 1)
 
@@ -578,7 +583,8 @@ def best_backends(facts: Facts) -> Sequence[str]:
         return ()
     if not facts.is_mla or card == "hopper":
         return _BACKENDS[card]
-    return ("trtllm_mla", "flashinfer") if card == "blackwell" else ()  # On other GPUs SGLang chooses triton.
+    # On other GPUs SGLang chooses triton for such models.
+    return ("trtllm_mla", "flashinfer") if card == "blackwell" else ()
 
 
 def _other_backends(s: Server) -> list[str]:
@@ -586,11 +592,11 @@ def _other_backends(s: Server) -> list[str]:
 
 
 def _interval(s: Server) -> list[int]:
-    """Return the best number of decode steps between two prefill passes, if a pass takes as long as a step.
+    """Return the best number of decode steps between two prefill passes.
 
-    With n steps between passes, the slot of a finished request stays empty for n / 2 steps on average, in
-    addition to the `output_tokens` steps of a request. In return, there are fewer prefill passes. The best
-    number makes both costs equal.
+    A pass is assumed to take as long as a decode step. With n steps between passes, the slot of a finished
+    request stays empty for n / 2 steps on average, in addition to the `output_tokens` steps of a request. In
+    return, there are fewer prefill passes. The best number makes both costs equal.
     """
     return [] if s.now("prefill-decode-interval") else [round(math.sqrt(2 * s.output_tokens))]
 
@@ -601,7 +607,7 @@ def _set(flag: str, value: Any) -> NextValues:
 
 
 def _at_least(flag: str, least: int) -> NextValues:
-    """Return the only possible change of a flag for a number of threads or processes: raise it to `least`."""
+    """Return a function for a number of threads or processes: it returns `least`, or nothing if not fewer."""
     return lambda s: [least] if (s.now(flag) or 0) < least else []
 
 
@@ -658,10 +664,10 @@ def _ngrams(s: Server) -> list[str]:
 
 
 def takes_corpus(arguments: Mapping[str, Any]) -> bool:
-    """Tell whether a corpus may be loaded, by a server's arguments (with underscores).
+    """Tell whether a corpus may be loaded; `arguments` are the server's, with underscores in their names.
 
     Each rank of tensor parallelism loads the corpus in a thread of its own. Until all have loaded it, their
-    drafts differ, and nothing in SGLang 0.5.23 makes them equal: answers could become wrong.
+    drafts differ, and nothing in SGLang 0.5.23 makes them equal, so answers could become wrong.
     """
     return all((number(arguments.get(name)) or 1) == 1 for name in ("tp_size", "pp_size"))
 
@@ -671,7 +677,8 @@ def _with_ngrams(s: Server) -> dict[str, Any]:
 
     The limit has room for the requests that run now. Without it, SGLang would run at most 48 requests.
     """
-    room = 2 ** math.ceil(math.log2(max(s.running, 1)))  # the smallest sufficient power of two
+    # The smallest power of two that is large enough for the running requests.
+    room = 2 ** math.ceil(math.log2(max(s.running, 1)))
     most = s.now("max-running-requests")
     budget = {CORPUS_FLAG: CORPUS_BUDGET} if takes_corpus(s.facts.arguments) else {}
     return {"max-running-requests": min(int(most), room) if most else room, **budget}
@@ -759,8 +766,8 @@ FLAGS: Mapping[str, Flag] = {
                     rule="halved or doubled, with replicas to match",
                     source="computed; not tried on a GPU",
                     cost=(
-                        "with fewer GPUs per replica, its KV pool has less room; with more, GPUs wait for "
-                        "each other"
+                        "fewer GPUs per replica: its KV pool has less room; more GPUs per replica: they wait "
+                        "for each other"
                     ),
                 )
             },
@@ -808,7 +815,7 @@ FLAGS: Mapping[str, Flag] = {
                 "oom": Move(_half_pool, rule="down: halved", source="SGLang", cost="a smaller KV pool"),
             },
             needs="a CPU",
-            memory="the KV cache of the tokens",
+            memory="the KV cache of the additional tokens",
             schedules=True,
         ),
         Flag(
@@ -816,19 +823,19 @@ FLAGS: Mapping[str, Flag] = {
             moves={
                 "full": Move(
                     _higher_fraction,
-                    rule="up: so that 6.5 GB stay free, then by 0.01",
+                    rule="up: so that 6.5 GB of GPU memory stay free, then by 0.01",
                     source="G1, G2, G4",
                     cost="memory may run out",
                 ),
                 "memory-left": Move(
                     _good_fraction,
-                    rule="up: so that 6.5 GB stay free",
+                    rule="up: so that 6.5 GB of GPU memory stay free",
                     source="G1, G2, G4",
                     cost="memory may run out; if it does, lower the flag by 0.01",
                 ),
                 "memory-tight": Move(
                     _good_fraction,
-                    rule="down: so that 6.5 GB stay free",
+                    rule="down: so that 6.5 GB of GPU memory stay free",
                     source="G1, G2, G4",
                     cost="a smaller KV pool",
                 ),
@@ -903,7 +910,7 @@ FLAGS: Mapping[str, Flag] = {
                     _smaller_graphs,
                     rule="down: halved",
                     source="G1, SGLang",
-                    cost="larger batches run without graphs",
+                    cost="larger batches run without CUDA graphs",
                 ),
             },
             needs="a GPU",
@@ -915,7 +922,7 @@ FLAGS: Mapping[str, Flag] = {
             moves={
                 "graph-off": Move(
                     lambda s: ["full"] if s.facts.graph_disabled else [],
-                    rule="set: full, if decode graphs are disabled",
+                    rule="set: full, if CUDA graphs for decoding are disabled",
                     source="G1",
                     cost="about 2 MB of GPU memory per request, and a start that takes seconds longer",
                 ),
@@ -933,7 +940,7 @@ FLAGS: Mapping[str, Flag] = {
             moves={
                 "chunk-full": Move(
                     lambda s: ["breakable"] if prefill_graph_off(s.facts.arguments) else [],
-                    rule="set: breakable, if prefill graphs are disabled",
+                    rule="set: breakable, if CUDA graphs for prefill are disabled",
                     source="G1",
                     cost="some GPU memory, and a start that takes seconds longer",
                 ),
@@ -1279,7 +1286,8 @@ def next_setting(sign: str, name: str, server: Server, flags: Flags) -> dict[str
 def with_beside(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
     """Return a flag's next value that a sign calls for, with the flags that must change together with it."""
     args: dict[str, Any] = {}
-    for value in FLAGS[name].values(sign, server):  # flags of this kind have at most one next value
+    # Flags that have to change together with others have at most one next value.
+    for value in FLAGS[name].values(sign, server):
         for changed_flag, setting in {name: value, **beside(name, value, server)}.items():
             args |= flags.setting(changed_flag, setting)
     return args

@@ -64,6 +64,7 @@ def queue_empty(s: Situation, flags: Flags) -> Finding | None:
     else:
         change, cause = _slow_component(s.client, target)
         if not change:
+            # The runner cannot help, so a flag against a slow front process is advised.
             settings = (next_setting("starved", name, s.server, flags) for name in FRONT_LEVERS)
             args = next(filter(None, settings), {})
             change = command_line(args) or _WITHOUT_FLAG[s.facts.on_cpu]
@@ -90,7 +91,8 @@ def _slow_component(client: ClientActivity, target: str) -> tuple[str, str]:
     if client.at_window > half:
         if client.window != "auto":
             return f"`window: auto` instead of {client.window}: {target}", "the job's window is full"
-        if client.connections and client.widest >= 0.9 * client.connections:  # nearly all are in use
+        if client.connections and client.widest >= 0.9 * client.connections:
+            # Nearly all connections have been in use at once.
             cause = f"all {client.connections} connections that the limit of open files allows are in use"
             return "raise `ulimit -n`", cause
         change = f"`window: {2 * client.widest}` in the job: twice as many requests as were in flight"
@@ -100,7 +102,7 @@ def _slow_component(client: ClientActivity, target: str) -> tuple[str, str]:
         return change, "rows wait for a retry"
     return (
         "give the runner more cores for rendering and tokenizing, or read the input from a faster disk",
-        "the window is not full: rows are not read, rendered or tokenized fast enough",
+        "the job's window is not full, because rows are not read, rendered or tokenized fast enough",
     )
 
 
@@ -125,7 +127,8 @@ def conservative(s: Situation, flags: Flags) -> Finding | None:
     """Detect that SGLang reserves memory for longer outputs than the rows have."""
     if not s.admits_too_few or s.fills_up:
         return None
-    if s.client and s.client.ignore_eos:  # Every output needs all the memory that SGLang reserves for it.
+    # With `ignore_eos`, every output needs all the memory that SGLang reserves for it.
+    if s.client and s.client.ignore_eos:
         return None
     output_share = s.client.output_share if s.client else None
     is_short = output_share is not None and output_share < GUIDES.short_output
@@ -133,7 +136,8 @@ def conservative(s: Situation, flags: Flags) -> Finding | None:
     if conservativeness(s) > LESS_CONSERVATIVE:
         args = next_setting("held", "schedule-conservativeness", s.server, flags)
     elif output_share is not None and not is_short:
-        return None  # The flag is low already, and `max_new_tokens` is not too high.
+        # The flag is low already, and `max_new_tokens` is not too high.
+        return None
     clip = next_setting("held", CLIP, s.server, flags) if is_short else {}
     cause, job_change, certainty = _cause_of_reserve(output_share, clip, is_short=is_short)
     return Finding(
@@ -143,7 +147,8 @@ def conservative(s: Situation, flags: Flags) -> Finding | None:
         change=", or ".join(filter(None, (command_line(args), job_change))),
         evidence={**s.evidence("conservative"), "output_share_of_max_new_tokens": output_share},
         certainty=certainty,
-        env={} if args else variables_in(clip),  # only one setting is changed at a time
+        # The variable is advised only if no flag is, because one setting is changed at a time.
+        env={} if args else variables_in(clip),
     )
 
 
@@ -239,7 +244,8 @@ def retractions(s: Situation, flags: Flags) -> Finding | None:
             return Finding(fine, evidence=evidence, fine=True)
         sign += f": {cost}"
     name = "schedule-conservativeness"
-    if FLAGS[name].values("retracting", s.server):  # the rule advises the next value of this flag
+    if FLAGS[name].values("retracting", s.server):
+        # The flag of this rule still has a next value, which the rule will advise.
         return Finding(sign, evidence=evidence)
     args = next_setting("retracting", "max-running-requests", s.server, flags)
     return Finding(
@@ -258,14 +264,15 @@ weights once and compute little."""
 LEAST_INTERVAL = 2
 """Minimum `--prefill-decode-interval` that pays, in decode steps."""
 FEWER_PASSES = 1.25
-"""Minimum ratio, of the passes without `--prefill-decode-interval` to those with it, at which the flag
-pays."""
+"""`--prefill-decode-interval` pays if, without the flag, there are at least this many times as many passes as
+with it."""
 LARGE_TP = 4
 """Minimum tensor parallelism at which larger CUDA graphs pay (SGLang's tuning guides)."""
 
 
 def running_low(s: Situation, flags: Flags) -> Finding | None:
     """Detect that few requests run, because full prefill passes admit requests only as fast as others end."""
+    # With a higher conservativeness, the advice of the rule `conservative` comes first.
     if not frequent(s.load, "far_below") or s.fills_up or conservativeness(s) > LESS_CONSERVATIVE:
         return None
     prefills = s.log.prefills
@@ -273,7 +280,7 @@ def running_low(s: Situation, flags: Flags) -> Finding | None:
         return None
     return Finding(
         f"{s.load.median('running'):.0f} of at most {s.max_running} requests run, others wait and "
-        f"memory is left {s.often('far_below')}: full prefill passes admit requests only as fast as others "
+        f"memory is free {s.often('far_below')}: full prefill passes admit requests only as fast as others "
         "end",
         args=with_memory("chunk-full", "chunked-prefill-size", s.server, flags),
         evidence=s.evidence("far_below"),
@@ -333,7 +340,8 @@ def _saves_passes(*, prefills: int, steps: float, output_tokens: float, interval
     fewer slots decode, and more decode steps are needed.
     """
     if prefills * interval <= steps or not output_tokens:
-        return False  # the prefill passes are at least an interval apart already, or too little is known
+        # The prefill passes are at least an interval apart already, or the output length is unknown.
+        return False
     decoding_share = 1 - interval / 2 / output_tokens
     if decoding_share <= 0:
         return False
@@ -383,7 +391,8 @@ def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
         cause = "CUDA graphs are captured only for smaller batches"
         if s.facts.graph_max_bs:
             cause = f"CUDA graphs are captured only for batches of up to {s.facts.graph_max_bs} requests"
-        server = replace(s.server, running=running)  # the next value must cover these batches
+        # The next value of the flag must cover the batches that ran without a graph.
+        server = replace(s.server, running=running)
         args = with_memory("graph-off", "cuda-graph-max-bs-decode", server, flags)
     return Finding(
         f"decoding runs without a CUDA graph (`cuda graph: False`) in {share:.0%} of "

@@ -1,4 +1,4 @@
-"""Rules on free memory at the start, on memory that ran out, and on other deaths. Each rule is pure."""
+"""Rules on free memory at the start, on memory that ran out, and on other deaths. Each is a pure function."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -115,7 +115,8 @@ def oom_weights(s: Situation, flags: Flags) -> Finding | None:
             remedy += ", or a quantised model"
         where = "while weights were loaded"
         finding = _ran_out(s, trouble=trouble, flags=flags, where=where, remedy=remedy)
-        return finding and replace(finding, args=args)  # the arguments of recovery cannot help
+        # More GPUs or memory are advised in place of the flags that recovery would set.
+        return finding and replace(finding, args=args)
     return None
 
 

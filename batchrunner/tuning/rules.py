@@ -1,6 +1,6 @@
-"""The table of all rules: signs and advice of SGLang's tuning guides, each with its source. Pure.
+"""The table of all rules: signs and advice of SGLang's tuning guides, each with its source.
 
-Advice is given in this order: deaths first, then what usually gains most.
+Deaths come first, then the advice that usually gains most. The module does no I/O.
 """
 
 from collections.abc import Callable
@@ -133,7 +133,7 @@ _LOAD_RULES = (
     "pool-small",
     "pages-large",
 )
-"""Rules whose advice depends on the load or divides memory anew. Their advice is void if memory ran out."""
+"""Rules whose advice depends on the load or divides memory differently. It is void if memory ran out."""
 _CARD_RULES = (*_LOAD_RULES, "tensor-parallel", "torch-compile", "answers-repeat")
 """Rules whose advice is void if the memory of a GPU ran out."""
 SILENCES: dict[str, tuple[str, ...]] = {
@@ -207,7 +207,7 @@ RULES: tuple[Rule, ...] = (
         effect="the graphs fit",
         other=_safer_values("graph"),
         source="G1, SGLang's message",
-        cost="larger batches run without graphs",
+        cost="larger batches run without CUDA graphs",
         certainty="high",
     ),
     Rule(
@@ -244,7 +244,7 @@ RULES: tuple[Rule, ...] = (
         sign="an exception that ended the scheduler, or a dead child process, without a lack of memory",
         judge=memory_rules.crashed,
         effect="the server stays alive",
-        other="the error to search for; no flag is known to help",
+        other="the error message, to search for it; no flag is known to help",
         source="SGLang's messages",
         certainty="low",
     ),
@@ -298,7 +298,7 @@ RULES: tuple[Rule, ...] = (
         sign=f"half a page (`--page-size`) is ≥ 15% of a request's pages; requests wait for the KV pool "
         f"{OFTEN}",
         judge=setup_rules.pages_large,
-        effect="more requests in the same KV pool, and shorter prefixes are found",
+        effect="more requests fit into the KV pool, and shorter prefixes are found in the cache",
         flag="page-size",
         on="large-pages",
     ),
@@ -385,7 +385,7 @@ RULES: tuple[Rule, ...] = (
         effect="less time between kernels at each decode step",
         flag="cuda-graph-max-bs-decode",
         on="graph-off",
-        other="graphs on, if they are disabled",
+        other="CUDA graphs on, if they are disabled",
     ),
     Rule(
         name="long-prompts",
@@ -394,7 +394,7 @@ RULES: tuple[Rule, ...] = (
         effect="fewer, larger passes over the weights",
         flag="chunked-prefill-size",
         on="chunk-full",
-        other="prefill graphs, if they are off",
+        other="CUDA graphs for prefill, if they are off",
     ),
     Rule(
         name="small-prefills",
@@ -457,7 +457,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="host-cache",
-        sign=f"as for shared-prefixes, with prompts ≥ 1024 tokens and token usage ≥ 0.9 {OFTEN}",
+        sign=f"the sign of `shared-prefixes`, prompts of ≥ 1024 tokens, and token usage ≥ 0.9 {OFTEN}",
         judge=setup_rules.host_cache,
         effect="prefixes that the KV pool evicts come back from host memory",
         flag="enable-hierarchical-cache",
@@ -540,7 +540,7 @@ RULES: tuple[Rule, ...] = (
         name="fp8-cache",
         sign=f"a 16-bit KV cache, a card with FP8, token usage ≥ 0.9 and `#queue-req` > 0 {OFTEN}",
         judge=setup_rules.pool_full,
-        effect="twice as many tokens in the pool",
+        effect="the KV pool holds twice as many tokens",
         flag="kv-cache-dtype",
         on="wide-numbers",
         certainty="low",

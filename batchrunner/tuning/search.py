@@ -200,7 +200,7 @@ class Search:
 
     @property
     def winner(self) -> FlagSetting:
-        """The best setting if it has proved faster than the job's own flags, otherwise those flags."""
+        """The best setting if it has proved faster than the job's own flags, otherwise these flags."""
         return self.best if self._beats_own() == "faster" else self.own
 
     def _beats_own(self) -> RaceVerdict:

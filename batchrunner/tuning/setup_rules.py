@@ -1,6 +1,6 @@
 """Rules on the setup of the server: metrics, GPUs, parallelism, precision, kernels, cache, order.
 
-Each rule is pure. A rule on the model or the GPU finds nothing if the model or the GPU is unknown.
+Each rule is a pure function. A rule on the model or the GPU finds nothing if the model or the GPU is unknown.
 """
 
 import re
@@ -28,6 +28,7 @@ def metrics_off(s: Situation, flags: Flags) -> Finding | None:
         "enable_metrics": "/metrics (retractions, cache hits, throughput, latency)",
         "enable_cache_report": "cached tokens of each chat answer",
     }
+    # An argument that the server does not report is not False, so nothing is said about it.
     disabled = {name for name in contents if s.facts.arguments.get(name) is False}
     if s.facts.metrics is False:
         disabled.add("enable_metrics")
@@ -37,7 +38,8 @@ def metrics_off(s: Situation, flags: Flags) -> Finding | None:
     args: dict[str, Any] = {}
     for name in names:
         args |= flags.setting(name.replace("_", "-"), value=True)
-    return Finding(f"not reported: {' and '.join(contents[name] for name in names)}", args=args)
+    missing = " and ".join(contents[name] for name in names)
+    return Finding(f"the server does not report {missing}", args=args)
 
 
 def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
@@ -123,12 +125,13 @@ def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
     evidence = {"cached_share": round(share, 4), "prompts": prefills.prompts}
     if s.client is not None:
         if s.client.order in {"auto", "prefix"}:
-            return None  # No advice is needed: the runner already groups rows by their common prefix.
+            # No advice is needed, because the runner already groups rows by their common prefix.
+            return None
         reading = f"{reading}, in the input's order"
         return Finding(reading, args={}, change="`order: auto`", evidence=evidence)
     queue, limit = s.load.longest_queue, GUIDES.lpm_queue
     if policy == "lpm" and queue > limit:
-        reading += f"; lpm gives up above {limit:.0f} waiting requests"
+        reading += f"; above {limit:.0f} waiting requests, lpm does not look for common prefixes"
     # The flag would not help if lpm is on already or unknown, or if the queue is too long for lpm.
     if policy in {"lpm", None} or queue >= limit:
         change = "send requests that begin alike one after another, as batchrun does"
@@ -160,7 +163,8 @@ def attention_backend(s: Situation, _: Flags) -> Finding | None:
     # If the launch command is unknown, as for a log, the user may have chosen the backend in a config file.
     command = str(s.facts.arguments.get("launch_command") or "--config")
     if not re.search("attention.backend|--config", command):
-        return None  # SGLang itself chose the backend, so there is nothing to advise.
+        # SGLang itself chose the backend, so there is nothing to advise.
+        return None
     return Finding(f"the attention backend is {backend} on {s.facts.card}")
 
 
@@ -197,7 +201,7 @@ def order_of_server(s: Situation, _: Flags) -> Finding | None:
         return None
     return Finding(
         f"{cached:.0%} of the prompt tokens were in the cache, although {shared:.0%} could be: "
-        f"--schedule-policy {policy} takes the rows in another order than they are sent in",
+        f"--schedule-policy {policy} does not take the rows in the order in which they are sent",
         evidence={"cached_share": round(cached, 4), "possible_share": round(shared, 4), "policy": policy},
     )
 
@@ -211,7 +215,8 @@ def pages_large(s: Situation, _: Flags) -> Finding | None:
     if not s.short_of_pool:
         return None
     tokens = prefills.mean_prompt + (s.client.mean_output or 0.0 if s.client else 0.0)
-    wasted_share = page / 2 / (tokens + page / 2)  # on average half of the last page is empty
+    # On average, half of a request's last page is empty.
+    wasted_share = page / 2 / (tokens + page / 2)
     if wasted_share < LOST_IN_PAGES:
         return None
     running = s.load.median("running")

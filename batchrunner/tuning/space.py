@@ -68,7 +68,8 @@ def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> M
     # The GPUs that the job's environment allows, or all GPUs of the machine.
     gpu_count = 0 if cpu else len(gpus(engine.env)) or len(gpu_cards)
     if isinstance(replicas, int) and replicas > 1:
-        gpu_count = replicas * gpus_a_replica  # the job cannot use more GPUs
+        # The job cannot use more GPUs than these, even if the machine has more.
+        gpu_count = replicas * gpus_a_replica
     prompt = job.prompt.model_dump()
     return Machine(
         flags=installed(engine.python, engine.env),
@@ -109,6 +110,7 @@ def server_of(result: TrialResult, machine: Machine) -> Server:
     )
     return Server(
         facts,
+        # The table of flags takes the mean of one scheduler.
         running=signs.running / signs.schedulers,
         usage=signs.usage,
         output_tokens=signs.output_tokens,
@@ -216,4 +218,8 @@ def _with_others(flag: Flag, value: Any, server: Server, flags: Flags) -> list[A
 def together(changes: Collection[FlagChange]) -> FlagChange | None:
     """Combine all changes into one; None if there are fewer than two."""
     args = {name: value for change in changes for name, value in change.args.items()}
-    return FlagChange(args, "all changes that the signs of the best call for") if len(changes) > 1 else None
+    return (
+        FlagChange(args, "all changes that the signs of the best trial call for")
+        if len(changes) > 1
+        else None
+    )

@@ -102,7 +102,8 @@ class ModelGuard:
             await self.confirm(endpoint)
         if version is None:
             return
-        self.weights = self.weights or version  # the first server to answer sets the version for all
+        # The first answer with a version sets the version that all answers must have.
+        self.weights = self.weights or version
         if version != self.weights:
             raise another_model(endpoint.url, "weight_version", self.weights, version)
 
@@ -162,7 +163,7 @@ class GuardedConnector(aiohttp.TCPConnector):
         except BaseException:
             protocol.close()
             raise
-        # If the server died meanwhile, the answer may have come from its successor.
+        # If the server died during the check, the answer may have come from another server.
         if not protocol.is_connected():
             protocol.close()
             raise EngineDownError(f"the connection to {req.url.origin()} was lost before it was used")

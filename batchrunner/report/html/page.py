@@ -166,7 +166,8 @@ def _over_time(timeline: Timeline, histories: Sequence[WorkerHistory]) -> dict[s
         "readout": {
             # Positions on the time axis, in seconds, at which the charts have values.
             "places": [round(place, 2) for place in timeline.places],
-            "length_s": timeline.axis.length_s or 1.0,  # at least 1, because page.js divides by the length
+            # The length must not be 0, because page.js divides by it.
+            "length_s": timeline.axis.length_s or 1.0,
             "charts": {chart.key: [line.values for line in chart.strokes] for chart in charts},
         },
     }
@@ -196,6 +197,7 @@ def _decisions(
     With several workers, the decision of the last worker is shown.
     """
     decisions = []
+    # The histories are in the order of the workers; the last worker with an event decides.
     if order := next((history.order for history in reversed(histories) if history.order), None):
         decisions.append(("Order of the rows", f"{order.get('order')}: {order.get('why')}"))
     if tokenize := next((history.tokenize for history in reversed(histories) if history.tokenize), None):
@@ -219,6 +221,7 @@ def _load(run_dir: RunDir) -> list[tuple[str, str]]:
         in_band, empty = load["in_band_share"], load["empty_queue_share"]
         queue = f"in the healthy range for {in_band:.0%} of the steady time, empty for {empty:.0%}"
         facts.append(("Queue", queue))
+    # A report of another version may name states of the load that this version does not know.
     corner_shares = (load.get("corner_shares") or {}).items()
     shares = [
         f"{share:.0%} {Corner(name).words}" for name, share in corner_shares if share and name in set(Corner)
