@@ -166,8 +166,8 @@ class MetricsApi:
             CounterMetricFamily,
             "http_responses",
             "Replies of the server by HTTP status.",
-            ["code"],
-            {str(status): count for status, count in self._responses.items()},
+            labels=["code"],
+            values={str(status): count for status, count in self._responses.items()},
         )
 
     def _of_batches(self) -> Iterator[Metric]:
@@ -179,29 +179,51 @@ class MetricsApi:
             owner = batch.get(OWNER, "")
             batches[owner, batch["status"]] += 1
             queued[owner] += queued_requests(batch)
-        yield _family(GaugeMetricFamily, "batches", "Batches, ended ones too.", ["owner", "status"], batches)
-        yield _family(GaugeMetricFamily, "queued_requests", "Requests without a result.", ["owner"], queued)
+        yield _family(
+            GaugeMetricFamily,
+            "batches",
+            "Batches, ended ones too.",
+            labels=["owner", "status"],
+            values=batches,
+        )
+        yield _family(
+            GaugeMetricFamily,
+            "queued_requests",
+            "Requests without a result.",
+            labels=["owner"],
+            values=queued,
+        )
         yield _family(
             CounterMetricFamily,
             "requests",
             "Requests that ended since the start of the server.",
-            ["owner", "outcome"],
-            tally.ended_requests,
+            labels=["owner", "outcome"],
+            values=tally.ended_requests,
         )
         yield _family(
             CounterMetricFamily,
             "tokens",
             "Tokens of the batches that ended since the start of the server.",
-            ["owner", "kind"],
-            tally.tokens,
+            labels=["owner", "kind"],
+            values=tally.tokens,
         )
 
     def _of_files(self) -> Iterator[Metric]:
         """Yield the numbers and sizes of files, and the free disk space."""
         files = Counter[str](file.get(OWNER, "") for file in self._state.records[FILES].values())
-        yield _family(GaugeMetricFamily, "files", "Files, results too.", ["owner"], files)
         yield _family(
-            GaugeMetricFamily, "file_size_bytes", "Size of all files.", ["owner"], self._state.stored_bytes
+            GaugeMetricFamily,
+            "files",
+            "Files, results too.",
+            labels=["owner"],
+            values=files,
+        )
+        yield _family(
+            GaugeMetricFamily,
+            "file_size_bytes",
+            "Size of all files.",
+            labels=["owner"],
+            values=self._state.stored_bytes,
         )
         free = self._readiness.disk_free
         if free is not None:
@@ -211,14 +233,22 @@ class MetricsApi:
         """Yield the tokens that owners have used on this day, and their limits."""
         used, limits = self._owners.tokens_of_day()
         yield _family(
-            GaugeMetricFamily, "day_tokens", "Tokens that were used on this day (UTC).", ["owner"], used
+            GaugeMetricFamily,
+            "day_tokens",
+            "Tokens that were used on this day (UTC).",
+            labels=["owner"],
+            values=used,
         )
         yield _family(
-            GaugeMetricFamily, "day_tokens_limit", "Maximum of tokens a day, if any.", ["owner"], limits
+            GaugeMetricFamily,
+            "day_tokens_limit",
+            "Maximum number of tokens a day.",
+            labels=["owner"],
+            values=limits,
         )
 
 
-def _family(kind: Any, name: str, text: str, labels: list[str], values: Mapping[Any, int]) -> Any:
+def _family(kind: Any, name: str, text: str, *, labels: list[str], values: Mapping[Any, int]) -> Any:
     """Return a metric of prometheus_client's class `kind`, with a value for each combination of `labels`.
 
     A combination of one label is a text.
