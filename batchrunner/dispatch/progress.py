@@ -297,7 +297,7 @@ class AttemptProgress:
         total, done = self.rows.total, len(self.done) + counts.done
         stopping, in_flight = self.backlog.is_stopping, self.routes.in_flight
         left_s = self._time_left.update(now, counts.own, in_flight, total - done)
-        earlier_counts = self.done.counts_of_failed, self.done.counts_of_answered
+        all_counts = self.done.counts_of_failed, self.done.counts_of_answered, counts
         background = self.load.background
         bands = {}
         if not background:
@@ -306,8 +306,8 @@ class AttemptProgress:
         return RunSample(
             rows_total=total,
             rows_done=done,
-            rows_failed=sum(earlier.failed for earlier in earlier_counts) + counts.failed,
-            rows_reused=sum(earlier.reused for earlier in earlier_counts) + counts.reused,
+            rows_failed=sum(part.failed for part in all_counts),
+            rows_reused=sum(part.reused for part in all_counts),
             rows_per_s=round(rows_s, 2),
             time_left_s=left_s if total and not stopping else None,
             stopping=stopping,
@@ -317,6 +317,7 @@ class AttemptProgress:
             output_tokens=counts.output_tokens,
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=counts.cached_tokens,
+            tokens=sum(part.prompt_tokens + part.output_tokens for part in all_counts),
             window=self.routes.window,
             in_flight=in_flight,
             resting=self.backlog.waiting,

@@ -102,12 +102,14 @@ def answer(request: Request, limit_tokens: int, dimensions: int = 384) -> Comple
     if request.task is not None:
         if request.kind == "messages":
             raise RowRefusedError(f"task: {request.task.name} takes a text or token ids, and this is a chat")
+        # A task without decoding has no outputs: its results are columns.
         columns = made_up_columns(request.task, request, hashes[0], dimensions)
         return _completion([], prompt_tokens, columns)
     most_tokens = min(request.sampling["max_new_tokens"], limit_tokens - prompt_tokens)
     outputs = [_output(request, number, most_tokens) for number in hashes]
     if request.asks is None:
         return _completion(outputs, prompt_tokens, NO_COLUMNS)
+    # Requested columns for which there is nothing synthetic, such as `logprobs`, stay null.
     asked_columns: dict[str, list[Any]] = {name: [None] * len(outputs) for name in request.asks.names}
     if TOOL_CALLS in asked_columns:
         asked_columns[TOOL_CALLS] = [output.calls for output in outputs]

@@ -95,6 +95,8 @@ class RunSample(msgspec.Struct, kw_only=True):
     """Prompt tokens of this attempt."""
     cached_tokens: int
     """Prompt tokens of this attempt that came from the prefix cache."""
+    tokens: int = 0
+    """Prompt and output tokens of all finished rows, with those of earlier attempts."""
     window: int
     """Maximum number of requests in flight, summed over routes."""
     in_flight: int

@@ -32,12 +32,14 @@ from batchrunner.job.call import CUSTOM_ID, job_of_batch
 from batchrunner.job.spec import Job
 from batchrunner.output.batch_results import CANCELLED, EXPIRED, publish
 from batchrunner.output.run_dir import RunDir
+from batchrunner.output.samples import RunSample
 from batchrunner.runner.control import Control
 from batchrunner.runner.foreground import TERM_DRAIN_S
 from batchrunner.runner.prepare import prepare
-from batchrunner.runner.progress import Progress, ProgressCalls
+from batchrunner.runner.progress import Display
 from batchrunner.runner.run import execute
 from batchrunner.runner.shared_engine import SharedEngine
+from batchrunner.serve.activity import Activity
 from batchrunner.serve.api_errors import RATE_LIMIT
 from batchrunner.serve.owners import Owners
 from batchrunner.serve.state import BATCHES, FILES, OWNER, Record, State, now
@@ -62,6 +64,26 @@ _LINE_NUMBER = re.compile(r"lines? (\d+)")
 def request_counts(*, total: int, completed: int = 0, failed: int = 0) -> Record:
     """Return the field `request_counts` of a batch, as OpenAI's API has it."""
     return {"total": total, "completed": completed, "failed": failed}
+
+
+class BatchDisplay(Display):
+    """Shows clients the state of a batch's run: the counts of its requests, and the server's activity."""
+
+    def __init__(self, batch: Record, activity: Activity) -> None:
+        self._batch, self._activity = batch, activity
+
+    def show(self, sample: RunSample) -> None:
+        """Show the present state of the run."""
+        self._batch["request_counts"] = request_counts(
+            total=sample.rows_total,
+            completed=sample.rows_done - sample.rows_failed,
+            failed=sample.rows_failed,
+        )
+        self._activity.update(self._batch["id"], sample, time.time())
+
+    def close(self) -> None:
+        """Take the run, which has ended, out of the activity."""
+        self._activity.end(self._batch["id"])
 
 
 class TooManyRequestsError(InputError):
@@ -91,6 +113,7 @@ class Batches:
         self.info = engine.info
         self._options = options
         self._running: dict[str, tuple[Control, asyncio.Task[None]]] = {}
+        self.activity = Activity()
         self._owners = owners
         most_running = max(MOST_RUNNING_OF_OWNER, MOST_RUNNING // owners.count)
         self._turns = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(most_running))
@@ -203,16 +226,9 @@ class Batches:
 
     async def _execute(self, batch: Record, control: Control) -> None:
         """Run the job of a batch; raises BatchrunError if it fails or lines remain without a result."""
-
-        def show_counts(progress: Progress) -> None:
-            completed = progress.rows_done - progress.rows_failed
-            batch["request_counts"] = request_counts(
-                total=progress.rows_total or 0, completed=completed, failed=progress.rows_failed
-            )
-
         report = await execute(
             self._job(batch),
-            displays=[ProgressCalls(show_counts)],
+            displays=[BatchDisplay(batch, self.activity)],
             engine=self._engine,
             control=control,
             account=self._owners.account_of(_owner_of(batch)),

@@ -32,6 +32,7 @@ from batchrunner.serve.batches_api import BatchesApi
 from batchrunner.serve.files_api import FilesApi
 from batchrunner.serve.metrics_api import MetricsApi
 from batchrunner.serve.owners import ONLY_OWNER, Owner, Owners
+from batchrunner.serve.page_api import PageApi
 from batchrunner.serve.records import OWNER_OF_CALL, Records
 from batchrunner.serve.state import State
 
@@ -41,8 +42,9 @@ API_KEY_VARIABLE = "BATCHRUN_API_KEY"
 """Environment variable with the API key that clients must send."""
 LOCAL_HOSTS = {"localhost", "127.0.0.1", "::1"}
 """Addresses at which the server needs no API key."""
-OPEN_PATHS = {"/health", "/ready"}
-"""Paths that need no API key: whether the server lives, and whether it is ready."""
+OPEN_PATHS = {"/", "/health", "/ready"}
+"""Paths that need no API key: the page, which has no data itself, and the two for health checks of load
+balancers and orchestrators, which have no key."""
 USAGE = "usage.json"
 """File in the server's directory with the tokens that each owner has used on this day."""
 SWEEP_S = 60.0
@@ -66,6 +68,7 @@ class Api:
         self._owners = owners
         self._records = Records(state, owners, batches.info.model)
         self._metrics = MetricsApi(state=state, batches=batches, owners=owners)
+        self._page = PageApi(state=state, batches=batches, owners=owners, endpoints=endpoints)
         self._files = FilesApi(
             state=state, owners=owners, records=self._records, most_bytes=most_bytes, most_files=most_files
         )
@@ -84,6 +87,7 @@ class Api:
         app.on_response_prepare.append(self._metrics.count_response)
         records = "/v1/{kind:files|batches|models}"
         handlers: list[tuple[str, str, Any]] = [
+            ("GET", "/", self._page.page),
             ("GET", "/health", self._metrics.health),
             ("GET", "/ready", self._metrics.ready),
             ("GET", "/metrics", self._metrics.metrics),
@@ -92,6 +96,7 @@ class Api:
             ("GET", "/v1/{kind:files}/{id}/content", self._files.content),
             ("POST", "/v1/batches", self._batches.create),
             ("POST", "/v1/{kind:batches}/{id}/cancel", self._batches.cancel),
+            ("GET", "/v1/activity", self._page.activity),
             ("GET", records, self._records.page),
             ("GET", records + "/{id:.+}", self._records.get),
         ]
@@ -103,7 +108,6 @@ class Api:
     async def _reply(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Authorize a call, handle it, and turn each error into an error object of OpenAI's API."""
         try:
-            # Health checks of load balancers and orchestrators have no API key.
             if request.path not in OPEN_PATHS:
                 owner = request[OWNER_OF_CALL] = self._owner_of(request)
                 self._owners.count_call(owner)
@@ -125,16 +129,16 @@ class Api:
     def _owner_of(self, request: web.Request) -> Owner:
         """Return the owner of the API key of a call; raises ApiError for a call without a valid key.
 
-        A server without a key serves only programs on this machine. It refuses web pages, because the page of
-        any website could send calls to localhost.
+        A server without a key serves only programs on this machine, and its own page. It refuses other web
+        pages, because the page of any website could send calls to localhost.
         """
         if not self._owners.need_key:
             try:
-                host = (request.url.host or "").lower()
+                host, own_origin = (request.url.host or "").lower(), str(request.url.origin())
             except ValueError:
                 # The header Host is malformed, for example its port is beyond 65535.
-                host = ""
-            if host not in LOCAL_HOSTS or "Origin" in request.headers:
+                host = own_origin = ""
+            if host not in LOCAL_HOSTS or request.headers.get("Origin", own_origin) != own_origin:
                 raise ApiError(403, f"Only programs on this machine may call. Set {API_KEY_VARIABLE}.")
             return ONLY_OWNER
         owner = self._owners.owner_of(request.headers.get("Authorization", "").removeprefix("Bearer "))

@@ -53,7 +53,8 @@ class Server:
     longest_output: int | None = None
     """99th percentile of the output lengths, in tokens; None if unknown."""
     shared: float | None = None
-    """Fraction of the prompt tokens that come from the prefix cache, or could; None if unknown."""
+    """Fraction of the prompt tokens that come from the prefix cache, or could come from it; None if
+    unknown."""
     repeated: float = 1.0
     """Mean number of tokens that a decode step would yield with n-gram speculation from earlier outputs."""
     speculates_exactly: bool = True
@@ -602,17 +603,17 @@ def _interval(s: Server) -> list[int]:
 
 
 def _set(flag: str, value: Any) -> NextValues:
-    """Return the only possible change of a flag that is either set to `value` or not."""
+    """Return the only move for a flag: to `value`, unless the flag has this value already."""
     return lambda s: [] if s.facts.arguments.get(flag.replace("-", "_")) == value else [value]
 
 
 def _at_least(flag: str, least: int) -> NextValues:
-    """Return a function for a number of threads or processes: it returns `least`, or nothing if not fewer."""
+    """Return the only move for a number of threads or processes: to `least`, unless it is as high already."""
     return lambda s: [least] if (s.now(flag) or 0) < least else []
 
 
 def _for_media(flag: str, least: int) -> NextValues:
-    """Return the change of `_at_least` for a job whose prompts have media."""
+    """Return the move of `_at_least`, but only for a job whose prompts have images, sounds or videos."""
     return lambda s: _at_least(flag, least)(s) if s.media else []
 
 
@@ -702,7 +703,7 @@ class Move(NamedTuple):
     values: NextValues
     """Returns the values to take, in order; empty if no value remains or too little is known."""
     rule: str
-    """The change in words."""
+    """The move in words, for the docs: direction and new values."""
     source: str
     """Source of the rule: SGLang itself, or one of its tuning guides. G1 is the newest guide, G2 SGLang's own
     of 2025, G3 the oldest, and G4 is in Chinese."""

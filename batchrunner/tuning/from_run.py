@@ -70,7 +70,7 @@ def read_run(run: Path | RunDir) -> Situation:
     server = log.facts
     server.version = facts["engine"].get("version")
     server.card = server.card or facts["engine"].get("card")
-    # the run did not start the server, so its log is not here
+    # The run did not start the server, so the server's log is not here.
     if server.ready is None and facts["engine"].get("memory_caps_running"):
         server.ready = ServerReady(memory_caps_running=True)
     gpus = facts["engine"].get("gpus")
@@ -323,7 +323,7 @@ def _replay(run_dir: RunDir, situation: Situation) -> None:
 
 
 def some_answers(run_dir: RunDir) -> list[str]:
-    """Return the beginnings of up to MOST_ANSWERS answers: the first ones of the newest part with texts."""
+    """Return the beginnings of up to MOST_ANSWERS answers from the newest result file that has texts."""
     for path in reversed(run_dir.all_parts()[-MOST_PARTS:]):
         # A part file may be damaged, or removed after the listing. Then the next one is read.
         damaged = contextlib.suppress(pa.ArrowException, OSError, KeyError)

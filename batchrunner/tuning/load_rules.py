@@ -206,6 +206,7 @@ def states_full(s: Situation, flags: Flags) -> Finding | None:
     else:
         pool_size = f" of {pool.slots} states, {pool.per_request} for each request,"
         if args:
+            # Number of requests that would run after the change, from which flag tuning predicts its gain.
             slots_per_request = slots_after(args, pool.per_request)
             would_run = state_slots(s.server, slots_per_request) // slots_per_request
     if FLAGS["mamba-ssm-dtype"].values("states", s.server):
@@ -316,6 +317,7 @@ def small_prefills(s: Situation, flags: Flags) -> Finding | None:
         return None
     mean_tokens = prefills.new_tokens / max(1, prefills.passes)
     are_small = mean_tokens <= min(GUIDES.small_pass * chunk, LIKE_A_STEP)
+    # With an empty queue, passes are small because requests arrive one by one.
     if prefills.passes < GUIDES.samples or not are_small or frequent(s.load, "empty"):
         return None
     steps, interval = s.decode_steps, args[name]

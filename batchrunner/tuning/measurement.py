@@ -115,7 +115,7 @@ class Incumbent:
 
 
 class TrialProgress(NamedTuple):
-    """Progress of a trial at one time."""
+    """Counts of a trial at one point in time."""
 
     at_s: float
     tokens: int
@@ -175,6 +175,7 @@ class TrialWatch:
             return None
         self._readings += signals
         if any(signal.queue for signal in signals):
+            # The measured span may extend to here. After the last waiting request, the drain begins.
             self._busy = progress
             self._busy_readings = len(self._readings)
         return self._behind(at_s, self._warm) or self._measured(at_s, self._warm)

@@ -1,6 +1,6 @@
 """The table of all rules: signs and advice of SGLang's tuning guides, each with its source.
 
-Deaths come first, then the advice that usually gains most. The module does no I/O.
+Rules on deaths come first, then the rules whose advice usually gains most. The module does no I/O.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class Advice:
     args: dict[str, Any] = field(default_factory=dict)
     """The change as `engine.args`; null removes a flag."""
     effect: str = ""
-    """The expected gain."""
+    """Expected gain of the advice, in words."""
     tradeoff: str = ""
     """The cost of the change."""
     certainty: Certainty = "medium"
@@ -99,6 +99,7 @@ class Rule:
         if finding is None:
             return None
         if finding.fine:
+            # Nothing has to change.
             return Advice(self.name, finding.sign, certainty="high", evidence=finding.evidence)
         args = finding.args or {}
         # The finding has no change of its own, so the next value of the rule's flag is advised.

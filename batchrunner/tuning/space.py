@@ -151,7 +151,7 @@ SEEN: Mapping[str, Callable[[TrialSigns, Server], bool]] = {
     "layout": lambda _, __: True,
     "held": lambda s, _: _holds_back(s),
     "retracting": lambda s, _: s.shows("kv_bound") and retracts_often(s.retractions_per_min),
-    # requests wait although fewer run than max-running-requests allows
+    # Requests wait although fewer run than `max-running-requests` allows.
     "full": lambda s, _: s.shows("conservative") or s.shows("kv_bound"),
     "chunk-full": lambda s, v: (s.prefill_per_pass or 0.0) >= PASS_IS_FULL * (v.facts.chunk or 1),
     "capped": lambda s, _: s.shows("capped"),

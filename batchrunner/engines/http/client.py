@@ -165,6 +165,7 @@ class HttpEngine(Engine):
         self._add_endpoints(descriptions, urls)
         models = [description.model for description in descriptions]
         arguments = [description.arguments for description in descriptions]
+        # From here on, the run's model is what all replicas report in common.
         model = common_model([*map(model_in, models, arguments)])
         info = describe(models, arguments, await self._first_loads(descriptions))
         self._no_thinking_budget = info.no_thinking_budget
@@ -172,6 +173,7 @@ class HttpEngine(Engine):
         for endpoint in self.serving:
             self._watch_model(endpoint)
         self._vocabulary = vocabulary_of(str(models[0]["model_path"]))
+        # A row of a batch file may name the model by either of its names.
         names = [reply.get(key) for reply in models for key in ("served_model_name", "model_path")]
         self._model_names = frozenset(str(name) for name in names if name)
         notes = [f"connections limited by {limited_by}", *info.notes]
@@ -637,7 +639,7 @@ class HttpEngine(Engine):
             abort=self._abort,
         )
         answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, stream.read, rids=rids)
-        # a proxy or server that does not stream sends one JSON reply
+        # A proxy or server that does not stream sends one JSON reply.
         if answer is not None and answer.is_json:
             return replies.completion_of(request, answer.content)
         if answer is not None:
@@ -781,6 +783,7 @@ class HttpEngine(Engine):
         connection at all.
         """
         url = endpoint.address
+        # A lost connection may mean that another server is at the address from now on.
         if isinstance(failure, (aiohttp.ClientError, OSError)):
             endpoint.doubt()
         match failure:
@@ -862,6 +865,7 @@ class BundleAnswer:
                 continue
             index = event.index
             if index is None and event.error is not None:
+                # The server refuses all rows of the bundle.
                 code = event.error.get("code") if isinstance(event.error, dict) else None
                 self.refusal = replies.WholeAnswer(known_status(code), content)
                 continue

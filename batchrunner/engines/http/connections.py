@@ -66,7 +66,7 @@ def free_port() -> int:
     end = first_local_port if is_range_below else _HIGHEST_PORT
     for _ in range(_PORT_TRIES):
         port = random.randrange(_LOWEST_PORT, end)  # noqa: S311 - not a secret
-        # bind raises OSError if the port is in use
+        # `bind` raises OSError if the port is in use.
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
             return port

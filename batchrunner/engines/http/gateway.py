@@ -104,7 +104,7 @@ ASTRAY = (
     "overload protection avoids a worker with waiting requests (start the gateway with "
     "--disable-worker-overload-protection)"
 )
-"""Warning about a row that another worker answered than the worker of its routing key."""
+"""Warning that a row was answered by another worker than the worker of its routing key."""
 _NO_TEXTS = "the gateway's workers speak gRPC, for which the gateway returns tokens without their texts"
 GRPC_UNSUPPORTED: Mapping[str, str] = {
     "sampling.lora_path": "the gateway's workers speak gRPC, for which the gateway drops the adapter's name",
@@ -333,6 +333,7 @@ class ThroughGateway(HttpEngine):
         self._observe(workers)
         self._workers.listed_at = time.monotonic()
         model, server = await self._describe(workers)
+        # The gateway finds the worker for a request by the model's name, so every request must have it.
         self._model_id = next((w.model_id for w in workers if w.model_id), str(model["served_model_name"]))
         self.model_to_send = self._model_id
         self._model_names = frozenset({self._model_id, str(model["model_path"])})
@@ -340,11 +341,13 @@ class ThroughGateway(HttpEngine):
         self._vocabulary = vocabulary_of(str(model["model_path"]))
         check_does(self._task, model, f"{self.url}: serves {model['model_path']}")
         self._in_use = urls_in_use(workers)
+        # If any worker is no regular HTTP server, the gateway must choose the workers, so there are no keys.
         peculiarity = next((f"{w.url} {w.peculiarity}" for w in workers if w.peculiarity), None)
         keys = {} if peculiarity else await self._keys_of(self._in_use)
         self._has_keys = bool(keys)
         for url, key in keys.items():
             self._workers.see(url).key = key
+        # Without routing keys, the gateway is the only route.
         for url in keys or (self.url,):
             endpoint = self.endpoints[url] = self._new_endpoint(url)
             endpoint.arguments = server

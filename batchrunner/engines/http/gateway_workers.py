@@ -283,7 +283,11 @@ class WorkerWatch:
             self.in_doubt, self._report_before = True, None
 
     def observe(self, worker: GatewayWorker) -> None:
-        """Process the worker's entry in the list; raises AnotherModelError for another model's weights."""
+        """Process the worker's entry in the list; raises AnotherModelError for another model's weights.
+
+        The first report sets the size of the weights. A doubt ends with the first report that is certainly
+        newer than the failure.
+        """
         weights_gb = worker.weights_gb
         if weights_gb is None:
             # The gateway has no report of the worker now, so the next report will be newer than any failure.

@@ -108,7 +108,7 @@ class ModelGuard:
             raise another_model(endpoint.url, "weight_version", self.weights, version)
 
     async def _ask(self, endpoint: Endpoint, watch: ModelWatch) -> BatchrunError | EngineDownError | None:
-        """Ask a server for its model.
+        """Ask a server which model it serves.
 
         Return None if the model is the run's, else the error for another model or for no answer.
         """

@@ -570,7 +570,7 @@ def tokens_in(reply: bytes) -> list[int] | None:
 
 
 def _from_body(body: RequestBody, reply: bytes) -> Completion:
-    """Read the reply to a row of a batch file. The model name of the row replaces that in the reply.
+    """Read the reply to a row of a batch file. The row's model name replaces the name in the reply.
 
     Raises RequestError if the reply is an abort or not an answer, or if a vector is invalid.
     """

@@ -101,6 +101,7 @@ class _Server:
         self._facts.arguments = {
             name: value for name, value in info.items() if name not in {"version", "internal_states"}
         }
+        # The first scheduler stands for all, because they have the same limits.
         state = next(iter(scheduler_states(info)), {})
         memory = state.get("memory_usage")
         memory = memory if isinstance(memory, dict) else {}

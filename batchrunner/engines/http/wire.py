@@ -328,6 +328,7 @@ def chat_body(request: Request) -> dict[str, Any]:
     if request.continues:
         body["continue_final_message"] = True
     template_kwargs = dict(request.chat_template_kwargs or {})
+    # The chat endpoint takes these two grammars as `response_format`, like OpenAI's.
     schema = sampling.pop("json_schema", None)
     if schema is not None:
         body["response_format"] = {
@@ -341,6 +342,7 @@ def chat_body(request: Request) -> dict[str, Any]:
     # The chat endpoint of SGLang 0.5 reads this parameter in `chat_template_kwargs`.
     if spaces is not None:
         template_kwargs["spaces_between_special_tokens"] = spaces
+    # All other sampling parameters are fields of the body, some of them under other names.
     body.update({_CHAT_NAMES.get(name, name): value for name, value in sampling.items()})
     if template_kwargs:
         body["chat_template_kwargs"] = template_kwargs

@@ -57,7 +57,7 @@ class SchedulerConfig:
     """Flags of a simulated server. The defaults are SGLang's on an 80 GB GPU."""
 
     max_running: int
-    """`--max-running-requests`."""
+    """`--max-running-requests`: maximum number of samples that run at once."""
     max_total_tokens: int
     """`--max-total-tokens`: number of tokens in the KV pool."""
     context_tokens: int | None = None

@@ -1,8 +1,6 @@
 """The page of a run, report.html: collects what the page shows, and fills the template page.html."""
 
-import base64
 import functools
-import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +22,7 @@ from batchrunner.output.run_json import require_run_json
 from batchrunner.report.html.charts import load_charts, number
 from batchrunner.report.html.history import Timeline, WorkerHistory, cell_width, history_of, make_timeline
 from batchrunner.report.html.results import RunResults, read_results
+from batchrunner.report.html.style import page_style, source_hash
 from batchrunner.report.verdict import GO_ON, max_failed_rows_of, too_many_failed
 from batchrunner.tuning.advise import advise_run
 from batchrunner.tuning.signals import Corner
@@ -175,12 +174,11 @@ def _over_time(timeline: Timeline, histories: Sequence[WorkerHistory]) -> dict[s
 
 def _style_and_script() -> dict[str, Any]:
     """Return the style and the script of the page, and the script's hash for the content security policy."""
-    script = _read("page.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    script = (_HERE / "page.js").read_text(encoding="utf-8")
     return {
-        "style": Markup(_read("page.css")),  # noqa: S704 - our own file
+        "style": Markup(page_style()),  # noqa: S704 - our own file
         "script": Markup(script),  # noqa: S704
-        "script_hash": f"sha256-{digest}",
+        "script_hash": source_hash(script),
     }
 
 
@@ -288,7 +286,3 @@ def _moment(seconds: float) -> str:
 def _percent(share: float) -> str:
     """Format a fraction as per cent, with one decimal below 10 %."""
     return f"{share:.1%}" if 0 < share < 0.1 else f"{share:.0%}"  # noqa: PLR2004
-
-
-def _read(name: str) -> str:
-    return (_HERE / name).read_text(encoding="utf-8")
