@@ -133,7 +133,7 @@ def run_rollouts(
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """An event loop that records in step memory which rollout runs, and since when."""
+    """Event loop that records, in memory shared with the run, which rollout is in a step and since when."""
 
     def __init__(self, steps: memoryview[float]) -> None:
         self._steps = steps

@@ -180,7 +180,10 @@ def _with_history(history: AnswerHistory, *, is_good: bool | None) -> Completion
 
 
 async def _python_complaint(functions: HookPool, request: Request, completion: Completion) -> str | None:
-    """Return the complaint of `accept.python` about an answer, or the function's error; else None."""
+    """Return the complaint of `accept.python` about an answer, or the function's error; else None.
+
+    The function returns True for a good answer, and False or a complaint for any other answer.
+    """
     facts = functions.facts[CHECK]
     row = (carried_of(request.ref),) if facts.takes_row else ()
     for number, text in enumerate(completion.texts):

@@ -72,6 +72,8 @@ class Feeder:
                 await self.backlog.end(row, request)
                 continue
             if self.keeps_prompts:
+                # Later requests may add to the chat, so they need the request before its tokenization, with
+                # the media that are prepared already.
                 unencoded = row.request._replace(media=request.media)
                 row.answers = AnswerHistory(request, unencoded=unencoded)
             row.request = request

@@ -192,6 +192,7 @@ class ReuseDistance:
     def __init__(self, info: EngineInfo, schedulers: int) -> None:
         """`schedulers` is the number of schedulers, which share the rows and the engine's KV pool."""
         pass_tokens = info.prefill_tokens or PASS_TOKENS
+        # Tokens in the KV pool of one scheduler. An unknown pool is taken to hold a distance of one pass.
         pool = info.max_total_tokens / schedulers if info.max_total_tokens else pass_tokens / POOL_SHARE
         self._schedulers = schedulers
         self._pass_tokens = pass_tokens
@@ -207,14 +208,19 @@ class ReuseDistance:
         self._tokens = max(self._least, min(self._first, POOL_SHARE * pool))
         """The present distance, in prefill tokens of one scheduler."""
         self._bytes, self._bytes_tokens = 0, 0
+        """Bytes and tokens of the prompts that were answered."""
         self._followers, self._missed, self._evicted = 0, 0, 0
+        """Followers since the last check: all, those without a cache hit, those whose prefix was evicted."""
         self._last_miss_share, self._mean_miss_share = 0.0, 0.0
+        """Share of followers without a cache hit: in the last check, and as a running mean."""
         self._clock = 0.0
         """Number of prefill tokens that were sent so far."""
         self._changed_at = 0.0
         """Value of the clock at the last correction."""
         self._factor = WIDER
+        """Factor of the last correction."""
         self._expected_tokens, self._found_tokens = 0.0, 0.0
+        """Tokens of shared prefixes, and how many of these were in the prefix cache."""
 
     @property
     def tokens(self) -> int:

@@ -136,7 +136,7 @@ class Survey(NamedTuple):
     row_s: float
     """Mean number of seconds for reading, rendering and tokenizing a row."""
 
-    def sent_of(self, pending: BitMap64, answered: float = 1.0) -> int:
+    def answered_of(self, pending: BitMap64, answered: float = 1.0) -> int:
         """Return how many of the pending rows get an answer from the engine.
 
         `answered` is the fraction of the sent rows that get an answer.
@@ -423,13 +423,14 @@ def _from_data_sheet(prepared: PreparedJob, request: _EstimateRequest, card: str
     copies = _copies(job, request, default=1)
     model = launched_model(job.engine) or ""
     directory = str(model_directory(model))
+    # No engine is open. The survey needs only the tokenizer.
     info = EngineInfo("cold", model, tokenizing=TokenizerInfo(directory, directory))
     surveyed = survey(prepared, pending, info, BitMap64())
     result = cold_forecast(
         model,
         card,
         surveyed.rows,
-        total=surveyed.sent_of(pending),
+        total=surveyed.answered_of(pending),
         samples=job.sampling.n,
         cards=_cards(job, tp),
         copies=copies,
@@ -611,7 +612,7 @@ def _forecast(
         sampled,
         Setting(_config(job, info, sampled.schedulers), schedulers=schedulers, window=window),
         rows,
-        total=surveyed.sent_of(pending, answered=len(reported_prompts) / rows_of_sample),
+        total=surveyed.answered_of(pending, answered=len(reported_prompts) / rows_of_sample),
         start_s=sample.start_s,
         client_s=(surveyed.row_s + CLIENT_S) / workers,
     )

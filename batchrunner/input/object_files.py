@@ -90,9 +90,10 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         return pafs.FileInfo(path, pafs.FileType.Directory if is_directory else pafs.FileType.NotFound)
 
     def _objects_below(self, directory: str, most_pages: int | None = None) -> Iterator[Any]:
-        """Yield the objects below a directory; raise OSError.
+        """Yield the objects below a directory.
 
-        At most `most_pages` pages of the store's listing are read, if it is given.
+        If `most_pages` is given, at most that many pages of the store's listing are read. Raises OSError if
+        the store cannot be read.
         """
         bucket, key = _bucket_and_key(directory)
         prefix = f"{key.rstrip('/')}/" if key else None

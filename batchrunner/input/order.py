@@ -152,9 +152,9 @@ def stretches(rows: BitMap64, group_ends: Sequence[int]) -> Iterator[BitMap64]:
 def shared_fractions(sample: Sequence[Sequence[bytes]], rows: int) -> tuple[float, float]:
     """Return the fractions of prompt bytes that come from the prefix cache, in input order and sorted.
 
-    `rows` is the number of all rows. In input order, a row shares prefixes with the rows of its stretch. In
-    sorted order, it shares prefixes with all rows. If the sample is smaller than the input, the second
-    fraction is extrapolated.
+    Each list in `sample` has a stretch of consecutive rows; `rows` is the number of all rows. In input order,
+    a row shares prefixes with the rows of its stretch only. In sorted order, it shares prefixes with all
+    rows. If the sample is smaller than the input, the second fraction is extrapolated.
     """
     total_bytes = sum(len(prompt) for stretch in sample for prompt in stretch)
     if not total_bytes:

@@ -133,11 +133,14 @@ def _result_rows(run_dir: RunDir, work: Path) -> Iterator[dict[str, Any]]:
 
 
 def _with_unanswered(
-    results: Iterator[dict[str, Any]], unanswered: Iterable[tuple[str | None, str]]
+    results: Iterator[dict[str, Any]], errors_if_unanswered: Iterable[tuple[str | None, str]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each request of a batch file: its result, or else its error in `unanswered`."""
+    """Yield a row for each request of a batch file: its result, or else its error.
+
+    `errors_if_unanswered` has the custom_id of each request, and the error that it gets without a result.
+    """
     result = next(results, None)
-    for number, (custom_id, error) in enumerate(unanswered):
+    for number, (custom_id, error) in enumerate(errors_if_unanswered):
         if result is not None and result["row"] == number:
             yield result
             result = next(results, None)

@@ -50,8 +50,8 @@ class Store:
     uri = ""
     """URI of the run; "" for a run on a file system."""
     input_place: Path | None = None
-    """Path `bucket/key` of the run, the form in which the input names files in a store; None for a run on a
-    file system."""
+    """The run's directory in the store as `bucket/key`, like the paths of input files in a store; None for a
+    run on a file system."""
 
     def check_sharing(self) -> None:
         """Raise JobError if several tasks cannot share a run in this store. Leave nothing behind."""

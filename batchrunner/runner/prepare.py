@@ -240,7 +240,7 @@ def drop_copies(run_dir: RunDir, *, is_done: bool = False) -> None:
             if _is_held(possible_users):
                 return
         shutil.rmtree(run_dir.copies, ignore_errors=True)
-        # `rmdir` succeeds only if the directory is empty, because the run has not begun.
+        # If the run has not begun, its directory is empty. Otherwise `rmdir` fails, and the directory stays.
         run_dir.path.rmdir()
 
 

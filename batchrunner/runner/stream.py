@@ -433,6 +433,7 @@ class Handover:
         while not self._outcomes and not self._ended:
             await self._change()
         outcomes, self._outcomes = self._outcomes, []
+        # `put` may wait for room.
         self._changed.set()
         if not outcomes:
             return []

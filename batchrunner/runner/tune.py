@@ -147,6 +147,7 @@ def _trial(setting: FlagSetting, job_args: Args) -> dict[str, Any]:
     return {
         "args": changes(setting.args, job_args),
         "replicas": setting.replicas,
+        # Without a trial that was measured to its end, give the speed of the newest trial.
         "tokens_per_s": setting.speeds or [setting.newest.tokens_per_s],
         "ended": setting.newest.ended,
         "verdict": setting.verdict,

@@ -51,9 +51,11 @@ def _doublings(old: Mapping[str, Any], new: Mapping[str, Any]) -> float:
     return max(doublings)
 
 
-def _reserves_too_much(s: Situation) -> bool:
+def _reserves_too_much(situation: Situation) -> bool:
     """Tell whether the scheduler reserves more for outputs than advised, though outputs may be short."""
-    return conservativeness(s) > LESS_CONSERVATIVE and not (s.client and s.client.ignore_eos)
+    return conservativeness(situation) > LESS_CONSERVATIVE and not (
+        situation.client and situation.client.ignore_eos
+    )
 
 
 def steps_for(

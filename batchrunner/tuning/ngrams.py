@@ -94,7 +94,7 @@ def checking_cost(running: float, kv_share: float) -> float:
     for each request, and reads the KV cache once as before. `kv_share` is the size of the KV cache in use
     divided by that of the weights. This is arithmetic; no figure of it was measured.
     """
-    # Times are in units of the time to read the weights, which is the minimum for their matrix products.
+    # The unit of time is one read of the weights. Their matrix products never take less than that.
     weights = max(1.0, running / COMPUTE_BOUND)
     weights_with_drafts = max(1.0, running * CHECKED / COMPUTE_BOUND)
     return (weights_with_drafts + kv_share) / (weights + kv_share)

@@ -427,7 +427,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="tensor-parallel",
-        sign="tp > 1 although all weights take ≤ 60% of one GPU; or idle GPUs beside the server of a run",
+        sign="tp > 1 although all weights take ≤ 60% of one GPU; or GPUs that the run's server does not use",
         judge=setup_rules.tensor_parallel,
         effect="no communication between GPUs at each layer",
         other="one replica for each GPU",

@@ -419,10 +419,11 @@ class ConcurrencyLimits:
         """Limit each route to its share of the remaining rows; return a decision for each new limit."""
         if len(self.routes) == 1:
             return []
-        gap_s = now - (now if self._shared_at is None else self._shared_at)
+        since_last_s = now - (now if self._shared_at is None else self._shared_at)
         self._shared_at = now
+        # Recent rows are the speed of a route, which background runs need as well.
         for route in self.routes:
-            route.count_recent(gap_s)
+            route.count_recent(since_last_s)
         # In a background run, the engine's users limit each route, so shares are not needed.
         if self.is_background:
             return []

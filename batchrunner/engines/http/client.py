@@ -112,7 +112,10 @@ class HttpEngine(Engine):
         limits: LimitsSpec,
         task: TaskName = GENERATE,
     ) -> None:
-        """Connect to no server yet. `task` is the task that the servers' model must be able to do."""
+        """Prepare a client without servers, which `connect` adds.
+
+        `task` is the task that the servers' model must be able to do.
+        """
         self.endpoints: dict[str, Endpoint] = {}
         """All servers that the run has used, by route."""
         self.serving: list[Endpoint] = []

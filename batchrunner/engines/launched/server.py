@@ -121,7 +121,7 @@ class SGLangServer:
         self._previous: Mapping[str, Any] | None = {} if self._is_recalled else None
         """Tuned flags to which the server returns if it dies; None if its present flags are not on trial."""
         # Whether restarts with other flags are forbidden. A restart after a death is still allowed.
-        self._flags_are_final = False
+        self._is_stopping = False
 
         # The last start.
         self._process: asyncio.subprocess.Process | None = None
@@ -217,7 +217,7 @@ class SGLangServer:
         self.up = False
         # From now on, flags of this run are on trial, not those of an earlier run.
         self._is_recalled = False
-        self._flags_are_final = False
+        self._is_stopping = False
         self._settled.clear()
         self.hangs(PLANNED)
 
@@ -227,7 +227,7 @@ class SGLangServer:
 
     def stay(self) -> None:
         """Forbid restarts with other flags, and let no row wait for a restart."""
-        self._flags_are_final = True
+        self._is_stopping = True
         self._settled.set()
 
     def _change(self, args: Mapping[str, Any], why: str) -> None:
@@ -247,7 +247,7 @@ class SGLangServer:
         # The server is assumed to have work until the next poll.
         self.has_work = True
         deadline = time.monotonic() + self.start_s
-        while self.has_work and time.monotonic() < deadline and not self._flags_are_final:  # noqa: ASYNC110 - polls set it
+        while self.has_work and time.monotonic() < deadline and not self._is_stopping:  # noqa: ASYNC110 - polls set it
             await asyncio.sleep(TIMING.load_poll)
 
     def _heal(self) -> bool:
@@ -291,7 +291,7 @@ class SGLangServer:
         return [self.log_path, *sorted(node_logs)]
 
     def _cause(self) -> str:
-        """Return the causes in the logs of all machines for the server's last end, without repetition."""
+        """Return why the server last ended: the causes in the logs of all machines, each cause once."""
         causes = [cause_in(log, self._logs.get(log, 0)) for log in self._all_logs()]
         return " / ".join(filter(None, dict.fromkeys(causes)))
 
@@ -380,7 +380,7 @@ class SGLangServer:
         Raises EngineLostError if it will never be up again. After `stay` no row waits, because the run is
         ending, so EngineDownError is raised if the server is not up.
         """
-        if not self._flags_are_final:
+        if not self._is_stopping:
             await self._settled.wait()
         if self.lost is not None:
             raise self.lost
@@ -426,7 +426,7 @@ class SGLangServer:
             if hang is PLANNED:
                 await self._drain()
                 # The run is ending, so a planned restart would not pay: the server goes on as it is.
-                if self._flags_are_final:
+                if self._is_stopping:
                     self.up = True
                     continue
             self.up = False
