@@ -131,7 +131,7 @@ class LoadControl:
                 )
                 for run, route, ready_rows, unsent_rows in zip(self._runs, routes, ready, unsent, strict=True)
             ]
-            shares = divide(window, claims)
+            shares = divide(window, claims, routes=len(self.concurrency.routes))
             for route, share in zip(routes, shares, strict=True):
                 # A run gets more slots only as other runs free them, because no request is cancelled.
                 granted = min(share, route.in_flight + free)

@@ -62,6 +62,10 @@ class Engine(Protocol):
         serve the run's model any more.
         """
 
+    async def answers(self) -> bool:
+        """Tell whether a server of the engine answers now, with any reply."""
+        return True
+
     def preempt(self, route: str, kept: int) -> None:  # noqa: ARG002 - for engines with users
         """Preempt the youngest rows of a route until only `kept` remain.
 

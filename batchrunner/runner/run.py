@@ -83,7 +83,7 @@ time."""
 SPOOL_S = 1.0
 """Maximum seconds until a row is in the journal on this machine, for a run in an object store. Its part file
 (a Parquet file of results) is uploaded later."""
-OF_RUN = ("exit_code", "reason", "rows_total", "rows_ok", "rows_failed", "rows_cut", "rows_left")
+OF_RUN = ("exit_code", "reason", "next_step", "rows_total", "rows_ok", "rows_failed", "rows_cut", "rows_left")
 """Fields of report.json that an attempt without work writes again, because an earlier attempt may have died
 before it wrote its report."""
 
@@ -256,12 +256,12 @@ def report_of_empty(prepared: PreparedJob, work: Work) -> Report:
         rows_held=work.rows_of_others,
         was_empty=True,
     )
-    exit_code, reason = verdict_of(end)
+    verdict = verdict_of(end)
     if not report.rows_left:
         drop_copies(run_dir, is_done=True)
         write_limits(run_dir, job)
     simulated = isinstance(job.engine, SimulatedEngine)
-    report = replace(report, exit_code=exit_code, reason=reason, simulated=simulated)
+    report = replace(report, **verdict._asdict(), simulated=simulated)
     if not prepared.joins:
         values = report.as_dict()
         # The report of the last attempt with work has measured rates and times, which are 0 in this report.
@@ -328,7 +328,12 @@ class Run:
             # If the disk is full, the report is lost but the results are not.
             with contextlib.suppress(StorageError):
                 sending.show_end(time.monotonic())
-                self.events.write("end", exit_code=report.exit_code, reason=report.reason)
+                self.events.write(
+                    "end",
+                    exit_code=report.exit_code,
+                    reason=report.reason,
+                    next_step=report.next_step,
+                )
                 save_report(self.prepared.run_dir, report.as_dict())
         if end.failure is not None:
             end.failure.report = report
@@ -534,13 +539,12 @@ class Run:
                 held, unheld = work.rows.held_elsewhere()
         # If rows of this worker remain, only these are reported as remaining.
         report = replace(report, rows_of_others=held + unheld if not report.rows_left else 0)
-        exit_code, reason = self._verdict(report, end, held=held, unheld=unheld)
+        verdict = self._verdict(report, end, held=held, unheld=unheld)
         if not end.is_on_disk:
             report = self._counted_on_disk(report)
         return replace(
             report,
-            exit_code=exit_code,
-            reason=reason,
+            **verdict._asdict(),
             wall_s=round(wall_s, 3),
             wall_s_all_starts=round(union_s(earlier) + wall_s, 3),
             starts=len(earlier) + 1,
@@ -573,7 +577,9 @@ class Run:
         rows that nobody will do.
         """
         control = self.control
-        stop = None if control.reason is None else RunVerdict(control.exit_code, control.reason)
+        stop = None
+        if control.reason is not None:
+            stop = RunVerdict(control.exit_code, control.reason, control.next_step)
         run_end = RunEnd(
             rows_total=report.rows_total,
             rows_failed=report.rows_failed,

@@ -114,7 +114,8 @@ class OutcomeSink:
         if self._sent >= FEWEST_SENT and self._failed / all_sent > self.most_failed_share:
             self.control.drain(
                 f"{self._failed / self._sent:.0%} of the rows failed (limits.abort_failed_share): "
-                "correct the causes below, and run again with --retry-failed"
+                "correct the causes below, and run again with --retry-failed",
+                next_step="",
             )
 
     async def _parsed(self, outcome: Outcome, completion: Completion, functions: HookPool) -> Outcome:

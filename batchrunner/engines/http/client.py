@@ -377,6 +377,12 @@ class HttpEngine(Engine):
                 loads += server_loads
         return loads
 
+    async def answers(self) -> bool:
+        """Tell whether a replica answers within 2 s, with any reply."""
+        assert self._question_session is not None
+        statuses = [ServerStatus(self._question_session, endpoint.address) for endpoint in self.serving]
+        return any(await asyncio.gather(*(status.is_alive() for status in statuses)))
+
     async def _loads_of(self, url: str) -> list[SchedulerLoad] | None:
         """Return the loads of a server's schedulers; empty if it reports none, None if it does not answer."""
         assert self._question_session is not None
