@@ -1,9 +1,11 @@
 """Beacons: empty files in the directory of leases that show which workers hold leases, and that they run.
 
-    alive.NAME.TOKEN.000012
+    alive.NAME.TOKEN.000125
 
-A worker has a beacon while it holds leases, and renames it at each heartbeat. So one listing of the directory
-shows the heartbeats of all workers. Watching a thousand workers costs a file server as much as watching two.
+A worker has a beacon while it holds leases, and renames it at each heartbeat. The number is the time of the
+heartbeat in seconds by the worker's clock, which started with the worker. So one listing of the directory
+shows when each worker last had a heartbeat. Watching a thousand workers costs a file server as much as
+watching two, and an observer that lists the directory rarely still knows how long a worker has been silent.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from batchrunner.output.liveness import (
     DEAD_AFTER_S,
     FRESH_S,
     STORE_FRESH_S,
-    UNNAMED_AFTER_S,
     LivenessMonitor,
     monitor_of,
     read_owner,
+    runs,
 )
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.store import Store
@@ -32,6 +34,9 @@ _NAME = re.compile(r"alive\.(.+)\.([0-9a-f]+)\.(\d{6,})")
 OWNERS_READ = 8
 """Maximum number of workers whose `owner` is read after a listing. This finds a worker of the same machine
 that was killed, without waiting for its heartbeats."""
+SILENCE_S = DEAD_AFTER_S - 5.0
+"""Seconds since the last heartbeat after which a worker is dead. An observer takes a heartbeat to be later
+than it was, by up to the 5 s between two heartbeats. So a take-over begins within DEAD_AFTER_S of a death."""
 
 
 class Beacon:
@@ -42,7 +47,9 @@ class Beacon:
         self._directory = directory
         self._prefix = f"alive.{task}.{token}"
         self._store = store
-        self._beats = 0
+        self._began = time.monotonic()
+        self._seconds = 0
+        """Time of the last heartbeat, in seconds since `_began`."""
         self._path: Path | None = None
         """Current path of the beacon; None while there is none."""
         self._turn = threading.Lock()
@@ -71,8 +78,8 @@ class Beacon:
                 self._path = None
 
     def _next_path(self) -> Path:
-        self._beats += 1
-        return self._directory / f"{self._prefix}.{self._beats:06d}"
+        self._seconds = max(self._seconds + 1, int(time.monotonic() - self._began))
+        return self._directory / f"{self._prefix}.{self._seconds:06d}"
 
 
 @dataclass(slots=True)
