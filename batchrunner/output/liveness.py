@@ -94,7 +94,7 @@ class LivenessMonitor:
             self._has_beaten = bool(before[0] and self.owner_content)
             self._changed_at = now
         silent_s = now - self._changed_at
-        return runs(
+        return judge_holder(
             self.holder,
             self._me,
             silent_s=silent_s,
@@ -103,7 +103,7 @@ class LivenessMonitor:
         )
 
 
-def runs(
+def judge_holder(
     holder: LockHolder | None, observer: LockHolder, *, silent_s: float, dead_after_s: float, is_fresh: bool
 ) -> bool | None:
     """Return whether the holder of a task runs; None while that is not clear yet.

@@ -135,7 +135,8 @@ class LeasedRows(TaskRows):
         if self._stopped.is_set():
             return None
         try:
-            return self._try_take()
+            self._refresh_if_old()
+            return None if self._has_its_share() else self._take_free()
         except (OSError, OutputError):  # A later call with `wait` waits until the disk is available.
             return None
 
@@ -203,31 +204,30 @@ class LeasedRows(TaskRows):
                 wait.end()
                 if lease is not None or is_over:
                     return lease
-            sleep(SHORT_POLL_S if self._rows_free else self._pause_s())
+            sleep(SHORT_POLL_S if self._rows_free else self._pause_before_look())
         return None
 
     def _look_for_lease(self) -> tuple[Lease | None, bool]:
         """Take a lease, if need be from a dead worker. Also return whether no lease will become free."""
-        lease = self._try_take()
-        if lease is not None or self._has_its_share():
+        self._refresh_if_old()
+        if self._has_its_share():
+            return None, False
+        lease = self._take_free()
+        if lease is not None:
             return lease, False
         self._refresh()
         if not self._rows_free and self._others.dead:
             for task in self._others.dead:
                 self._take_over(task)
             self._refresh()
-        lease = self._try_take()
+        lease = self._take_free()
         # While a holder may be dead, its lease may become free. While this worker has unfinished rows, it
         # stays anyway, and can take over from a worker that dies later.
         is_over = not self._rows_free and self._others.all_run and not self._unfinished()
         return lease, is_over
 
-    def _try_take(self) -> Lease | None:
-        """Take a lease that was free at the last look; None if none was, or if this worker has its share."""
-        if time.monotonic() - self._refreshed_at > max(REFRESH_S, self._pause_s()):
-            self._refresh()
-        if self._has_its_share():
-            return None
+    def _take_free(self) -> Lease | None:
+        """Take a lease that was free at the last look; None if none was."""
         while (number := next_lease(self._leases.free(), self._last_number)) is not None:
             with self._lock:  # Otherwise the end of another lease could put the beacon out meanwhile.
                 self._beacon.light()
@@ -271,6 +271,11 @@ class LeasedRows(TaskRows):
         self._rows_free = self._leases.rows_free()
         self._refreshed_at = time.monotonic()
 
+    def _refresh_if_old(self) -> None:
+        """Call `_refresh` if the last look was not just now."""
+        if time.monotonic() - self._refreshed_at > max(REFRESH_S, self._pause_s()):
+            self._refresh()
+
     def _look_at_others(self, leases: Leases) -> None:
         """Read the lease files, and find out which other workers hold leases and whether they live."""
         self._others.look(leases.refresh())
@@ -280,6 +285,12 @@ class LeasedRows(TaskRows):
     def _pause_s(self) -> float:
         """Return the seconds between two listings of the lease files, which grow with the workers."""
         return min(max(POLL_S, len(self._others) / WORKERS_PER_LISTING), LONGEST_PAUSE_S)
+
+    def _pause_before_look(self) -> float:
+        """Return the seconds that a worker without a lease waits before it lists the lease files again."""
+        # The small addition makes sure that the verdict is due when this worker looks.
+        verdict_due_s = self._others.seconds_to_verdict() + SHORT_POLL_S
+        return min(self._pause_s(), verdict_due_s)
 
     def _take_over(self, task: str) -> None:
         """Recover the journals of a dead worker, and end its leases. Raises OSError or OutputError."""
